@@ -22,7 +22,7 @@ const WINDOW_ELEMENTS: u64 = 1 << 20;
 /// Maximum number of threads that compare two checkpoints.
 const THREADS_MAX: usize = 16;
 
-/// One of the two checkpoints that are compared.
+/// One of the two checkpoints that are compared, with its tied weights.
 #[derive(Clone, Copy)]
 pub struct DiffSide<'a> {
     /// The open checkpoint, from which tensors are read.
@@ -31,7 +31,7 @@ pub struct DiffSide<'a> {
     pub ties: &'a [TiedWeight],
 }
 
-/// Options of [`diff_checkpoints`], such as the tensors to compare.
+/// Options of [`diff_checkpoints`], such as to compare only the weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DiffOptions {
     /// Whether to compare only weights and buffers, and ignore optimizer states.
@@ -70,7 +70,8 @@ pub struct DiffReport {
 }
 
 impl DiffReport {
-    /// Returns whether all tensors are equal. Differences in dtypes and ties do not count.
+    /// Returns true if the two checkpoints have the same tensors, with equal elements. Differences
+    /// in dtypes and ties do not count.
     pub fn is_equal(&self) -> bool {
         self.different.is_empty()
             && self.only_a.is_empty()
@@ -168,7 +169,8 @@ pub fn diff_checkpoints(
     Ok(report)
 }
 
-/// Formats a tied weight's alias and its stored tensor as `role/alias = role/target`.
+/// Formats a tied weight as `role/alias = role/target`, with its second name and the name under
+/// which it is stored.
 fn format_alias(alias: &TensorInfo, target: &TensorInfo) -> String {
     format!("{} = {}", alias.label(), target.label())
 }
@@ -180,8 +182,9 @@ struct TensorPair {
     b: TensorInfo,
 }
 
-/// Pairs each tensor with the tensor of the other checkpoint that has the same role and name.
-/// Returns the pairs whose elements can be compared, and a report of all other differences.
+/// Pairs each tensor of the first checkpoint with the tensor of the second checkpoint that has the
+/// same role and name. Returns the pairs whose elements can be compared, and a report of all other
+/// differences.
 fn pair_tensors(a: DiffSide<'_>, b: DiffSide<'_>, options: &DiffOptions) -> (DiffReport, Vec<TensorPair>) {
     let is_compared = |t: &TensorInfo| !options.weights_only || !t.role.is_optimizer_state();
     let tensors =
@@ -236,9 +239,9 @@ impl<'a> TensorIndex<'a> {
         }
     }
 
-    /// Finds the tensor with the role and name of `info`, or the tensor that has this name as an
-    /// alias. Returns the tensor, and true if the name is an alias. Returns `None` if there is no
-    /// such tensor.
+    /// Finds the tensor with the role and the name of `info`, or the tensor that has this name as
+    /// an alias (tied weight). Returns the tensor, and true if the name is an alias. Returns `None`
+    /// if there is no such tensor.
     fn find_tensor(&self, info: &TensorInfo) -> Option<(&'a TensorInfo, bool)> {
         let by_name = |name: &str| self.tensors_by_name.get(&(info.role, name)).copied();
         by_name(&info.name).map(|t| (t, false)).or_else(|| {
@@ -267,7 +270,7 @@ impl DiffReport {
     }
 }
 
-/// Compares a pair of tensors of equal dtype byte by byte, for dtypes that aren't read as F32.
+/// Compares a pair of tensors of equal dtype byte by byte, for dtypes that are not read as F32.
 /// Returns the first differing element and the number of differing elements, or `None` if all bytes
 /// are equal. Such tensors are few and small, so one thread reads them.
 fn compare_bytes(
@@ -295,15 +298,15 @@ fn compare_bytes(
     Ok(first.map(|first| IntegerTensorDiff { tensor: pair.a.label(), shape, dtype, first, differing }))
 }
 
-/// A range of elements of two tensors that are compared. `pair` is the index of the pair of
-/// tensors.
+/// A range of elements that is compared in both tensors of a pair. `pair` is the index of the pair
+/// of tensors.
 struct PairSpan {
     pair: usize,
     range: Range<u64>,
 }
 
-/// Divides the elements of all pairs into groups of at most [`WINDOW_ELEMENTS`] elements, in order.
-/// One thread compares a group at a time.
+/// Divides the elements of all pairs of tensors into groups of at most [`WINDOW_ELEMENTS`]
+/// elements, in order. One thread compares a group at a time.
 fn divide_into_windows(pairs: &[TensorPair]) -> Vec<Vec<PairSpan>> {
     let (mut windows, mut open, mut free) = (Vec::new(), Vec::new(), WINDOW_ELEMENTS);
     for (pair, info) in pairs.iter().map(|p| &p.a).enumerate() {

@@ -1,6 +1,6 @@
-//! Adds links to the companion files of the source checkpoint, such as scheduler and RNG state
-//! files, to a converted checkpoint. The program that wrote the source checkpoint needs these files
-//! to resume from the converted one.
+//! Adds links to files next to the source checkpoint (companion files), such as scheduler and RNG
+//! state files, to a converted checkpoint. The program that wrote the source checkpoint needs these
+//! files to resume from the converted one.
 use super::file_plan::{FileContent, FilePlan, OutputPlan};
 use super::notice::ConvertNotice;
 use super::source_state::SourceState;
@@ -13,12 +13,14 @@ use crate::error::Result;
 /// result.
 const EXCLUDED_FILES: [&str; 6] =
     ["latest", "latest_universal", "converted.json", "optimizer.pt", "optimizer.bin", ".metadata"];
-/// Files that exist only in checkpoints whose program needs companion files to resume.
+/// Names of files by which checkpoints are recognized whose program needs further files next to the
+/// checkpoint (companion files) to resume.
 const COMPANION_FILE_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
 
-/// Plans links to the companion files of the source checkpoint, such as scheduler and RNG state
-/// files. Adds a notice to `state` if the source has RNG state files for a different number of
-/// ranks than the plan. Does nothing if the source has no file of [`COMPANION_FILE_MARKERS`].
+/// Adds links to the companion files of the source checkpoint, such as scheduler and RNG state
+/// files, to the files that a conversion will write. Adds a notice to `state` if the source has RNG
+/// state files for a different number of ranks than the plan. Does nothing if the source has no
+/// file of [`COMPANION_FILE_MARKERS`].
 pub(super) fn add_companion_files(
     source: &dyn TensorSource,
     state: &mut SourceState,

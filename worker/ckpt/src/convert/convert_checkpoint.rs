@@ -10,7 +10,8 @@ use crate::codec::disk;
 use crate::error::{CkptError, Result};
 use std::path::{Path, PathBuf};
 
-/// The result of a conversion, for the user.
+/// The result of a conversion that is reported to the user: path, step, number of ranks, files and
+/// bytes.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct ConvertReport {
     /// The output directory.
@@ -31,8 +32,9 @@ pub struct ConvertReport {
     pub notices: Vec<ConvertNotice>,
 }
 
-/// Converts the checkpoint `source` and writes the result to the directory `out`. Calls `progress`
-/// with the number of written bytes and the total number.
+/// Converts the checkpoint `source` to another format, ZeRO stage or number of ranks, and writes
+/// the result to the directory `out`. Calls `progress` with the number of written bytes and the
+/// total number.
 ///
 /// `out` is either complete or absent. An existing directory `out` is replaced if `out` is empty,
 /// or if `force` is set and an earlier conversion wrote `out`. Files that a killed conversion of

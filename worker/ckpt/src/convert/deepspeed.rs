@@ -12,13 +12,17 @@ use crate::tensor::{Dtype, TensorRole};
 use std::collections::HashMap;
 use std::ops::Range;
 
+/// Name of DeepSpeed's Python class for a constant loss scale.
 const LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.LossScaler";
+/// Name of DeepSpeed's Python class for a dynamic loss scale.
 const DYNAMIC_LOSS_SCALER_CLASS: &str = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler";
+/// Name of DeepSpeed's Python enum for ZeRO stages.
 const STAGE_ENUM_CLASS: &str = "deepspeed.runtime.zero.config.ZeroStageEnum";
+/// Name of DeepSpeed's Python class for the address of a parameter in a flat array.
 const FRAGMENT_ADDRESS_CLASS: &str = "deepspeed.utils.tensor_fragment.fragment_address";
 
-/// The parameters that DeepSpeed concatenates in one flat array. These are all parameters of a
-/// group at stages 1 and 2, and the parameters of a sub-group at stage 3.
+/// The parameters that DeepSpeed concatenates in one flat array of a ZeRO checkpoint. These are all
+/// parameters of a group at stages 1 and 2, and the parameters of a sub-group at stage 3.
 struct FlatGroup {
     /// Index of the parameter group.
     group: usize,
@@ -113,7 +117,8 @@ fn plan_flat_groups(state: &SourceState, sub_group_size: u64) -> Result<Vec<Flat
     Ok(flats)
 }
 
-/// Returns how many elements of a tensor each rank stores at ZeRO stage 3, including padding.
+/// Returns the number of elements of a tensor that each rank stores at ZeRO stage 3, including
+/// padding.
 fn count_elements_per_rank(state: &SourceState, tensor: usize) -> u64 {
     state.element_count(tensor).div_ceil(u64::from(state.world))
 }
@@ -125,8 +130,8 @@ impl FlatGroup {
     }
 }
 
-/// Returns for each weight in `weights` the index of its tensor with the role `role`. Skips weights
-/// without such a tensor.
+/// Finds for each weight in `weights` the tensor with the role `role`, such as one of its optimizer
+/// states, and returns the indices of these tensors. Skips weights without such a tensor.
 fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -> Vec<usize> {
     match role {
         TensorRole::Weight => weights.to_vec(),
@@ -134,9 +139,9 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Plans which elements of source tensors fill a range of an output array. The array is the
-/// concatenation of `tensors` (indices of source tensors), and `range` are its elements. If the
-/// range ends after the last tensor, zeros fill the rest.
+/// Returns which elements of source tensors fill a given range of an array in which the tensors
+/// follow one another. The array is the concatenation of `tensors` (indices of source tensors), and
+/// `range` are its elements. If the range ends after the last tensor, zeros fill the rest.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
     let inside = intersect_concatenation(state, tensors, range.clone());
     let mut spans: Vec<StorageSpan> =
@@ -146,9 +151,9 @@ fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<
     spans
 }
 
-/// Divides a range of the concatenation of `tensors` (indices of source tensors) at the boundaries
-/// of the tensors. Returns for each tensor in the range its index, the position of its first such
-/// element within the range, and its elements in the range.
+/// Divides a range of an array in which `tensors` (given by their indices) follow one another at
+/// the boundaries of the tensors. Returns for each tensor in the range its index, the position of
+/// its first such element within the range, and its elements in the range.
 fn intersect_concatenation(
     state: &SourceState,
     tensors: &[usize],
@@ -166,8 +171,8 @@ fn intersect_concatenation(
     found
 }
 
-/// Returns the elements of a source tensor that make up a rank's slice of it at ZeRO stage 3. Zeros
-/// pad the slice to the length that all ranks store.
+/// Returns which elements of a source tensor a rank stores at ZeRO stage 3. Zeros pad the slice to
+/// the length that all ranks store.
 fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<StorageSpan> {
     let (count, share) = (state.element_count(tensor), count_elements_per_rank(state, tensor));
     let from = (u64::from(rank) * share).min(count);
@@ -175,7 +180,7 @@ fn plan_rank_slice(state: &SourceState, tensor: usize, rank: u32) -> Vec<Storage
     vec![StorageSpan::Elements(tensor, from..to), StorageSpan::Zeros(share - (to - from))]
 }
 
-/// Creates the loss scaler object that DeepSpeed expects in its files.
+/// Creates the loss scaler object that DeepSpeed expects in its optimizer files.
 fn make_loss_scaler(state: &SourceState) -> PythonObject {
     let Some(LossScale { scale, steps }) = state.loss_scale else {
         let attributes = [("cur_scale", PythonObject::Float(1.0)), ("dynamic", PythonObject::Bool(false))];
@@ -198,7 +203,7 @@ fn make_loss_scaler(state: &SourceState) -> PythonObject {
     PythonObject::new_instance(DYNAMIC_LOSS_SCALER_CLASS, attributes)
 }
 
-/// Returns the value to store under `key` in DeepSpeed's optimizer file. Takes the value from the
+/// Returns the value of the entry `key` of DeepSpeed's optimizer file. Takes the value from the
 /// source, or the default of this key if the source lacks the entry.
 fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
     state.passthrough.optimizer_entry(key).cloned().unwrap_or_else(|| match key {
@@ -218,14 +223,14 @@ fn add_gradient_clipping(state: &SourceState, optimizer: &mut PythonObject) {
     }
 }
 
-/// Returns the Python object by which DeepSpeed stores the ZeRO stage `stage`.
+/// Returns the Python object by which DeepSpeed's files state the ZeRO stage `stage`.
 fn make_zero_stage_object(stage: u8) -> PythonObject {
     PythonObject::Call { function: STAGE_ENUM_CLASS.into(), args: vec![PythonObject::Int(stage.into())] }
 }
 
-/// Creates the `state_dict` of torch's optimizer, and adds the storages of its tensors to
-/// `storages`. `spans(flat, role)` must return the elements that the rank stores of the tensors of
-/// this role in a flat group.
+/// Creates the `state_dict` of torch's optimizer for the file of a rank, and adds the data of its
+/// tensors to `storages`. `spans(flat, role)` must return the elements that the rank stores of the
+/// tensors of this role in a flat group.
 fn make_optimizer_state(
     state: &SourceState,
     flats: &[FlatGroup],
@@ -316,9 +321,9 @@ fn plan_stage12_optimizer_file(
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Returns the address of each parameter in one rank's piece of a flat array: the position of its
-/// first element in the piece, and the number of its elements there. `weights` are the parameters
-/// of the flat array, and `range` is the range of its elements in the piece. Leaves out parameters
+/// Returns the address of each parameter in one rank's part of a flat array: the position of its
+/// first element in the part, and the number of its elements there. `weights` are the parameters of
+/// the flat array, and `range` is the range of its elements in the piece. Leaves out parameters
 /// without elements in the piece.
 fn make_fragment_addresses(state: &SourceState, weights: &[usize], range: Range<u64>) -> PythonObject {
     let address = |(weight, start, elements): (usize, u64, Range<u64>)| {
@@ -358,9 +363,9 @@ fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u3
     finish_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Plans the optimizer file at `path` from its content `optimizer`, a Python dict. The file
-/// contains the dict `optimizer` together with DeepSpeed's config and version. `storages` are the
-/// storages to which tensors in `optimizer` refer.
+/// Plans the optimizer file at `path` with the optimizer's state `optimizer`, a Python dict. The
+/// file contains the dict `optimizer` together with DeepSpeed's config and version. `storages` are
+/// the storages to which tensors in `optimizer` refer.
 fn finish_optimizer_file(
     state: &SourceState,
     mut storages: StorageBuilder,
@@ -417,8 +422,9 @@ fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     }
 }
 
-/// Adds all elements of a source tensor to `storages`, and returns the Python tensor that refers to
-/// them. A floating-point tensor is converted to `dtype`. Other tensors keep their dtype.
+/// Adds a whole source tensor to the `storages` (flat arrays) of a planned torch file, and returns
+/// the Python tensor that refers to it. A floating-point tensor is converted to `dtype`. Other
+/// tensors keep their dtype.
 pub(super) fn add_full_tensor(
     state: &SourceState,
     storages: &mut StorageBuilder,
@@ -433,8 +439,9 @@ pub(super) fn add_full_tensor(
     }
 }
 
-/// Creates the `state_dict` of the model: weights (empty tensors at stage 3), aliases, and buffers.
-/// The entries have the order of the module if known, otherwise the order of the source's tensors.
+/// Creates the `state_dict` of the model for a model file: weights (empty tensors at stage 3),
+/// aliases of tied weights, and buffers. The entries have the order of the module if known,
+/// otherwise the order of the source's tensors.
 fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> PythonObject {
     let mut found: Vec<(String, PythonObject)> = Vec::new();
     let weights = state.groups.iter().flat_map(|g| g.weights.iter()).chain(&state.frozen);
@@ -495,8 +502,8 @@ fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: St
     storages.into_file_plan(path, PythonObject::dict_from_pairs(pairs))
 }
 
-/// Returns the entries of a model file: `module`, the shapes of the parameters in each of `groups`,
-/// the frozen weights with their stored values, and the entries of DeepSpeed's engine.
+/// Returns the entries of a DeepSpeed model file: `module`, the shapes of the parameters in each of
+/// `groups`, the frozen weights with their stored values, and the entries of DeepSpeed's engine.
 pub(super) fn make_model_entries(
     state: &SourceState,
     storages: &mut StorageBuilder,
@@ -517,13 +524,13 @@ pub(super) fn make_model_entries(
     pairs
 }
 
-/// Returns a Python list with the names of `tensors`.
+/// Returns a Python list with the names of the tensors `tensors`.
 fn make_name_list(state: &SourceState, tensors: &[usize]) -> PythonObject {
     PythonObject::List(tensors.iter().map(|&t| PythonObject::from_text(state.tensor_name(t))).collect())
 }
 
-/// Returns the entries of a model file that belong to DeepSpeed's engine and the training program,
-/// such as step counters, scheduler and config.
+/// Returns the entries of a DeepSpeed model file that belong to the engine and the training
+/// program, such as step counters, scheduler and config.
 fn make_engine_entries(state: &SourceState, storages: &mut StorageBuilder) -> Vec<(String, PythonObject)> {
     let mut pairs = vec![("lr_scheduler".to_owned(), storages.import_value(&state.passthrough.scheduler))];
     for key in ["data_sampler", "random_ltd"] {

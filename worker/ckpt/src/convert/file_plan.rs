@@ -1,19 +1,20 @@
-//! [`FilePlan`]: what one output file of a conversion will contain: values, and elements of source
-//! tensors.
+//! [`FilePlan`]: what one output file of a conversion will contain: Python values, and elements of
+//! tensors of the source checkpoint.
 use crate::codec::pickle::{PythonObject, StoredTensor};
 use crate::tensor::Dtype;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What one output file of a conversion will contain, and its path.
+/// The path of one output file of a conversion, and what the file will contain.
 pub(super) struct FilePlan {
     /// Path in the output directory, with `/` between names.
     pub(super) path: String,
     pub(super) content: FileContent,
 }
 
-/// What a planned output file will contain: a torch file, a shard, a small file, or a link.
+/// What an output file of a conversion will contain: a torch file, a rank's native file (shard), a
+/// small file, or a link.
 pub(super) enum FileContent {
     /// A file in the zip format of `torch.save`.
     Torch(TorchFilePlan),
@@ -25,8 +26,8 @@ pub(super) enum FileContent {
     LinkTo(PathBuf),
 }
 
-/// A range of a source tensor's elements that a file of a native checkpoint will store, with the
-/// dtype `dtype`.
+/// A range of a source tensor's elements that a rank's file of a native checkpoint will store, with
+/// the dtype `dtype`.
 #[derive(Clone)]
 pub(super) struct PlannedPiece {
     /// Index of the tensor in the source checkpoint.
@@ -37,31 +38,33 @@ pub(super) struct PlannedPiece {
 }
 
 impl PlannedPiece {
-    /// Returns the number of elements of the piece.
+    /// Returns the number of elements of the range.
     pub(super) fn element_count(&self) -> u64 {
         self.elements.end - self.elements.start
     }
 
-    /// Returns the size of the piece in bytes.
+    /// Returns the size of the range's elements in bytes.
     pub(super) fn size_in_bytes(&self) -> u64 {
         self.element_count() * self.dtype.size()
     }
 }
 
-/// What a torch file will contain: its Python value, and the storages to which tensors in the value
-/// refer.
+/// What a torch file will contain: its Python value, and the storages (flat arrays) to which
+/// tensors in the value refer.
 pub(super) struct TorchFilePlan {
     pub(super) value: PythonObject,
     pub(super) storages: Vec<PlannedStorage>,
 }
 
-/// A storage that a torch file will contain, a flat array to which tensors of the file refer.
+/// A storage that a torch file will contain, that is a flat array to which tensors of the file
+/// refer.
 pub(super) struct PlannedStorage {
     pub(super) dtype: Dtype,
     pub(super) spans: Vec<StorageSpan>,
 }
 
-/// The origin of consecutive elements of a planned storage: a source tensor, or given values.
+/// Where consecutive elements of a storage (flat array) of a torch file come from: a source tensor,
+/// or given values.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum StorageSpan {
     /// Elements of the source tensor with this index, converted to the storage's dtype.
@@ -76,7 +79,7 @@ pub(super) enum StorageSpan {
 }
 
 impl PlannedStorage {
-    /// Returns the number of elements of the storage.
+    /// Returns the number of elements that the storage will have.
     pub(super) fn element_count(&self) -> u64 {
         self.spans.iter().map(|s| s.element_count(self.dtype)).sum()
     }
@@ -88,8 +91,8 @@ impl PlannedStorage {
 }
 
 impl StorageSpan {
-    /// Returns the number of elements that this part of a storage has, if the storage has the dtype
-    /// `dtype`.
+    /// Returns the number of elements of these consecutive elements, if the storage that contains
+    /// them has the dtype `dtype`.
     fn element_count(&self, dtype: Dtype) -> u64 {
         match self {
             StorageSpan::Elements(_, range) => range.end - range.start,
@@ -100,8 +103,8 @@ impl StorageSpan {
 }
 
 impl FilePlan {
-    /// Returns the number of bytes of output that the plan accounts for: the tensor data of a torch
-    /// file or a shard, or the size of a small file. Returns 0 for a link.
+    /// Returns the number of bytes of tensor data in a planned torch file or shard, or the size of
+    /// a small file. Returns 0 for a link.
     pub(super) fn size_in_bytes(&self) -> u64 {
         match &self.content {
             FileContent::Torch(plan) => plan.size_in_bytes(),
@@ -119,20 +122,21 @@ impl FilePlan {
 }
 
 impl TorchFilePlan {
-    /// Returns the total size of the storages in bytes.
+    /// Returns the total size in bytes of the storages (flat arrays) that the torch file will
+    /// contain.
     pub(super) fn size_in_bytes(&self) -> u64 {
         self.storages.iter().map(PlannedStorage::size_in_bytes).sum()
     }
 }
 
-/// Collects the storages of one torch file while the caller builds the Python value that refers to
-/// them.
+/// Collects the storages (flat arrays) of one torch file while the caller builds the Python value
+/// that refers to them.
 #[derive(Default)]
 pub(super) struct StorageBuilder(Vec<PlannedStorage>);
 
 impl StorageBuilder {
-    /// Adds a storage that is filled from `spans`, and returns a tensor of the shape `shape` that
-    /// refers to it.
+    /// Adds a storage (flat array) that is filled from `spans` to the torch file, and returns a
+    /// tensor of the shape `shape` that refers to it.
     pub(super) fn add_tensor(
         &mut self,
         dtype: Dtype,
@@ -151,21 +155,22 @@ impl StorageBuilder {
         })
     }
 
-    /// Adds an F32 storage that is filled from `spans`, and returns a one-dimensional tensor of all
-    /// its elements.
+    /// Adds an F32 storage (flat array) that is filled from `spans` to the torch file, and returns
+    /// a one-dimensional tensor of all its elements.
     pub(super) fn add_flat_tensor(&mut self, spans: Vec<StorageSpan>) -> PythonObject {
         let n = spans.iter().map(|s| s.element_count(Dtype::F32)).sum();
         self.add_tensor(Dtype::F32, vec![n], spans)
     }
 
-    /// Adds a storage with `value` as its only element, and returns an F32 tensor of shape `[]`.
+    /// Adds a storage with `value` as its only element to the torch file, and returns an F32 tensor
+    /// of shape `[]`.
     pub(super) fn add_scalar(&mut self, value: f64) -> PythonObject {
         let bytes: Arc<[u8]> = (value as f32).to_le_bytes().into();
         self.add_tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])
     }
 
-    /// Converts `value`, which was read from another torch file, so that this file can store it.
-    /// Tensors in the value get storages in this file.
+    /// Converts `value`, which was read from another torch file, to a value that the planned torch
+    /// file can store. Tensors in the value get storages in this file.
     pub(super) fn import_value(&mut self, value: &PythonObject) -> PythonObject {
         let pairs = |this: &mut StorageBuilder, pairs: &[(PythonObject, PythonObject)]| {
             pairs.iter().map(|(k, v)| (k.clone(), this.import_value(v))).collect()
@@ -182,20 +187,23 @@ impl StorageBuilder {
         }
     }
 
-    /// Builds the plan of a file at `path` that contains `value` and the collected storages.
+    /// Returns the plan of a torch file at `path` that contains `value` and the collected storages
+    /// (flat arrays).
     pub(super) fn into_file_plan(self, path: String, value: PythonObject) -> FilePlan {
         FilePlan { path, content: FileContent::Torch(TorchFilePlan { value, storages: self.0 }) }
     }
 }
 
-/// The files that a conversion will write.
+/// The files that a conversion will write, with the ZeRO stage and the number of ranks of the
+/// result.
 pub(super) struct OutputPlan {
     pub(super) files: Vec<FilePlan>,
     pub(super) stage: Option<u8>,
     pub(super) world: u32,
 }
 
-/// Returns the sum of [`FilePlan::bytes`] of all files, or `u64::MAX` if the sum overflows.
+/// Returns the total number of bytes ([`FilePlan::size_in_bytes`]) of the planned files, or
+/// `u64::MAX` if the sum overflows.
 pub(super) fn sum_bytes(files: &[FilePlan]) -> u64 {
     files.iter().fold(0, |sum, file| sum.saturating_add(file.size_in_bytes()))
 }

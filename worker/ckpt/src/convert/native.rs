@@ -54,7 +54,7 @@ pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
 }
 
 /// Chooses the dtype in which a native checkpoint stores a tensor: BF16 for a weight that a native
-/// source stores only as BF16, and F32 for all other tensors.
+/// source checkpoint stores as BF16, and F32 for all other tensors.
 fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     let TensorInfo { role, dtype, .. } = &state.tensors[tensor];
     let is_bf16_master =
@@ -62,8 +62,8 @@ fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     if is_bf16_master { Dtype::BF16 } else { Dtype::F32 }
 }
 
-/// Writes the manifest of a converted native checkpoint. `dir` is the output directory, and `done`
-/// the result of writing all shards.
+/// Writes the manifest (table of contents) of a converted native checkpoint. `dir` is the output
+/// directory, and `done` the result of writing all shards.
 pub(super) fn write_native_manifest(
     state: &mut SourceState,
     plan: &OutputPlan,
@@ -75,9 +75,9 @@ pub(super) fn write_native_manifest(
     write_manifest(&dir.join(step_dir_name(state.step)), facts, shards, None).map(|_| ())
 }
 
-/// Returns what the manifest records about the run that wrote the checkpoint. Copies the facts of a
-/// native source with the new number of ranks, and derives facts from an external source. Adds a
-/// notice to `state` if the source's data order is unknown.
+/// Returns what the manifest of a converted checkpoint records about the run and its training
+/// state. Copies the facts of a native source with the new number of ranks, and derives facts from
+/// an external source. Adds a notice to `state` if the source's data order is unknown.
 fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
     let stage = plan.stage.unwrap_or(state.stage);
@@ -139,8 +139,8 @@ fn make_run_facts(state: &mut SourceState, plan: &OutputPlan) -> RunFacts {
     }
 }
 
-/// Maps each weight's name to the number of updates by which its optimizer step is behind the
-/// checkpoint's step. Leaves out weights without a step lag.
+/// Maps each weight's name to its step lag, the number of optimizer updates by which the weight is
+/// behind the checkpoint's step. Leaves out weights without a step lag.
 fn compute_step_lags(state: &SourceState) -> Map<String, Value> {
     let updates = state.groups.iter().chain(&state.ungrouped).flat_map(|g| g.weights.iter().zip(&g.steps));
     let behind = updates

@@ -3,7 +3,7 @@ use crate::error::{CkptError, OptionProblem, Result};
 use crate::tensor::Dtype;
 use std::collections::BTreeMap;
 
-/// The format into which a checkpoint is converted.
+/// The format into which a checkpoint is converted, such as DeepSpeed's ZeRO checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConvertTarget {
     /// A native checkpoint of `launch`.
@@ -41,7 +41,8 @@ pub struct ConvertOptions {
     pub force: bool,
 }
 
-/// The least memory in bytes that [`ConvertOptions::memory`] may allow.
+/// The smallest limit in bytes that [`ConvertOptions::memory`] may set for the memory of a
+/// conversion.
 const MEMORY_BYTES_MIN: u64 = 64 << 20;
 /// The largest number of ranks for which a checkpoint can be converted.
 pub(super) const WORLD_SIZE_MAX: u32 = 65_536;
@@ -61,7 +62,8 @@ impl ConvertOptions {
         }
     }
 
-    /// Fails with [`CkptError::InvalidOption`] if the value of an option is out of range.
+    /// Fails with [`CkptError::InvalidOption`] if the value of an option of the conversion is out
+    /// of range.
     pub(super) fn check_limits(&self) -> Result<()> {
         let problem = if let Some(stage) = self.stage.filter(|s| !(1..=3).contains(s)) {
             OptionProblem::Stage { stage }

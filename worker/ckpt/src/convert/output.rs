@@ -1,5 +1,5 @@
-//! [`ConvertOutput`]: the directory to which a conversion writes. Its name is hidden while it is
-//! incomplete, and a later conversion reuses it after a kill.
+//! [`ConvertOutput`]: the directory to which a conversion writes. It has a hidden name until all
+//! files are complete, and a later conversion reuses it after a kill.
 //!
 //! The hidden directory `.NAME.converting` contains the files, `.task.json` (the task: source and
 //! options) and `.done` (a line per finished file). A later conversion reuses the directory only
@@ -50,7 +50,7 @@ pub(super) struct FinishedFile {
     pub(super) shard: Option<ShardReport>,
 }
 
-/// The directory to which a conversion writes, with the record of completed files.
+/// The directory to which a conversion writes, with the list of the files that were completed.
 pub(super) struct ConvertOutput {
     pub(super) dir: PathBuf,
     path: PathBuf,
@@ -64,9 +64,9 @@ pub(super) struct ConvertOutput {
 }
 
 impl ConvertOutput {
-    /// Creates and locks the hidden directory next to `out` in which a conversion writes. If an
-    /// interrupted conversion with the same source and options left such a directory, reuses it.
-    /// `bytes` is the size of all tensors to write.
+    /// Creates and locks the hidden directory next to `out` in which a conversion writes, or reuses
+    /// that of an interrupted conversion with the same source and options. `bytes` is the size of
+    /// all tensors to write.
     ///
     /// # Errors
     /// Fails if `out` can't be replaced, another conversion is writing to `out`, or the file system
@@ -105,21 +105,22 @@ impl ConvertOutput {
         Ok(output)
     }
 
-    /// Uses the existing directory `dir` as the output of a conversion. The caller publishes or
-    /// removes it. Fails if the file system has too little space for `bytes`.
+    /// Uses the existing directory `dir`, which the caller publishes or removes, as the output of a
+    /// conversion. Fails if the file system has too little space for `bytes`.
     pub(super) fn open_existing_directory(dir: &Path, bytes: u64) -> Result<ConvertOutput> {
         require_space(dir, bytes)?;
         let (dir, path) = (dir.to_owned(), dir.to_owned());
         Ok(ConvertOutput { dir, path, finished_before: HashMap::new(), record: None, _lock: None })
     }
 
-    /// Returns the record of the file `path` if an interrupted conversion had completed it.
+    /// Returns the record of the output file `path`, if an interrupted conversion had completed the
+    /// file.
     pub(super) fn find_finished_file(&self, path: &str) -> Option<&FinishedFile> {
         self.finished_before.get(path)
     }
 
-    /// Appends `text` to `.done`, the list of completed files. Does nothing if the output is a
-    /// directory of the caller, which has no `.done`.
+    /// Appends `text` to `.done`, the list of the files that the conversion has completed. Does
+    /// nothing if the output is a directory of the caller, which has no `.done`.
     fn append_to_finished_list(&mut self, text: &str) -> Result<()> {
         match &mut self.record {
             Some(file) => file
@@ -159,9 +160,9 @@ impl ConvertOutput {
     }
 }
 
-/// Lists all files of the output directory `dir` with their hashes, for the record of the
-/// conversion. The files `latest` and `latest_universal` get no hash, because a later save replaces
-/// them. The shards of native checkpoints get no hash, because the manifest has their hashes.
+/// Lists all files of the output directory `dir` with their hashes, for `converted.json`. The files
+/// `latest` and `latest_universal` get no hash, because a later save replaces them. The shards of
+/// native checkpoints get no hash, because the manifest has their hashes.
 fn list_files_for_record(dir: &Path, finished: &[FinishedFile]) -> Result<Vec<RecordedFile>> {
     let hashes: HashMap<&str, RecordedContent> = finished
         .iter()
@@ -177,8 +178,8 @@ fn list_files_for_record(dir: &Path, finished: &[FinishedFile]) -> Result<Vec<Re
     Ok(files)
 }
 
-/// Opens the list of completed files, `.done`, for appending. Does not follow a symbolic link, and
-/// does not wait for the reader of a FIFO.
+/// Opens the list of the files that a conversion has completed, `.done`, for appending. Does not
+/// follow a symbolic link, and does not wait for the reader of a FIFO.
 fn open_finished_list(path: &Path) -> Result<File> {
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
     let opened = OpenOptions::new().append(true).create(true).custom_flags(flags.bits()).open(path);
@@ -191,7 +192,7 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     disk::require_free_bytes(dir, bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES))
 }
 
-/// Reads the description of the interrupted conversion whose hidden directory is `dir`. Returns
+/// Reads the description of the interrupted conversion from its hidden directory `dir`. Returns
 /// `None` if `dir` has no valid description.
 fn read_task(dir: &Path) -> Option<Value> {
     let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(
@@ -202,8 +203,8 @@ fn read_task(dir: &Path) -> Option<Value> {
     task.ok().map(|task| task.0)
 }
 
-/// Reads the list of completed files, `.done`, in `dir`, and returns the records by path. Ignores
-/// truncated lines.
+/// Reads the list of the files that an interrupted conversion had completed, `.done`, in `dir`, and
+/// returns the records by path. Ignores truncated lines.
 fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     let text = Directory::open(dir)
         .and_then(|f| f.read_file(FINISHED_FILES_LIST, FINISHED_FILES_LIST_BYTES_MAX))
@@ -212,8 +213,9 @@ fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     lines.map(|f| (f.path.clone(), f)).collect()
 }
 
-/// Returns a JSON description of everything that determines the output of a conversion. This is the
-/// version of launch, the source with a fingerprint of its files, and the options.
+/// Returns a JSON description of everything that determines the output of a conversion, so that
+/// only the same conversion reuses its files. This is the version of launch, the source with a
+/// fingerprint of its files, and the options.
 fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;
     let files = compute_source_fingerprint(&path)?;

@@ -1,5 +1,5 @@
-//! Assigns weights to the optimizer's parameter groups, as the checkpoint records or the options
-//! state.
+//! Assigns weights to the optimizer's parameter groups, as the source checkpoint records or the
+//! options of a conversion state.
 use super::options::{ConvertOptions, ConvertTarget};
 use crate::catalog::{ParamGroup, PassthroughState, TensorInfo, TensorSource, TrainingState};
 use crate::codec::pickle::PythonObject;
@@ -8,9 +8,10 @@ use crate::layout::hf::module_order;
 use crate::tensor::TensorRole;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+/// The result of assigning weights to parameter groups.
 type GroupResult<T> = std::result::Result<T, ConvertError>;
 
-/// A parameter group of the optimizer, with its weights as indices of tensors.
+/// A parameter group of the optimizer, whose weights are given as indices of tensors.
 pub(super) struct WeightGroup {
     /// Indices of the weights' tensors, in the order of the optimizer.
     pub(super) weights: Vec<usize>,
@@ -20,7 +21,7 @@ pub(super) struct WeightGroup {
     pub(super) options: Vec<(String, PythonObject)>,
 }
 
-/// The parameter groups of an optimizer, and the trained weights that are in no group.
+/// The parameter groups of an optimizer, and the trained weights that belong to no group.
 pub(super) struct ParamGroupSet<G> {
     pub(super) groups: Vec<G>,
     /// Trained weights whose group is unknown.
@@ -36,7 +37,7 @@ pub struct UngroupedWeights {
     pub groups: usize,
 }
 
-/// Finds the trained weights that the source checkpoint does not assign to a parameter group.
+/// Finds the trained weights that the checkpoint `source` does not assign to a parameter group.
 /// [`ConvertOptions::groups`] can assign these weights.
 ///
 /// # Errors
@@ -51,9 +52,9 @@ pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeig
     Ok(UngroupedWeights { names, groups: groups.len() })
 }
 
-/// Returns the parameter groups that the checkpoint records, which may list no names of weights.
-/// Takes the groups out of `passthrough`, or makes them from `state` if `passthrough` has no
-/// groups.
+/// Returns the parameter groups that the source checkpoint records, which may list no names of
+/// weights. Takes the groups out of `passthrough`, or makes them from `state` if `passthrough` has
+/// no groups.
 pub(super) fn take_listed_groups(
     state: &TrainingState,
     passthrough: &mut PassthroughState,
@@ -80,13 +81,13 @@ fn is_single_unnamed_group(groups: &[ParamGroup]) -> bool {
     groups.len() <= 1 && groups.iter().all(|g| g.names.is_empty())
 }
 
-/// Returns the names of the trained weights that are listed in no group.
+/// Returns the names of those trained weights that no parameter group lists.
 fn find_weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<String> {
     let grouped: HashSet<&str> = groups.iter().flat_map(|g| g.names.iter().map(String::as_str)).collect();
     trained.iter().filter(|name| !grouped.contains(name.as_str())).cloned().collect()
 }
 
-/// Assigns the trained weights that are listed in no group to `groups`, and records their update
+/// Adds the trained weights that no parameter group lists to `groups`, and records their update
 /// counts from `steps`. If there is a single group without names, this group gets all these
 /// weights. Otherwise `options.groups` assigns them. If `options.groups` is empty, returns them as
 /// ungrouped, which only a native target allows.
@@ -132,8 +133,8 @@ pub(super) fn assign_weights_to_groups(
     }
 }
 
-/// Fails if `options` assign no group to a weight that needs one, assign a group to a weight that
-/// is not in `ungrouped`, or name a group that does not exist.
+/// Fails if the user's assignment in `options` assigns no group to a weight that needs one, assigns
+/// a group to a weight that is not in `ungrouped`, or names a group that does not exist.
 fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],
@@ -164,9 +165,9 @@ fn check_group_options(
     }
 }
 
-/// Sorts the weights of a group in the order in which the model registers its parameters. `orders`
-/// are the orders that are possible for the model. If more than one order of these weights is
-/// possible, or `orders` lack a weight, returns false and leaves a group of several weights
+/// Sorts the weights of a parameter group in the order in which the model registers its parameters.
+/// `orders` are the orders that are possible for the model. If more than one order of these weights
+/// is possible, or `orders` lack a weight, returns false and leaves a group of several weights
 /// unsorted.
 fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
     let steps: HashMap<&str, Option<f64>> =

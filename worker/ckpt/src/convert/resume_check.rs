@@ -1,12 +1,13 @@
-//! Checks that files which a killed conversion had completed are unchanged. Such a file is reused
-//! only if every byte is unchanged since it was written.
+//! Checks that the files which a killed conversion had completed are unchanged, before another
+//! conversion reuses them. Such a file is reused only if every byte is unchanged since it was
+//! written.
 use crate::codec::disk::BLOCK_BYTES;
 use crate::hash::{FileHasher, Hash};
 use crate::save::ShardReport;
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-/// Returns whether a torch file of `size` bytes has the hash `expected`. Returns `None` if the file
+/// Returns true if a torch file of `size` bytes has the hash `expected`. Returns `None` if the file
 /// cannot be read.
 pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: Hash) -> Option<bool> {
     let (mut hasher, mut buffer, mut at) = (FileHasher::default(), vec![0u8; BLOCK_BYTES], 0);
@@ -19,8 +20,8 @@ pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: Hash) -
     Some(hasher.finish() == expected)
 }
 
-/// Returns whether every block of a native shard of `size` bytes matches its hash in the report
-/// `shard`. Returns `None` if the file cannot be read.
+/// Returns true if every block of a rank's native file (shard) of `size` bytes matches its hash in
+/// the report `shard`. Returns `None` if the file cannot be read.
 pub(super) fn is_shard_intact(file: &fs::File, size: u64, shard: &ShardReport) -> Option<bool> {
     let mut buffer = vec![0u8; BLOCK_BYTES];
     let mut at = 0;

@@ -16,13 +16,14 @@ use std::path::PathBuf;
 /// Limit on the number of ranks times the number of tensors of a converted checkpoint, if the
 /// options of the conversion do not set the number of ranks.
 const SOURCE_PIECES_MAX: u64 = 4 << 20;
-/// The number of additional tensors that each rank counts for in the limit [`SOURCE_PIECES_MAX`].
+/// Number of tensors for which each rank counts, in addition to the checkpoint's tensors, in the
+/// limit [`SOURCE_PIECES_MAX`].
 const PIECES_PER_RANK: u64 = 64;
-/// The DeepSpeed version that a converted checkpoint states if the source checkpoint does not state
-/// one.
+/// The DeepSpeed version that a converted checkpoint claims if the source checkpoint does not
+/// record one.
 const DEEPSPEED_VERSION: &str = "0.19.8";
 
-/// The tensors and the training state of the source checkpoint of a conversion, completed with the
+/// The tensors and the training state of the checkpoint that a conversion reads, completed with the
 /// options of the conversion. Fields refer to tensors by their indices in `tensors`.
 pub(super) struct SourceState {
     pub(super) path: PathBuf,
@@ -143,8 +144,8 @@ impl SourceState {
         }
     }
 
-    /// Finds the index of the tensor that stores the optimizer state `role` of the weight with the
-    /// index `weight`.
+    /// Finds the index of the tensor that stores the optimizer state `role` (such as Adam's first
+    /// moment) of the weight with the index `weight`.
     pub(super) fn find_state_index(&self, weight: usize, role: TensorRole) -> Option<usize> {
         self.index.get(&(role, self.tensors[weight].name.clone())).copied()
     }
@@ -159,16 +160,17 @@ impl SourceState {
         &self.tensors[tensor].name
     }
 
-    /// Chooses the tag of a ZeRO checkpoint: the name of the directory that contains the
-    /// checkpoint's files.
+    /// Chooses the tag of a converted ZeRO checkpoint, that is the name of the directory that
+    /// contains its files.
     pub(super) fn choose_tag(&self) -> String {
         let tag =
             self.passthrough.tag.as_ref().filter(|t| is_plain_file_name(t) && !t.ends_with("_universal"));
         tag.cloned().unwrap_or_else(|| format!("global_step{}", self.step))
     }
 
-    /// Returns the update count that the weights at the positions `members` of `group` have in
-    /// common. Returns the step of the source checkpoint if there are no such weights.
+    /// Returns the number of optimizer updates that the weights at the positions `members` of the
+    /// parameter group `group` have in common. Returns the step of the source checkpoint if there
+    /// are no such weights.
     ///
     /// # Errors
     /// Fails with [`ConvertError::UpdatesDiffer`] if the update counts of two weights differ.
@@ -211,7 +213,7 @@ fn choose_world_size(options: &ConvertOptions, state: &TrainingState, tensors: u
     }
 }
 
-/// Determines which weights are frozen in the converted checkpoint, and which were frozen when the
+/// Finds out which weights are frozen in the converted checkpoint, and which were frozen when the
 /// source checkpoint was saved. A weight is frozen if no group in `groups` contains it and the
 /// source has a training state. A weight was frozen at the save if no group contains it, or if the
 /// source lists it as frozen.
@@ -233,18 +235,20 @@ fn find_frozen_weights<'a>(
     (frozen, weights().filter(is_frozen_at_save).collect())
 }
 
-/// Iterates over the indices of the tensors with the role `role`.
+/// Iterates over the indices of the tensors with the role `role` (weight, optimizer state or
+/// buffer).
 fn find_tensors_with_role(tensors: &[TensorInfo], role: TensorRole) -> impl Iterator<Item = usize> {
     (0..tensors.len()).filter(move |&i| tensors[i].role == role)
 }
 
-/// Returns the kinds of optimizer states that at least one tensor has.
+/// Returns the roles, such as Adam's first moment, of the optimizer states that the source
+/// checkpoint has.
 fn find_optimizer_roles(tensors: &[TensorInfo]) -> Vec<TensorRole> {
     let roles = TensorRole::ALL.into_iter().filter(|r| r.is_optimizer_state());
     roles.filter(|&role| tensors.iter().any(|t| t.role == role)).collect()
 }
 
-/// Chooses the step that a converted native checkpoint states: the largest update count of a
+/// Chooses the step of a converted native checkpoint: the largest number of optimizer updates of a
 /// weight. Returns `steps` if there are no update counts. Adds a notice if the result differs from
 /// `steps`.
 fn choose_step_from_updates<'a>(
@@ -261,11 +265,11 @@ fn choose_step_from_updates<'a>(
     updates
 }
 
-/// Determines the number of optimizer steps after which the source checkpoint was saved. If the
-/// source has only weights and the target is native, returns 0 and adds a notice to `notices`.
-/// `roles` are the roles of the source's optimizer states. `has_groups` states whether the source
-/// has parameter groups. A source with groups and without optimizer states is valid for a native
-/// target, since SGD without momentum keeps no states.
+/// Determines after how many optimizer steps the source checkpoint was saved. If the source has
+/// only weights and the target is native, returns 0 and adds a notice to `notices`. `roles` are the
+/// roles of the source's optimizer states. `has_groups` states whether the source has parameter
+/// groups. A source with groups and without optimizer states is valid for a native target, since
+/// SGD without momentum keeps no states.
 ///
 /// # Errors
 /// Fails if the source isn't a training state that the target can store.

@@ -84,9 +84,9 @@ fn plan_parameter_files(state: &SourceState, dir: &str, weight: usize, step: f64
     files
 }
 
-/// Plans the file with the hyper-parameters of all groups, which both of DeepSpeed's loaders read.
-/// The file has no loss scaler, so that DeepSpeed keeps the scaler of the run that loads the
-/// checkpoint.
+/// Plans the file with the hyper-parameters of all parameter groups, which both of DeepSpeed's
+/// loaders of universal checkpoints read. The file has no loss scaler, so that DeepSpeed keeps the
+/// scaler of the run that loads the checkpoint.
 fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let groups: Vec<PythonObject> = state
@@ -123,8 +123,8 @@ fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan 
     storages.into_file_plan(path, value)
 }
 
-/// Plans a model file with everything that is in no parameter's directory: frozen weights, buffers
-/// and the state of DeepSpeed's engine.
+/// Plans the model file of a universal checkpoint, with everything that is in no parameter's
+/// directory: frozen weights, buffers and the state of DeepSpeed's engine.
 fn plan_universal_model_file(state: &SourceState, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
     let tensors = state.frozen.iter().chain(&state.buffers);

@@ -26,19 +26,21 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Number of buffers of one worker: one is being read, one waits, and one is being written.
+/// Number of buffers of one worker (thread) of a conversion: one is being read, one waits, and one
+/// is being written.
 const WINDOWS_PER_WORKER: usize = 3;
-/// Memory in bytes that a conversion needs for each worker. Covers its windows, a converted window,
-/// three buffers of the writing thread, and one buffer for verifying the source.
+/// Memory in bytes that a conversion needs for each worker (thread). Covers its windows, a
+/// converted window, three buffers of the writing thread, and one buffer for verifying the source.
 const WORKER_MEMORY_BYTES: u64 = 18 << 20;
-/// Memory in bytes that a conversion needs in addition to that of its workers.
+/// Memory in bytes that a conversion needs in addition to that of its workers (threads).
 const BASE_MEMORY_BYTES: u64 = 8 << 20;
-/// Maximum number of workers of a conversion, each of which writes one file at a time.
+/// Maximum number of workers (threads) of a conversion, each of which writes one file at a time.
 const WORKERS_MAX: usize = 32;
 /// Maximum interval between two calls of the callback that shows the progress of a conversion.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The result of writing all files of a conversion.
+/// The result of writing all files of a conversion: the records of the files, and how many files
+/// were reused.
 pub(super) struct WrittenFiles {
     /// Number of files that were reused, since an interrupted conversion had finished them.
     pub(super) reused: u64,
@@ -129,10 +131,10 @@ pub(super) fn write_planned_files(
     Ok(done)
 }
 
-/// Receives the record of each completed file, until all workers have ended or an error occurs.
-/// Adds new files to `.done` of `output`, and counts reused files and collects all records in
-/// `done`. Returns at the first error. Calls `progress` after each file, and at least every
-/// [`PROGRESS_INTERVAL`].
+/// Receives the record of each completed file from the worker threads, until all of them have ended
+/// or an error occurs. Adds new files to `.done` of `output`, and counts reused files and collects
+/// all records in `done`. Returns at the first error. Calls `progress` after each file, and at
+/// least every [`PROGRESS_INTERVAL`].
 fn collect_finished_files(
     receiver: &Receiver<Result<(FinishedFile, bool)>>,
     output: &mut ConvertOutput,
@@ -156,9 +158,9 @@ fn collect_finished_files(
     }
 }
 
-/// Returns the number of workers for a conversion of `files` files with `memory` bytes of memory,
-/// at least 1. The result is at most `files`, at most [`WORKERS_MAX`], and at most one more than
-/// the number of cores. The additional worker uses the disk while another one ends a file and
+/// Returns the number of worker threads for a conversion of `files` files with `memory` bytes of
+/// memory, at least 1. The result is at most `files`, at most [`WORKERS_MAX`], and at most one more
+/// than the number of cores. The additional worker uses the disk while another one ends a file and
 /// begins the next.
 fn compute_worker_count(memory: u64, files: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
@@ -181,9 +183,9 @@ fn make_parent_dirs(dir: &Path, files: &[FilePlan]) -> Result<()> {
 }
 
 impl SharedWriteState<'_> {
-    /// The main function of a worker: writes one file after another, until no file is left or the
-    /// conversion is stopped. Sends the record of each file, and whether the file was reused. Ends
-    /// after an error.
+    /// The main function of a worker thread: writes one planned file after another, until no file
+    /// is left or the conversion is stopped. Sends the record of each file, and whether the file
+    /// was reused. Ends after an error.
     fn run_worker(&self, sender: &SyncSender<Result<(FinishedFile, bool)>>) {
         while !self.stop.load(Ordering::Relaxed) {
             let Some((file, earlier)) = self.files.get(self.next.fetch_add(1, Ordering::Relaxed)) else {
@@ -197,8 +199,8 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes one file, or reuses an existing file that matches the record `earlier`. Returns the
-    /// record of the file, and whether the file was reused.
+    /// Writes one planned file, or keeps the existing file if it matches the record `earlier` of an
+    /// interrupted conversion. Returns the record of the file, and whether the file was reused.
     fn write_file(&self, file: &FilePlan, earlier: Option<&FinishedFile>) -> Result<(FinishedFile, bool)> {
         if let Some(earlier) = earlier.filter(|e| self.is_finished_file_intact(file, e)) {
             self.bytes.fetch_add(file.size_in_bytes(), Ordering::Relaxed);
@@ -237,7 +239,7 @@ impl SharedWriteState<'_> {
         Ok((done, false))
     }
 
-    /// Returns whether a file that an interrupted conversion had completed still matches its record
+    /// Returns true if a file that an interrupted conversion had completed still matches its record
     /// `earlier`. Reads and verifies every byte of the tensors. Returns false for links and small
     /// files, which are cheap to write again.
     fn is_finished_file_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
@@ -260,7 +262,8 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes the storages of a torch file, and completes the file.
+    /// Writes the storages (flat arrays of tensors) of a planned torch file, and completes the
+    /// file.
     fn write_torch_file(&self, plan: &TorchFilePlan, mut writer: TorchWriter) -> Result<WrittenFile> {
         let steps: Vec<WriteStep> =
             plan.storages.iter().flat_map(|s| plan_storage_steps(s.dtype, &s.spans)).collect();
@@ -278,7 +281,7 @@ impl SharedWriteState<'_> {
         writer.finish()
     }
 
-    /// Writes the native checkpoint's file of rank `rank`, which contains the parts of tensors in
+    /// Writes the native checkpoint's file of rank `rank`, which contains the ranges of tensors in
     /// `pieces`, to `path`. Returns its report.
     fn write_shard_file(&self, path: &Path, rank: u32, pieces: &[PlannedPiece]) -> Result<ShardReport> {
         let info = |p: &PlannedPiece| &self.tensors[p.tensor];
@@ -327,8 +330,9 @@ impl SharedWriteState<'_> {
         Ok(ShardReport { rank, world: self.world, file, bytes, blocks, pieces: reports })
     }
 
-    /// Reads the data of each write step (a limited part of a storage), and passes step and data to
-    /// `sink`, in order. A second thread reads the data ahead if there is more than one window.
+    /// Reads the data of each write step (a limited part of a file's tensor data) from the source
+    /// checkpoint, and passes step and data to `sink`, in order. A second thread reads the data
+    /// ahead if there is more than one window.
     fn stream_write_steps(
         &self,
         steps: &[WriteStep<'_>],
@@ -385,22 +389,24 @@ impl SharedWriteState<'_> {
         })
     }
 
-    /// Locks the pool of unused buffers, even if another thread panicked while it held the lock.
+    /// Locks the pool of unused read buffers, even if another thread panicked while it held the
+    /// lock.
     fn lock_window_pool(&self) -> std::sync::MutexGuard<'_, Vec<Vec<f32>>> {
         self.windows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a buffer from the pool, or allocates one if the pool is empty.
+    /// Takes a read buffer from the pool, or allocates one if the pool is empty.
     fn take_window(&self) -> Vec<f32> {
         self.lock_window_pool().pop().unwrap_or_default()
     }
 
-    /// Returns a buffer to the pool for reuse.
+    /// Returns a read buffer to the pool for reuse.
     fn return_window(&self, window: Vec<f32>) {
         self.lock_window_pool().push(window);
     }
 
-    /// Passes a write step and its data to `sink`, and adds the written bytes to the progress.
+    /// Passes a write step (a limited part of a file's tensor data) and its data to `sink`, and
+    /// adds the written bytes to the progress.
     fn deliver_step(
         &self,
         step: &WriteStep<'_>,
@@ -412,9 +418,9 @@ impl SharedWriteState<'_> {
         Ok(())
     }
 
-    /// Reads the data of a write step from the source checkpoint. A step with a window reads into
-    /// `buffer`, which the result contains. The bytes are verified later, by
-    /// [`TensorSource::verify_reads`].
+    /// Reads the data of a write step (a limited part of a file's tensor data) from the source
+    /// checkpoint. A step with a window reads into `buffer`, which the result contains. The bytes
+    /// are verified later, by [`TensorSource::verify_reads`].
     fn read_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<StepData> {
         match step {
             WriteStep::Window { parts, .. } => {
@@ -434,7 +440,7 @@ impl SharedWriteState<'_> {
     }
 }
 
-/// Creates `to` as a hard link to the file `from`, or as a copy if links are not possible.
+/// Creates `to` as a hard link to the file `from`, or as a copy if hard links are not possible.
 fn link_or_copy_file(from: &Path, to: &Path) -> Result<()> {
     if fs::hard_link(from, to).is_err() {
         fs::copy(from, to).map_err(CkptError::io("copy", from))?;

@@ -1,16 +1,18 @@
-//! [`WriteStep`]: the steps in which a storage of a torch file is converted and written, each with
-//! a limited number of elements.
+//! [`WriteStep`]: one of the steps in which the data of a torch file's tensors is converted and
+//! written, each with a limited number of elements.
 use super::file_plan::StorageSpan;
 use crate::tensor::Dtype;
 use std::ops::Range;
 
-/// Maximum number of elements that one step converts: 2 MiB of F32.
+/// Maximum number of elements that one write step converts: 2 MiB of F32.
 pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;
 
-/// A part of a step's elements: a range of a source tensor, given by its index, or zeros (`None`).
+/// A part of a write step's elements: a range of a source tensor, given by its index, or zeros
+/// (`None`).
 pub(super) type StepPart = (Option<usize>, Range<u64>);
 
-/// One step in which a part of a storage is written.
+/// One step of writing a file's tensor data: a limited number of elements that are converted, or
+/// bytes that are copied.
 pub(super) enum WriteStep<'p> {
     /// Begin the storage.
     Begin,
@@ -32,7 +34,7 @@ pub(super) enum StepData {
 }
 
 impl WriteStep<'_> {
-    /// Returns the number of elements that the step converts, or the number of bytes that it
+    /// Returns the number of elements that the write step converts, or the number of bytes that it
     /// copies. Returns 0 for other steps.
     pub(super) fn element_count(&self) -> usize {
         match self {
@@ -53,7 +55,8 @@ impl WriteStep<'_> {
     }
 }
 
-/// Plans the steps that write one storage of the dtype `dtype`, which is filled from `spans`.
+/// Plans the write steps for one storage (flat array) of a torch file, which has the dtype `dtype`
+/// and is filled from `spans`.
 pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<WriteStep<'_>> {
     let mut steps = vec![WriteStep::Begin];
     for span in spans {
@@ -78,8 +81,8 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
     steps
 }
 
-/// Adds steps to `steps` that write the elements `rest` of a source tensor, converted to `dtype`,
-/// or zeros if `tensor` is `None`. Fills the last step first, if it is not full.
+/// Adds write steps to `steps` for the elements `rest` of a source tensor, converted to `dtype`, or
+/// for zeros if `tensor` is `None`. Fills the last step first, if it is not full.
 fn push_element_steps(
     steps: &mut Vec<WriteStep<'_>>,
     dtype: Dtype,

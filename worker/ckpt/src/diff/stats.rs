@@ -2,7 +2,7 @@
 use half::{bf16, f16};
 use serde::Serialize;
 
-/// One element of two tensors: its index, and its value in both tensors.
+/// An element that is compared in two tensors: its index, and its value in both tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct ElementPair {
     /// Row-major index of the element in the tensor.
@@ -28,7 +28,8 @@ pub enum RoundingCast {
 }
 
 impl RoundingCast {
-    /// All conversions with which a comparison tries to explain differences.
+    /// All conversions to 16-bit dtypes with which a comparison of two tensors tries to explain
+    /// their differences.
     const ALL: [RoundingCast; 4] = [
         RoundingCast::BIsBf16OfA,
         RoundingCast::BIsF16OfA,
@@ -36,8 +37,9 @@ impl RoundingCast {
         RoundingCast::AIsF16OfB,
     ];
 
-    /// Returns true if this conversion turns one value of the pair into exactly the bits of the
-    /// other one. The kind of conversion determines whether `a` or `b` is converted.
+    /// Returns true if this conversion to a 16-bit dtype turns one value of the pair into exactly
+    /// the bits of the other one. The kind of conversion determines whether `a` or `b` is
+    /// converted.
     fn explains_pair(self, a: f32, b: f32) -> bool {
         let bf16 = |x: f32| bf16::from_f32(x).to_f32().to_bits();
         let f16 = |x: f32| f16::from_f32(x).to_f32().to_bits();
@@ -110,7 +112,8 @@ impl DiffStats {
         stats
     }
 
-    /// Adds one element of both tensors to all statistics except `refuted`.
+    /// Adds one element of both tensors to all statistics except the list of refuted conversions
+    /// (`refuted`).
     fn add_element_pair(&mut self, at: ElementPair) {
         let finite = at.a.is_finite() && at.b.is_finite();
         self.finite += u64::from(finite);
@@ -131,15 +134,15 @@ impl DiffStats {
         }
     }
 
-    /// Adds to `refuted` the conversions that do not turn every element of one slice into the
-    /// element of the other slice.
+    /// Adds to `refuted` the 16-bit conversions that do not turn every element of one slice into
+    /// the element of the other slice.
     fn refute_casts(&mut self, a: &[f32], b: &[f32]) {
         for (refuted, cast) in self.refuted.iter_mut().zip(RoundingCast::ALL) {
             *refuted = !a.iter().zip(b).all(|(&x, &y)| cast.explains_pair(x, y));
         }
     }
 
-    /// Adds the statistics `next` of the range of elements that follows the range of `self`.
+    /// Adds the statistics `next` of the element range that follows the range of these statistics.
     pub(super) fn append_range(&mut self, next: DiffStats) {
         self.elements += next.elements;
         self.differing += next.differing;
@@ -156,8 +159,8 @@ impl DiffStats {
         self.refuted.iter_mut().zip(next.refuted).for_each(|(mine, theirs)| *mine |= theirs);
     }
 
-    /// Converts the statistics to an [`ElementDiff`]. Returns `None` if all elements have equal
-    /// bits.
+    /// Converts the statistics to the final result of comparing two tensors, an [`ElementDiff`].
+    /// Returns `None` if all elements have equal bits.
     pub(super) fn into_element_diff(self) -> Option<ElementDiff> {
         let cast =
             self.refuted.iter().zip(RoundingCast::ALL).find(|(refuted, _)| !**refuted).map(|(_, cast)| cast);
