@@ -14,13 +14,13 @@ use crate::tensor::TensorRole;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// What the names of tensors in PEFT's files begin with.
+/// Prefix of the names of all tensors in PEFT's adapter files.
 pub const PEFT_NAME_PREFIX: &str = "base_model.model.";
-/// What the names of files with an adapter's weights begin with.
+/// Beginning of the names of the files with an adapter's weights.
 pub(crate) const ADAPTER_MODEL_STEM: &str = "adapter_model";
-/// What the name of a LoRA matrix A ends with.
+/// End of the name of a LoRA matrix A.
 const LORA_A_SUFFIX: &str = ".lora_A.weight";
-/// What the name of a LoRA matrix B ends with.
+/// End of the name of a LoRA matrix B.
 const LORA_B_SUFFIX: &str = ".lora_B.weight";
 /// Maximum size in bytes of an `adapter_config.json`.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
@@ -46,7 +46,8 @@ pub(crate) fn adapted_weight_name(adapter: &str) -> Option<String> {
     Some(format!("{module}.weight"))
 }
 
-/// The settings in `adapter_config.json` that influence the computation or are exported.
+/// The settings in PEFT's `adapter_config.json` that influence the computation or that an export
+/// needs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdapterConfig {
     /// Rank of the LoRA matrices.
@@ -65,7 +66,8 @@ pub struct AdapterConfig {
     pub fan_in_fan_out: bool,
 }
 
-/// Keys of `adapter_config.json` that do not influence the computation and are ignored.
+/// Keys of `adapter_config.json` that do not influence the computation, and whose values are
+/// ignored.
 const IRRELEVANT_SETTINGS: &[&str] = &[
     "auto_mapping",
     "base_model_name_or_path",
@@ -176,8 +178,8 @@ impl AdapterConfig {
         }
     }
 
-    /// Converts the settings to the content of `adapter_config.json`. `base` is the directory of
-    /// the base model, or `None` if it is unknown.
+    /// Converts the settings to the JSON content of `adapter_config.json`. `base` is the directory
+    /// of the base model, or `None` if it is unknown.
     pub fn to_json(&self, base: Option<&str>) -> Value {
         let whole = self.alpha.fract() == 0.0 && self.alpha < 1e15;
         let alpha = if whole { json!(self.alpha as u64) } else { json!(self.alpha) };
@@ -213,8 +215,8 @@ fn parse_target_modules(v: Option<&Value>) -> std::result::Result<Vec<String>, A
     Ok(names)
 }
 
-/// Opens the LoRA adapters in PEFT's format in the directory `path`. Removes [`PEFT_NAME_PREFIX`]
-/// from the names of the tensors.
+/// Opens the checkpoint of LoRA adapters in PEFT's format in the directory `path`. Removes
+/// [`PEFT_NAME_PREFIX`] from the names of the tensors.
 ///
 /// # Errors
 /// Fails if the file of adapter weights is missing or damaged, or has tensors other than LoRA

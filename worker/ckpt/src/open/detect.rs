@@ -13,7 +13,7 @@ const FSDP_MODEL_DIR: &str = "pytorch_model_fsdp_0";
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 /// Names of the files in which HF Trainer and Accelerate store the optimizer state.
 const OPTIMIZER_FILES: [&str; 2] = ["optimizer.pt", "optimizer.bin"];
-/// The largest number of subdirectories that are opened, newest first, to find the newest complete
+/// The largest number of subdirectories that are opened, newest first, in search of a complete
 /// checkpoint.
 const CHECKPOINTS_TRIED_MAX: usize = 16;
 
@@ -65,8 +65,8 @@ fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
     Ok(deepspeed::is_tag_directory(path) || deepspeed::universal::is_universal_directory(path))
 }
 
-/// Opens the checkpoint whose files are directly in the directory `path`. Returns `None` if the
-/// directory has no weights.
+/// Opens the checkpoint of another program whose files are directly in the directory `path`.
+/// Returns `None` if the directory has no weights.
 fn open_checkpoint_directory(
     path: &Path,
     trained: Option<&TrainedWeightNames>,
@@ -85,7 +85,7 @@ fn open_checkpoint_directory(
     }
 }
 
-/// Opens a single file of weights as if it were a checkpoint.
+/// Opens a single file of weights, so that it can be read like a checkpoint.
 ///
 /// # Errors
 /// Fails if the file name does not have a suffix of weights files, such as `.safetensors`, or if
@@ -104,8 +104,8 @@ fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
     builder.finish().map(ExternalCheckpoint::mark_as_single_file)
 }
 
-/// Reads the weights, the optimizer state and the companion files that torch programs write, and
-/// adds them to the builder. Returns false if the directory has no weights.
+/// Reads the weights, the optimizer state and the further files that torch programs write, and adds
+/// their contents to the builder. Returns false if the directory has no weights.
 fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let directory = builder.directory.clone();
     builder.facts.tag = directory.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -164,8 +164,8 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
     Ok(true)
 }
 
-/// Reads the torch distributed checkpoint (DCP) whose files are directly in the builder's
-/// directory.
+/// Reads the torch distributed checkpoint (DCP) whose files are directly in the checkpoint
+/// directory of the builder.
 fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<()> {
     dcp::add_dcp_directory(builder, "")?;
     check_state_shapes(builder)?;
@@ -187,8 +187,8 @@ fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result
     Ok(())
 }
 
-/// Sorts the builder's tensors in the order in which the model registers its weights. Does nothing
-/// if the model family is unknown.
+/// Sorts the tensors in the builder in the order in which the model registers its weights. Does
+/// nothing if the model family is unknown.
 fn sort_by_registration_order(builder: &mut ExternalCheckpointBuilder) {
     let names: Vec<&str> = builder.weights().map(|(name, _)| name).collect();
     if let Some(order) = module_order::sort_in_registration_orders(&names).into_iter().next() {
@@ -197,8 +197,8 @@ fn sort_by_registration_order(builder: &mut ExternalCheckpointBuilder) {
     }
 }
 
-/// Fails if an optimizer state belongs to no weight, or has a different shape than its weight.
-/// Accepts a checkpoint that has only optimizer states.
+/// Fails if an optimizer state belongs to no weight of the checkpoint, or has a different shape
+/// than its weight. Accepts a checkpoint that has only optimizer states.
 fn check_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
     let weights: std::collections::HashMap<&str, &[u64]> = builder.weights().collect();
     if weights.is_empty() {
@@ -220,8 +220,8 @@ fn check_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
     Ok(())
 }
 
-/// Returns the step or epoch that the name of a checkpoint contains. Returns `None` for other
-/// names.
+/// Returns the step or epoch that the name of a checkpoint contains, such as `checkpoint-500`.
+/// Returns `None` for other names.
 fn parse_step_in_name(name: &str) -> Option<u64> {
     let universal = || name.strip_suffix("_universal").and_then(|n| n.strip_prefix("global_step"));
     let prefixes = ["checkpoint-", "checkpoint_", "step-", "step_", "epoch_"];

@@ -10,7 +10,8 @@ use std::path::Path;
 /// Maximum number of subdirectories that are searched for a checkpoint. The message states that
 /// further ones were not searched.
 const SEARCHED_SUBDIRECTORIES_MAX: usize = 256;
-/// Maximum number of subdirectories that a message lists by name. The message counts the others.
+/// Maximum number of subdirectories that an error message lists by name. The message counts the
+/// others.
 const LISTED_CANDIDATES_MAX: usize = 4;
 /// Names of files that exist only in checkpoints or in directories with checkpoints.
 const MARKER_FILES: [&str; 6] =
@@ -72,7 +73,7 @@ fn diagnose_latest(path: &Path) -> Diagnosis {
     }
 }
 
-/// Searches the subdirectories `names` of `path`, and their subdirectories, for checkpoints.
+/// Searches the subdirectories `names` of `path`, and the subdirectories of these, for checkpoints.
 /// Searches at most [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
 fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
     let mut search = SubdirectorySearch::default();
@@ -97,7 +98,8 @@ fn search_subdirectories(path: &Path, names: &[String]) -> Diagnosis {
     }
 }
 
-/// A search for checkpoints that is limited to [`SEARCHED_SUBDIRECTORIES_MAX`] directories.
+/// A search for checkpoints in subdirectories that inspects at most [`SEARCHED_SUBDIRECTORIES_MAX`]
+/// directories.
 #[derive(Default)]
 struct SubdirectorySearch {
     /// The number of directories that were searched.
@@ -107,8 +109,8 @@ struct SubdirectorySearch {
 }
 
 impl SubdirectorySearch {
-    /// Returns whether `path` is a directory with one of the [`MARKER_FILES`] or a weights file.
-    /// Returns false without a search if the limit is reached.
+    /// Returns true if `path` is a directory that contains one of the [`MARKER_FILES`] or a weights
+    /// file, as a checkpoint does. Returns false without a search if the limit is reached.
     fn has_markers(&mut self, path: &Path) -> bool {
         if self.is_cut || !is_directory(path) {
             return false;
@@ -120,7 +122,7 @@ impl SubdirectorySearch {
     }
 }
 
-/// Returns whether `path` is a directory, and not a symbolic link to one.
+/// Returns true if `path` is a directory, and not a symbolic link to one.
 fn is_directory(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|m| m.is_dir())
 }

@@ -1,4 +1,4 @@
-//! [`OpenedCheckpoint`]: an open checkpoint, native or of another program.
+//! [`OpenedCheckpoint`]: an open checkpoint in launch's native format or of another program.
 use super::detect::open_external_for_training;
 use super::diagnose::diagnose_directory;
 use crate::catalog::{ExternalCheckpoint, TensorSource};
@@ -45,7 +45,7 @@ pub fn open_newest_native(path: &Path) -> Result<NewestCheckpoint> {
     }
 }
 
-/// An open checkpoint, native or of another program.
+/// An open checkpoint, either in launch's native format or of another program.
 #[derive(Debug)]
 pub enum OpenedCheckpoint {
     /// A native checkpoint, with the errors of newer checkpoints that were skipped.
@@ -55,7 +55,8 @@ pub enum OpenedCheckpoint {
 }
 
 impl OpenedCheckpoint {
-    /// Returns the interface through which tensors and state are read, whatever the format.
+    /// Returns the interface through which tensors and state are read, independently of the
+    /// checkpoint's format.
     pub fn source(&self) -> &dyn TensorSource {
         match self {
             OpenedCheckpoint::Native(newest) => &newest.checkpoint,

@@ -18,13 +18,14 @@ pub(super) enum DcpItemKind {
     Other,
 }
 
-/// Keys of the outermost dict of a state dict under which programs save the weights.
+/// Keys of the outermost dict of a saved state dict under which training programs store the
+/// weights.
 const MODEL_KEYS: [&str; 5] = ["model", "module", "state_dict", "model_state_dict", "model_state"];
-/// What the flattened keys of optimizer states begin with, in checkpoints that do not record nested
-/// keys.
+/// Beginnings of the keys of optimizer states, in checkpoints that record only flattened keys and
+/// not the nested ones.
 const OPTIMIZER_PREFIXES: [&str; 4] = ["optimizer.", "optim.", "optimizer_state_dict.", ""];
 
-/// Determines from their keys what the entries of a checkpoint store.
+/// Finds out from the keys of a torch distributed checkpoint's entries what each entry stores.
 pub(super) struct ItemKeyParser {
     /// Name of the dict that contains all weights. The flattened keys of weights begin with this
     /// name. `None` if the keys begin with the names of weights.
@@ -32,8 +33,8 @@ pub(super) struct ItemKeyParser {
 }
 
 impl ItemKeyParser {
-    /// Creates a parser for the keys of a checkpoint with the entries `items`. Derives from all
-    /// keys whether the keys of weights begin with the name of a dict.
+    /// Creates a parser for the keys of a torch distributed checkpoint with the entries `items`.
+    /// Derives from all keys whether the keys of weights begin with the name of a dict.
     pub(super) fn new(items: &[ItemMetadata]) -> ItemKeyParser {
         let is_weight = |i: &&ItemMetadata| {
             i.path.is_none() && matches!(parse_kind_from_key(&i.key), DcpItemKind::Weight(_))
@@ -89,8 +90,8 @@ fn parse_kind_from_path(path: &[String]) -> DcpItemKind {
     }
 }
 
-/// Returns what an entry with the flattened key `key` stores, such as
-/// `optimizer.state.NAME.exp_avg`. Keys without a known prefix are names of weights.
+/// Returns what an entry of a torch distributed checkpoint with the flattened key `key` stores,
+/// such as `optimizer.state.NAME.exp_avg`. Keys without a known prefix are names of weights.
 fn parse_kind_from_key(key: &str) -> DcpItemKind {
     for prefix in OPTIMIZER_PREFIXES {
         let Some(rest) = key.strip_prefix(prefix) else { continue };

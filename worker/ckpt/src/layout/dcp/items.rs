@@ -17,10 +17,12 @@ use std::ops::Range;
 
 /// Name of the file that lists the contents of a torch distributed checkpoint (DCP).
 pub(crate) const METADATA_FILE: &str = ".metadata";
-/// Limit on the total number of parts into which the tensors of a checkpoint are divided.
+/// Limit on the total number of stored parts that the tensors of a torch distributed checkpoint
+/// have.
 const PARTS_MAX: usize = 8 << 20;
 
-/// What was read from a data file for one entry of the checkpoint: a tensor or a value.
+/// What was read from a data file for one entry of a torch distributed checkpoint: a tensor or a
+/// value.
 enum ItemValue {
     /// A tensor, with the index of its file in `StoredFiles` and its view.
     Tensor(usize, TensorView),
@@ -30,9 +32,9 @@ enum ItemValue {
     Forbidden(TorchFileError),
 }
 
-/// Reads the torch distributed checkpoint (DCP) in the subdirectory `inside` of the builder's
-/// directory, and adds its tensors and facts to the builder. An empty `inside` stands for the
-/// directory itself.
+/// Reads the torch distributed checkpoint (DCP) in the subdirectory `inside` of the checkpoint
+/// directory, and adds its tensors, steps and hyper-parameters to the builder. An empty `inside`
+/// stands for the directory itself.
 pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside: &str) -> Result<()> {
     let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
     let name = within(METADATA_FILE);
@@ -58,12 +60,13 @@ pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside:
     Ok(())
 }
 
-/// Parses the rank in a file name such as `__3_0.distcp`. Returns `None` for other names.
+/// Parses the rank in the name of a data file such as `__3_0.distcp`. Returns `None` for other
+/// names.
 fn parse_rank_in_name(file: &str) -> Option<u32> {
     file.strip_prefix("__")?.split('_').next()?.parse().ok()
 }
 
-/// Iterates over the places in files where the values and the parts of tensors are stored.
+/// Iterates over the places in data files where the values and the parts of tensors are stored.
 fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
     items.iter().flat_map(|item| match &item.content {
         ItemContent::Bytes(location) => vec![location],
@@ -71,8 +74,9 @@ fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &Stora
     })
 }
 
-/// Opens each file once and reads every entry that it stores, except the data of tensors. Adds the
-/// files to the builder. `within(name)` must return the path of a file in the builder's directory.
+/// Opens each data file of a torch distributed checkpoint once and reads every entry that it
+/// stores, except the data of tensors. Adds the files to the builder. `within(name)` must return
+/// the path of a file in the builder's directory.
 ///
 /// # Errors
 /// Fails if a file is missing (the error names all missing files) or damaged.
@@ -107,7 +111,7 @@ fn read_all_items(
     }
 }
 
-/// Reads those entries of a checkpoint that one data file stores.
+/// Reads the entries of a torch distributed checkpoint that one data file stores.
 struct ItemReader<'a> {
     builder: &'a ExternalCheckpointBuilder,
     file: File,
@@ -120,8 +124,8 @@ struct ItemReader<'a> {
 }
 
 impl ItemReader<'_> {
-    /// Reads the entry that is stored at `location`. Adds the zip members of a tensor to the stored
-    /// file.
+    /// Reads the entry that is stored at `location`, without the data of a tensor. Adds the zip
+    /// members of a tensor to the stored file.
     fn read_item(&mut self, location: &StorageLocation) -> Result<ItemValue> {
         let size = self.stored.size;
         let damaged = |error: DcpError| self.builder.damaged_file_error(&self.stored.name, error);
@@ -156,7 +160,8 @@ impl ItemReader<'_> {
     }
 }
 
-/// Collects tensors, steps and hyper-parameters from the entries of a checkpoint.
+/// Collects the tensors, steps and hyper-parameters of a torch distributed checkpoint from its
+/// entries.
 #[derive(Default)]
 struct ItemCollector {
     /// Hyper-parameters of each parameter group. The key is the number of the group, if its name is
@@ -170,8 +175,8 @@ struct ItemCollector {
 }
 
 impl ItemCollector {
-    /// Collects an entry of the checkpoint, whose values are moved out of `read`. `metadata` is the
-    /// name of the `.metadata` file, for errors.
+    /// Collects one entry of a torch distributed checkpoint, whose values are moved out of `read`.
+    /// `metadata` is the name of the `.metadata` file, for errors.
     fn collect_item(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -193,8 +198,9 @@ impl ItemCollector {
         }
     }
 
-    /// Collects a value that is not a tensor: records a hyper-parameter, and ignores other values.
-    /// Adds a notice for a hyper-parameter or optimizer state of a class that is not allowed.
+    /// Collects an entry that is not a tensor: records a hyper-parameter of the optimizer, and
+    /// ignores other values. Adds a notice for a hyper-parameter or optimizer state of a class that
+    /// is not allowed.
     fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
         match (kind, read) {
             (DcpItemKind::Group(group, key), Some(ItemValue::Value(value))) => {
@@ -207,8 +213,8 @@ impl ItemCollector {
         }
     }
 
-    /// Collects a tensor: adds a weight, buffer or optimizer state to the builder, or records a
-    /// step or hyper-parameter that is stored as a tensor.
+    /// Collects an entry that is a tensor: adds a weight, buffer or optimizer state to the builder,
+    /// or records a step or hyper-parameter that is stored as a tensor.
     fn collect_tensor(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -254,8 +260,8 @@ impl ItemCollector {
         Ok(())
     }
 
-    /// Divides the rectangular parts in which a tensor is stored into parts of consecutive
-    /// elements, sorted by their first element.
+    /// Divides the rectangular parts in which a tensor is stored into runs of consecutive elements,
+    /// sorted by their first element.
     ///
     /// # Errors
     /// Fails if a chunk is not a tensor or differs from its description, or if all tensors together
@@ -303,8 +309,8 @@ impl ItemCollector {
         Ok(parts)
     }
 
-    /// Returns the parameter groups that were collected. Groups of a single named parameter are
-    /// merged if their hyper-parameters are equal.
+    /// Returns the optimizer's parameter groups, with the hyper-parameters that were collected.
+    /// Groups of a single named parameter are merged if their hyper-parameters are equal.
     fn into_param_groups(self) -> Vec<ParamGroupInfo> {
         let mut groups: Vec<ParamGroupInfo> = Vec::new();
         // the first group with these hyper-parameters, as JSON text

@@ -1,12 +1,13 @@
-//! Parses `.metadata` of torch distributed checkpoints (DCP), which lists the tensors and where
-//! their parts are stored.
+//! Parses `.metadata` of torch distributed checkpoints (DCP), the file that lists the tensors and
+//! where their parts are stored.
 use crate::codec::pickle::{self, PickleTree, PickleView, parse_shape};
 use crate::codec::torch_file::{DTYPE_GLOBALS, parse_dtype};
 use crate::error::{DcpError, TorchFileError};
 use crate::tensor::Dtype;
 use std::collections::HashMap;
 
-/// Python classes and functions that the pickle in `.metadata` may name.
+/// Python classes and functions that the pickle in a torch distributed checkpoint's `.metadata` may
+/// name.
 const ALLOWED_GLOBALS: &[&[&str]] = &[
     DTYPE_GLOBALS,
     &[
@@ -36,7 +37,8 @@ const ALLOWED_GLOBALS: &[&[&str]] = &[
 /// The result of parsing `.metadata`: a value, or a [`DcpError`].
 type Result<T> = std::result::Result<T, DcpError>;
 
-/// What `.metadata` states about one entry of the saved state dict: its key and its content.
+/// What `.metadata` states about one entry of a torch distributed checkpoint: its key and its
+/// content.
 #[derive(Debug)]
 pub(crate) struct ItemMetadata {
     /// The flattened key, which joins the keys of the nested dicts with dots.
@@ -47,7 +49,8 @@ pub(crate) struct ItemMetadata {
     pub(crate) content: ItemContent,
 }
 
-/// The content of an entry of the checkpoint: a pickled value or a tensor.
+/// The content of an entry of a torch distributed checkpoint, as `.metadata` states it: a pickled
+/// value or a tensor.
 #[derive(Debug)]
 pub(crate) enum ItemContent {
     /// A pickled value.
@@ -56,7 +59,7 @@ pub(crate) enum ItemContent {
     Tensor { dtype: Dtype, shape: Vec<u64>, chunks: Vec<TensorChunk> },
 }
 
-/// A rectangular part of a tensor, which one file stores.
+/// A rectangular part of a tensor of a torch distributed checkpoint, which one file stores.
 #[derive(Debug)]
 pub(crate) struct TensorChunk {
     /// Index of the chunk's first element, per dimension.
@@ -66,7 +69,8 @@ pub(crate) struct TensorChunk {
     pub(crate) location: StorageLocation,
 }
 
-/// Where a value or a part of a tensor is stored: a byte range of a file.
+/// Where a torch distributed checkpoint stores a value or a part of a tensor: a byte range of a
+/// file.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct StorageLocation {
     pub(crate) file: String,
@@ -74,7 +78,8 @@ pub(crate) struct StorageLocation {
     pub(crate) length: u64,
 }
 
-/// Parses the content of `.metadata`, and returns the entries in the order of the file.
+/// Parses the content of a torch distributed checkpoint's `.metadata`, and returns the entries in
+/// the order of the file.
 ///
 /// # Errors
 /// Fails if the pickle is invalid, an item has no storage location, or a storage location belongs
@@ -130,7 +135,8 @@ fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<Pic
 /// storage location. The offsets of a value are `None`.
 type StorageLocations = HashMap<(String, Option<Vec<u64>>), StorageLocation>;
 
-/// Reads from `.metadata` where each value and each part of a tensor is stored.
+/// Reads from `.metadata` where each value and each part of a tensor of a torch distributed
+/// checkpoint is stored.
 ///
 /// # Errors
 /// Fails if a description is invalid, two locations share bytes, or an item is stored in a
@@ -170,9 +176,9 @@ fn read_storage_locations(value: PickleView<'_>) -> Result<StorageLocations> {
     }
 }
 
-/// Reads from the planner data a map from the flattened key of each entry to its nested keys.
-/// Returns `None` if nested keys are not recorded. Fails if nested keys do not match the flattened
-/// key.
+/// Reads from `.metadata` (planner data) a map from the flattened key of each entry to its nested
+/// keys. Returns `None` if nested keys are not recorded. Fails if nested keys do not match the
+/// flattened key.
 fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<String, Vec<String>>>> {
     let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
     let mut paths = HashMap::new();
@@ -191,8 +197,9 @@ fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<Stri
     Ok(Some(paths))
 }
 
-/// Reads what `.metadata` states about the entry `key`, and moves its storage locations out of
-/// `locations`. Fails if a location is missing, or a chunk is outside of its tensor.
+/// Reads what `.metadata` states about the content of the entry `key`, and moves the places where
+/// it is stored out of `locations`. Fails if a location is missing, or a chunk is outside of its
+/// tensor.
 fn read_item_content(
     key: &str,
     value: PickleView<'_>,
@@ -235,8 +242,8 @@ fn read_item_content(
 }
 
 impl StorageLocation {
-    /// Wraps an error of reading the entry at this location in a [`DcpError`] that names the
-    /// location.
+    /// Wraps an error of reading the entry that is stored here in a [`DcpError`] that names the
+    /// place.
     pub(super) fn convert_error(&self, error: TorchFileError) -> DcpError {
         DcpError::Item { offset: self.offset, error }
     }

@@ -28,8 +28,8 @@ pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     Ok(())
 }
 
-/// Adds to `facts` what the model file of rank 0 states about the checkpoint. `path` is the
-/// directory of the tag.
+/// Adds to `facts` what the model file of rank 0 states about the checkpoint, such as its step.
+/// `path` is the directory of the tag.
 pub(super) fn add_model_facts(facts: &mut ExternalFacts, model: &ModelStates, stage: u8, path: &Path) {
     facts.writer = format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version"));
     facts.tag = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -45,13 +45,13 @@ pub(super) fn add_model_facts(facts: &mut ExternalFacts, model: &ModelStates, st
     }
 }
 
-/// Returns the names of the weights collected so far.
+/// Returns the names of the weights that were collected so far.
 fn collected_weight_names(builder: &ExternalCheckpointBuilder) -> HashSet<String> {
     builder.weights().map(|(name, _)| name.to_owned()).collect()
 }
 
 /// Collects the FP32 master weights and the optimizer states of all trained parameters from the
-/// optimizer files of ZeRO stages 1 to 3.
+/// optimizer files of a DeepSpeed checkpoint of ZeRO stage 1 to 3.
 fn collect_flat_groups(
     builder: &mut ExternalCheckpointBuilder,
     optimizer: &RankContents<OptimizerStates>,
@@ -83,8 +83,8 @@ fn collect_flat_groups(
     Ok(())
 }
 
-/// Collects the frozen weights from the model files. For a frozen weight that the optimizer files
-/// contain, keeps the FP32 values of the optimizer and adds a notice.
+/// Collects the frozen weights of a DeepSpeed checkpoint from its model files. For a frozen weight
+/// that the optimizer files contain, keeps the FP32 values of the optimizer and adds a notice.
 pub(super) fn collect_frozen_weights(
     builder: &mut ExternalCheckpointBuilder,
     models: &RankContents<ModelStates>,
@@ -127,8 +127,9 @@ pub(super) fn collect_frozen_weights(
     Ok(())
 }
 
-/// Collects which weights are tied, that is, stored under one name and used under a second one
-/// (alias). If the alias of a tie is stored as a separate weight, adds a notice instead of the tie.
+/// Collects which weights of a DeepSpeed checkpoint are tied, that is, stored under one name and
+/// used under a second one (alias). If the alias of a tie is stored as a separate weight, adds a
+/// notice instead of the tie.
 pub(super) fn collect_tied_weights(builder: &mut ExternalCheckpointBuilder, model: &ModelStates) {
     let stored = collected_weight_names(builder);
     for tie in &model.ties {
@@ -143,8 +144,8 @@ pub(super) fn collect_tied_weights(builder: &mut ExternalCheckpointBuilder, mode
     }
 }
 
-/// Adds to `builder` what a model file stores under `module`: the buffers, and the weights that the
-/// optimizer files did not provide.
+/// Adds to `builder` what a DeepSpeed model file stores under `module`: the buffers, and the
+/// weights that the optimizer files did not provide.
 ///
 /// Records these weights as frozen in stages 1 to 3. Weights without values are recorded as lost,
 /// and aliases of collected weights as ties. `file` is the index of the model file in
@@ -199,7 +200,8 @@ pub(super) fn collect_module_tensors(
     }
 }
 
-/// Sorts the tensors in the order of the module in the model file, which is the order of the model.
+/// Sorts the tensors in the order in which DeepSpeed's model file lists them, which is the order of
+/// the model.
 pub(super) fn sort_in_module_order(builder: &mut ExternalCheckpointBuilder, model: &ModelStates) {
     builder.sort_tensors(model.module.iter().map(|(name, _)| name.as_str()));
 }

@@ -7,7 +7,8 @@ use crate::error::{Result, format_names};
 use crate::tensor::Dtype;
 use std::collections::HashSet;
 
-/// Limit on the total size in bytes of the tensors that are copied from one file.
+/// Limit on the total size in bytes of the tensors that a conversion copies from one DeepSpeed
+/// file.
 const TENSOR_BYTES_MAX: u64 = 64 << 20;
 
 /// Collects the parts of a DeepSpeed checkpoint that a conversion copies unchanged, from the files
@@ -51,16 +52,18 @@ pub(super) fn collect_passthrough(tag: &TagContents) -> Result<PassthroughState>
     })
 }
 
-/// Returns the dtype in which the model computed, which is that of the first trained parameter in
-/// the module. Without a trained parameter, returns the dtype of the module's first tensor.
+/// Returns the dtype in which the model computed, which is that of the first trained parameter
+/// under `module` in the model file. Without a trained parameter, returns the dtype of the module's
+/// first tensor.
 fn find_compute_dtype(model: &ModelStates) -> Option<Dtype> {
     let trained = model.groups.iter().flatten().next().map(|(name, _)| name.as_str());
     let named = |name: &str| model.module.iter().find(|(n, _)| n == name).map(|(_, v)| v.dtype);
     trained.and_then(named).or_else(|| model.module.first().map(|(_, v)| v.dtype))
 }
 
-/// Collects the parameter groups from the file of rank 0, with the names and steps of their
-/// parameters. Flat arrays into which DeepSpeed split one parameter group are merged again.
+/// Collects the optimizer's parameter groups from the optimizer file of rank 0, with the names and
+/// steps of their parameters. Flat arrays into which DeepSpeed split one parameter group are merged
+/// again.
 fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<ParamGroup>> {
     let Some((file, states)) = tag.optimizer.get(&0) else { return Ok(Vec::new()) };
     let steps = read_group_steps(tag, *file, states)?;
@@ -87,14 +90,15 @@ fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<Pa
     Ok(groups)
 }
 
-/// Reads the optimizer step of each flat array in the optimizer file with index `file`. The step is
-/// `None` for a group without a step.
+/// Reads the optimizer step of each flat array in the optimizer file number `file` of the builder's
+/// list. The step is `None` for a group without a step.
 fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) -> Result<Vec<Option<f64>>> {
     let read = |step| tag.builder.store.read_step(file, step);
     states.shards.iter().map(|shard| shard.step.as_ref().map(read).transpose()).collect()
 }
 
-/// Replaces references to tensors of a model file by tensors whose elements are in memory.
+/// Replaces the references to tensors in a value of a model file by tensors whose elements are in
+/// memory.
 struct TensorInliner<'a> {
     tag: &'a TagContents,
     /// Index of the model file in `StoredFiles`.
@@ -105,9 +109,9 @@ struct TensorInliner<'a> {
 }
 
 impl TensorInliner<'_> {
-    /// Returns a copy of `value` in which the elements of each tensor are in memory. Returns `None`
-    /// if a tensor is unknown, or if the tensors have more than `left` bytes. Subtracts the number
-    /// of copied bytes from `left`.
+    /// Returns a copy of `value` in which each tensor contains its elements instead of a reference
+    /// to a file. Returns `None` if a tensor is unknown, or if the tensors have more than `left`
+    /// bytes. Subtracts the number of copied bytes from `left`.
     fn inline_tensors(&mut self, value: &PythonObject) -> Result<Option<PythonObject>> {
         let inline_all = |this: &mut Self, v: &[PythonObject]| -> Result<Option<Vec<PythonObject>>> {
             v.iter().map(|o| this.inline_tensors(o)).collect::<Result<Option<Vec<_>>>>()

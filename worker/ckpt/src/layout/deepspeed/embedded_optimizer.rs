@@ -13,8 +13,8 @@ pub(crate) struct EmbeddedOptimizer {
 }
 
 impl EmbeddedOptimizer {
-    /// Reads the optimizer states at `root`, a value of the model file. Returns `None` if `root`
-    /// has no parameter groups.
+    /// Reads the optimizer states from `root`, a value in a DeepSpeed model file. Returns `None` if
+    /// `root` has no parameter groups.
     pub(super) fn read(
         file: &TorchFile,
         root: PickleView<'_>,

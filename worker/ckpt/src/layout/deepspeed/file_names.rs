@@ -3,7 +3,7 @@ use crate::codec::disk::Directory;
 use crate::error::{CkptError, DeepSpeedError, Result, UnsupportedFeature};
 use std::collections::BTreeMap;
 
-/// What the name of a universal checkpoint's directory ends with. The name of the tag precedes it.
+/// Suffix of the name of a universal checkpoint's directory. The name of the tag precedes it.
 pub(crate) const UNIVERSAL_SUFFIX: &str = "_universal";
 
 /// Names of the model and optimizer files of a DeepSpeed checkpoint (tag).

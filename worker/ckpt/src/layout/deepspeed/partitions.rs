@@ -6,11 +6,12 @@ use crate::error::LayoutError;
 use crate::tensor::{Dtype, TensorRole, count_elements};
 use std::ops::Range;
 
-/// Names and shapes of the parameters of a group, in the order in which they are concatenated in
-/// the flat array.
+/// Names and shapes of the parameters of a parameter group, in the order in which DeepSpeed
+/// concatenates them in a flat array.
 pub(super) type ParamShapes = [(String, Vec<u64>)];
 
-/// The part of a concatenated group of parameters that one rank's optimizer file stores.
+/// The part of a flat array (the concatenated parameters of a group) that one rank's optimizer file
+/// stores.
 pub(super) struct RankShard<'a> {
     /// Index of the rank's optimizer file in `StoredFiles`.
     pub(super) file: usize,
@@ -18,12 +19,13 @@ pub(super) struct RankShard<'a> {
 }
 
 impl RankShard<'_> {
-    /// Returns the number of elements of the weights that the rank stores, padding included.
+    /// Returns the number of elements of the flat array that the rank stores, including padding.
     fn len(&self) -> u64 {
         self.shard.fp32.element_count()
     }
 
-    /// Returns the rank's flat array for the role `role`, or `None` if the rank has no such state.
+    /// Returns the tensor with the rank's part of the weights or of the optimizer state `role`, or
+    /// `None` if the rank does not store this state.
     fn state_view(&self, role: TensorRole) -> Option<&TensorView> {
         match role {
             TensorRole::Weight => Some(&self.shard.fp32),
@@ -32,7 +34,8 @@ impl RankShard<'_> {
     }
 }
 
-/// Lists what the ranks store of a group: the weights, and every optimizer state that any rank has.
+/// Lists what the optimizer files store for a parameter group: the weights, and every optimizer
+/// state that the file of some rank has.
 fn list_roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
     let mut roles = vec![TensorRole::Weight];
     // a rank whose part is empty may lack optimizer states
@@ -50,9 +53,9 @@ fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
     LayoutError::ImpossibleShape { name: name.to_owned(), shape: shape.to_vec() }
 }
 
-/// Finds where a checkpoint of ZeRO stage 1 or 2 stores the parameters of one parameter group.
-/// DeepSpeed concatenates the parameters of a group and splits the result into one part per rank.
-/// `is_unpadded` states that no padding follows the last parameter.
+/// Finds where a DeepSpeed checkpoint of ZeRO stage 1 or 2 stores the parameters of one parameter
+/// group. DeepSpeed concatenates the parameters of a group and splits the result into one part per
+/// rank. `is_unpadded` states that no padding follows the last parameter.
 ///
 /// # Errors
 /// Fails if the number of elements does not match, or a state is missing or has a wrong length.
@@ -90,8 +93,8 @@ pub(super) fn locate_flat_params(
     Ok(entries)
 }
 
-/// Finds where the elements `span` of the concatenation of all ranks' parts are stored. Returns one
-/// part for each rank that has some of these elements.
+/// Finds in which ranks' files the elements `span` of a flat array are stored, of which each rank
+/// stores a part. Returns one part for each rank that has some of these elements.
 fn locate_concatenated_parts(
     ranks: &[RankShard<'_>],
     role: TensorRole,
@@ -110,8 +113,8 @@ fn locate_concatenated_parts(
     Ok(parts)
 }
 
-/// Fails if a rank's state for the role `role` is not F32, or is not as long as the rank's weights.
-/// A state may be longer than the weights by the recorded padding.
+/// Fails if a rank's part of the optimizer state `role` is not F32, or is not as long as the rank's
+/// part of the weights. A state may be longer than the weights by the recorded padding.
 fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutError> {
     for (r, rank) in ranks.iter().enumerate() {
         let Some(view) = rank.state_view(role) else { continue };
@@ -125,9 +128,9 @@ fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), 
     Ok(())
 }
 
-/// Finds where a checkpoint of ZeRO stage 3 stores the parameters of one parameter group. Each
-/// parameter is split evenly among the ranks, with padding at the end, and each rank concatenates
-/// its slices of all parameters.
+/// Finds where a DeepSpeed checkpoint of ZeRO stage 3 stores the parameters of one parameter group.
+/// Each parameter is split evenly among the ranks, with padding at the end, and each rank
+/// concatenates its slices of all parameters.
 ///
 /// # Errors
 /// Fails if the flat tensor of a rank is missing, or its length does not match the parameters.
@@ -175,9 +178,9 @@ pub(super) fn locate_partitioned_params(
     Ok(entries)
 }
 
-/// Finds where a frozen parameter is stored. `slices` has the file index and the view of each
-/// slice. There is a single slice with all elements, or in stage 3 one slice per rank with padding
-/// at the end.
+/// Finds in which ranks' model files a frozen parameter is stored. `slices` has the file index and
+/// the view of each slice. There is a single slice with all elements, or in stage 3 one slice per
+/// rank with padding at the end.
 pub(super) fn locate_frozen_param(
     name: &str,
     shape: &[u64],

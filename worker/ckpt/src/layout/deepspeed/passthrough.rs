@@ -3,9 +3,9 @@ use crate::codec::pickle::{PickleView, PythonObject, StoredTensor};
 use crate::codec::torch_file::{TensorView, TorchFile};
 use std::cell::RefCell;
 
-/// Limit on the number of Python values that are copied from one file.
+/// Limit on the number of Python values that a conversion copies from one DeepSpeed file.
 const COPIED_VALUES_MAX: usize = 1 << 20;
-/// Keys of a model file whose values a conversion generates instead of copying them.
+/// Keys of a DeepSpeed model file whose values a conversion generates instead of copying them.
 const REGENERATED_MODEL_KEYS: [&str; 13] = [
     "module",
     "buffer_names",
@@ -21,7 +21,7 @@ const REGENERATED_MODEL_KEYS: [&str; 13] = [
     "mp_world_size",
     "universal_checkpoint_info",
 ];
-/// Keys of an optimizer file whose values a conversion copies unchanged.
+/// Keys of a DeepSpeed optimizer file whose values a conversion copies unchanged.
 const COPIED_OPTIMIZER_KEYS: [&str; 4] = ["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"];
 
 /// Python values with their keys, in the order of the file.
@@ -50,8 +50,8 @@ pub(crate) struct OptimizerPassthrough {
 }
 
 impl ModelPassthrough {
-    /// Reads the values of a model file that a conversion copies unchanged, without the data of
-    /// tensors.
+    /// Reads the values of a DeepSpeed model file that a conversion copies unchanged, without the
+    /// data of tensors.
     pub(super) fn read(file: &TorchFile) -> ModelPassthrough {
         let tensors = RefCell::new(Vec::new());
         let tensor = |value: PickleView<'_>| {
@@ -87,8 +87,9 @@ impl ModelPassthrough {
 }
 
 impl OptimizerPassthrough {
-    /// Reads the values of an optimizer file that a conversion copies unchanged. `root` is the
-    /// state of DeepSpeed's optimizer, and `base` the state of the torch optimizer that it wraps.
+    /// Reads the values of a DeepSpeed optimizer file that a conversion copies unchanged. `root` is
+    /// the state of DeepSpeed's optimizer, and `base` the state of the torch optimizer that it
+    /// wraps.
     pub(super) fn read(root: PickleView<'_>, base: PickleView<'_>) -> OptimizerPassthrough {
         let mut left = COPIED_VALUES_MAX;
         let mut copied = |v: PickleView<'_>| v.to_object(&mut left, &|_| None);

@@ -10,7 +10,7 @@ use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value as Json};
 use std::collections::HashMap;
 
-/// Python classes and functions that the pickles of model and optimizer files may name.
+/// Python classes and functions that the pickles of DeepSpeed's model and optimizer files may name.
 pub(crate) const ALLOWED_GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
     DTYPE_GLOBALS,
@@ -25,7 +25,8 @@ pub(crate) const ALLOWED_GLOBALS: &[&[&str]] = &[
 
 /// Limit on the length of the list `partition_count`, which has one item for each flat array.
 const PARTITIONS_MAX: usize = 1 << 16;
-/// Limit on the number of unknown optimizer states whose keys are remembered for a notice.
+/// Limit on the number of unknown optimizer states whose keys are remembered to report them to the
+/// user.
 const UNKNOWN_KEYS_MAX: usize = 16;
 
 /// The result of reading a model or optimizer file: a value, or a [`DeepSpeedError`].
@@ -67,7 +68,8 @@ pub(crate) struct ModelStates {
     pub(crate) passthrough: ModelPassthrough,
 }
 
-/// One rank's part of a flat array, in which DeepSpeed concatenates the parameters of a group.
+/// One rank's part of a flat array, in which DeepSpeed concatenates the parameters of a group: its
+/// weights, optimizer states and step.
 pub(crate) struct FlatGroupShard {
     /// View of the rank's flat FP32 master weights.
     pub(crate) fp32: TensorView,
@@ -109,8 +111,8 @@ pub(crate) struct NumberedParamGroup {
 }
 
 impl NumberedParamGroup {
-    /// Converts this group to one that refers to parameters by name. `model` has the names of the
-    /// parameters in each flat group.
+    /// Converts this parameter group, which refers to parameters by number, to one that refers to
+    /// them by name. `model` has the names of the parameters in each flat group.
     pub(super) fn name_parameters(&self, model: &ModelStates) -> ParamGroupInfo {
         let flat_groups = self.ids.iter().filter_map(|&i| model.groups.get(i as usize));
         let names = flat_groups.flatten().map(|(name, _)| name.clone()).collect();
@@ -124,8 +126,8 @@ fn read_field<'a>(value: PickleView<'a>, key: &'static str) -> Result<PickleView
     value.get(key).ok_or(DeepSpeedError::MissingField(key))
 }
 
-/// Reads a dict of tensors by name, in the order of the dict. Skips values that are not tensors.
-/// Returns an empty list for Python's `None`. `key` is the key of the dict, for errors.
+/// Reads a dict that maps names to tensors, in the order of the dict. Skips values that are not
+/// tensors. Returns an empty list for Python's `None`. `key` is the key of the dict, for errors.
 fn read_tensors(
     file: &TorchFile,
     key: &'static str,
@@ -147,8 +149,8 @@ fn read_tensors(
     Ok(found)
 }
 
-/// Reads a dict of at most [`TENSORS_MAX`] shapes by name, in the order of the dict. `key` is the
-/// key of the dict, for errors.
+/// Reads a dict that maps names to shapes, of which there may be at most [`TENSORS_MAX`], in the
+/// order of the dict. `key` is the key of the dict, for errors.
 fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, Vec<u64>)>> {
     let pairs = value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))?;
     let shapes =
@@ -161,15 +163,15 @@ fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, 
 }
 
 impl ModelStates {
-    /// Drops the contents that the reader takes only from the file of rank 0, to save memory.
-    /// Called for the files of the other ranks.
+    /// Drops those contents of the model file that the reader takes only from the file of rank 0,
+    /// to save memory. Called for the files of the other ranks.
     pub(crate) fn keep_rank_specific_parts(&mut self) {
         (self.module, self.buffers, self.groups, self.frozen_shapes) = Default::default();
         (self.ties, self.scheduler, self.embedded_optimizer, self.passthrough) = Default::default();
     }
 
-    /// Reads the contents of a model file, without the data of tensors. Fails if an entry is
-    /// invalid, or if `module` or `dp_world_size` is missing.
+    /// Reads the contents of a DeepSpeed model file, without the data of tensors. Fails if an entry
+    /// is invalid, or if `module` or `dp_world_size` is missing.
     pub(crate) fn read(file: &TorchFile) -> Result<ModelStates> {
         let root = file.value();
         let optional = |key: &str| root.get(key).filter(|v| !v.is_none());
@@ -230,15 +232,15 @@ impl ModelStates {
 }
 
 impl OptimizerStates {
-    /// Drops the contents that the reader takes only from the file of rank 0, to save memory.
-    /// Called for the files of the other ranks.
+    /// Drops those contents of the optimizer file that the reader takes only from the file of rank
+    /// 0, to save memory. Called for the files of the other ranks.
     pub(crate) fn keep_rank_specific_parts(&mut self) {
         (self.groups, self.loss_scaler, self.passthrough) = Default::default();
         self.shards.iter_mut().for_each(|shard| shard.alignment = Vec::new());
     }
 
-    /// Reads the contents of an optimizer file, without the data of tensors. Fails if an entry is
-    /// missing or invalid, or if a flat tensor is not F32.
+    /// Reads the contents of a DeepSpeed optimizer file, without the data of tensors. Fails if an
+    /// entry is missing or invalid, or if a flat tensor is not F32.
     pub(crate) fn read(file: &TorchFile) -> Result<OptimizerStates> {
         let root = read_field(file.value(), "optimizer_state_dict")?;
         let stage = root.get("zero_stage").and_then(read_zero_stage);
@@ -302,7 +304,7 @@ pub(crate) fn read_param_groups(optimizer: PickleView<'_>) -> Result<Vec<Numbere
     groups.as_items().ok_or_else(wrong)?.iter().map(one).collect()
 }
 
-/// Reads the state of a loss scaler. Returns null if the scale is always 1.
+/// Reads the state of a loss scaler (`loss_scaler`) as JSON. Returns null if the scale is always 1.
 pub(crate) fn read_loss_scaler(value: PickleView<'_>) -> Json {
     let Some((_, _, state)) = value.as_object() else { return Json::Null };
     let fixed = state.get("dynamic").is_some_and(|d| d.to_json() == false);
@@ -312,7 +314,8 @@ pub(crate) fn read_loss_scaler(value: PickleView<'_>) -> Json {
     }
 }
 
-/// The values of an optimizer file that are lists with one item per flat array.
+/// Those values of a DeepSpeed optimizer file that have one item per flat array (concatenated
+/// parameters of a group).
 struct GroupFields<'t> {
     /// Maps the index of each flat group to the state that the torch optimizer keeps for it.
     states: HashMap<u64, PickleView<'t>>,
@@ -321,8 +324,9 @@ struct GroupFields<'t> {
 }
 
 impl<'t> GroupFields<'t> {
-    /// Finds the lists with one item per flat array in an optimizer file. `root` is the state of
-    /// DeepSpeed's optimizer, and `base` the state of the torch optimizer that it wraps.
+    /// Finds the values of a DeepSpeed optimizer file that have one item per flat array. `root` is
+    /// the state of DeepSpeed's optimizer, and `base` the state of the torch optimizer that it
+    /// wraps.
     fn new(root: PickleView<'t>, base: PickleView<'t>) -> GroupFields<'t> {
         // an elastic checkpoint has a list of states without padding
         let states = match base.as_items() {
@@ -340,7 +344,8 @@ impl<'t> GroupFields<'t> {
 }
 
 impl FlatGroupShard {
-    /// Reads the rank's part of flat array number `i`, whose master weights are `fp32`.
+    /// Reads the rank's part of the flat array number `i` from an optimizer file, whose master
+    /// weights are `fp32`.
     fn read_shard(
         file: &TorchFile,
         fields: &GroupFields<'_>,
@@ -372,8 +377,9 @@ impl FlatGroupShard {
         Ok(shard)
     }
 
-    /// Records one value of the torch optimizer's state for this part. The entry is a tensor of a
-    /// known role, the step, or a tensor with an unknown key. Ignores other values.
+    /// Records one value that torch's optimizer keeps for this part of a flat array: a tensor, or
+    /// the step. The entry is a tensor of a known role, the step, or a tensor with an unknown key.
+    /// Ignores other values.
     fn add_state(&mut self, key: &str, tensor: Option<TensorView>, value: PickleView<'_>) {
         match (key, TensorRole::from_torch_key(key), tensor) {
             ("step", _, Some(view)) => self.step = Some(StepValue::Tensor(view)),

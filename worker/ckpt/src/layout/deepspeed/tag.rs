@@ -9,11 +9,11 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Maps each rank to the contents of its file: the index of the file in `StoredFiles`, and what was
-/// read from it.
+/// Maps each rank to the contents of its file: the index of the file in the builder's list, and
+/// what was read from it.
 pub(super) type RankContents<T> = BTreeMap<u32, (usize, T)>;
 
-/// The directory of a DeepSpeed checkpoint (tag), and the contents of its files.
+/// The contents of all model and optimizer files in the directory of a DeepSpeed checkpoint (tag).
 pub(super) struct TagContents {
     /// The stored files, the tensors, and the facts about the checkpoint that were collected so
     /// far.
@@ -23,8 +23,8 @@ pub(super) struct TagContents {
 }
 
 impl TagContents {
-    /// Opens the directory of a DeepSpeed checkpoint without reading its files. `notices` come
-    /// first among the notices of the checkpoint.
+    /// Opens the directory of a DeepSpeed checkpoint without reading its files, which the caller
+    /// adds later. `notices` come first among the notices of the checkpoint.
     pub(super) fn open_empty(path: &Path, notices: Vec<String>) -> Result<TagContents> {
         let mut builder = ExternalCheckpointBuilder::new(path)?;
         builder.facts.notices = notices;
@@ -52,8 +52,8 @@ impl TagContents {
         Ok(tag)
     }
 
-    /// Reads the file `name` of one rank and adds it to the builder. Returns the file's index in
-    /// `StoredFiles`, and what `read` returns for the file.
+    /// Reads the model or optimizer file `name` of one rank and adds it to the files of the
+    /// checkpoint. Returns the file's index in `StoredFiles`, and what `read` returns for the file.
     ///
     /// # Errors
     /// Fails if the file is damaged, or was written by another rank.
@@ -71,8 +71,8 @@ impl TagContents {
         }
     }
 
-    /// Fails with [`crate::CkptError::Missing`] if a rank below `world` has no entry in `files`.
-    /// `kind` is `model` or `optimizer`, for the error.
+    /// Fails with [`crate::CkptError::Missing`] if `files` contains no file of some rank below
+    /// `world`. `kind` is `model` or `optimizer`, for the error.
     fn require_files_of_ranks<T>(
         &self,
         kind: &'static str,
@@ -88,9 +88,9 @@ impl TagContents {
         }
     }
 
-    /// Checks that the files of all ranks belong together, and returns their ZeRO stage. Fails if a
-    /// rank's file is missing, a file's rank is not below the world size, or the files contradict
-    /// each other in stage or world size.
+    /// Checks that the model and optimizer files of all ranks belong together, and returns their
+    /// ZeRO stage. Fails if a rank's file is missing, a file's rank is not below the world size, or
+    /// the files contradict each other in stage or world size.
     pub(super) fn check_rank_files(&self) -> Result<u8> {
         let Some((_, model)) = self.model.get(&0) else {
             return Err(self.builder.missing_part_error("the model file of rank 0"));
@@ -127,8 +127,8 @@ impl TagContents {
         Ok(stage)
     }
 
-    /// Checks that the files of all ranks have equal steps, and returns the optimizer step, or
-    /// `None` if no optimizer file records a step. Fails if the optimizer files, or the model
+    /// Checks that the files of all ranks contain equal steps, and returns the step of the
+    /// optimizer files, or `None` if they contain none. Fails if the optimizer files, or the model
     /// files, of two ranks have different steps.
     pub(super) fn check_equal_steps(&self) -> Result<Option<f64>> {
         let (mut updates, mut steps) = (Vec::new(), Vec::new());
@@ -151,8 +151,8 @@ impl TagContents {
         Ok(updates.first().map(|(.., step)| *step))
     }
 
-    /// Fails if the step in the file of one rank differs from the step in the file of another rank.
-    /// Each item is a rank, the index of its file in `StoredFiles`, and the step in the file.
+    /// Fails if the file of one rank contains another step than the file of another rank. Each item
+    /// is a rank, the index of its file in `StoredFiles`, and the step in the file.
     fn require_equal_steps(&self, steps: &[(u32, usize, f64)]) -> Result<()> {
         let Some(&(rank, _, expected)) = steps.first() else { return Ok(()) };
         match steps.iter().find(|(.., found)| *found != expected) {
@@ -164,8 +164,9 @@ impl TagContents {
         }
     }
 
-    /// Returns the parameter groups with the names of their parameters, and the state of the loss
-    /// scaler. Both come from the optimizer file of rank 0, and are empty without this file.
+    /// Returns the optimizer's parameter groups with the names of their parameters, and the state
+    /// of the loss scaler. Both come from the optimizer file of rank 0, and are empty without this
+    /// file.
     pub(super) fn collect_param_groups(&self, model: &ModelStates, stage: u8) -> (Vec<ParamGroupInfo>, Json) {
         let Some((_, first)) = self.optimizer.get(&0) else { return (Vec::new(), Json::Null) };
         let mut groups: Vec<ParamGroupInfo> = first.groups.iter().map(|g| g.name_parameters(model)).collect();
@@ -178,7 +179,7 @@ impl TagContents {
         (groups, first.loss_scaler.clone())
     }
 
-    /// Reads from the optimizer file of rank 0 how many updates each weight has had.
+    /// Reads from the optimizer file of rank 0 how many optimizer updates each weight has received.
     pub(super) fn read_weight_steps(&self, model: &ModelStates) -> Result<BTreeMap<String, u64>> {
         let mut steps = BTreeMap::new();
         let Some((file, first)) = self.optimizer.get(&0) else { return Ok(steps) };
@@ -190,8 +191,8 @@ impl TagContents {
         Ok(steps)
     }
 
-    /// Reads the step of `shard`, a part of a flat array, in the file with index `file`. Returns
-    /// `None` if the group has no step.
+    /// Reads the optimizer step of `shard`, a rank's part of a flat array, from the file number
+    /// `file` of the builder's list. Returns `None` if the group has no step.
     ///
     /// # Errors
     /// Fails if the step is not a whole number.

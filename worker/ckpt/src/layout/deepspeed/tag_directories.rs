@@ -11,8 +11,8 @@ pub(crate) const LATEST_FILE: &str = "latest";
 /// Name of the file that contains the name of the newest universal checkpoint.
 pub(crate) const LATEST_UNIVERSAL_FILE: &str = "latest_universal";
 
-/// Reads `latest` or `latest_universal`, and returns the name of the directory that the file
-/// contains.
+/// Reads `latest` or `latest_universal` in a directory of DeepSpeed checkpoints, and returns the
+/// name of the checkpoint that the file contains.
 ///
 /// # Errors
 /// Fails if the content is not a plain file name.
@@ -25,9 +25,9 @@ pub(crate) fn read_latest(directory: &Directory, file: &str) -> Result<String> {
     }
 }
 
-/// Returns a message that the checkpoint to which `latest` refers is missing, or `None` if there is
-/// no file `latest`. Does not look for the checkpoint, so the caller must have found that the
-/// directory has no tags.
+/// Returns a message that the DeepSpeed checkpoint to which `latest` refers is missing, or `None`
+/// if there is no file `latest`. Does not look for the checkpoint, so the caller must have found
+/// that the directory has no tags.
 pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<String>> {
     if directory.file_size(LATEST_FILE)?.is_none() {
         return Ok(None);

@@ -26,14 +26,15 @@ use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
 
-/// Name of the directory that contains one subdirectory per weight.
+/// Name of the directory in a universal checkpoint that contains one subdirectory per weight.
 const ZERO_DIR: &str = "zero";
-/// Path of the file with everything that applies to all weights: hyper-parameters, steps and loss
-/// scaler.
+/// Path of the file in a universal checkpoint with everything that applies to all weights:
+/// hyper-parameters, steps and loss scaler.
 const OPTIMIZER_STATE_FILE: &str = "zero/optimizer_state.pt";
-/// Number of subdirectories whose files are opened and read at a time.
+/// Number of subdirectories (weights) of a universal checkpoint whose files are opened and read at
+/// a time.
 const DIRS_PER_BATCH: usize = 128;
-/// Maximum number of threads that open files.
+/// Maximum number of threads that open files of a universal checkpoint.
 const THREADS_MAX: usize = 8;
 /// Name of the file with the FP32 values of one weight in a universal checkpoint.
 const FP32_FILE: &str = "fp32.pt";
@@ -58,7 +59,7 @@ struct OptimizerSettings {
     loss_scaler: Json,
 }
 
-/// What was read from the files of one weight.
+/// What was read from the files of one weight in a universal checkpoint.
 struct ParameterFiles {
     name: String,
     /// Index of the FP32 file in `StoredFiles`, and the view of its tensor.
@@ -100,7 +101,8 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     tag.builder.finish_with_paths(path, root)
 }
 
-/// Reads the contents of `optimizer_state.pt`, and adds the file to the files of the checkpoint.
+/// Reads the contents of `optimizer_state.pt` in a universal checkpoint, and adds the file to the
+/// list of files.
 fn read_optimizer_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
     if tag.builder.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
         let part = format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters");
@@ -168,8 +170,8 @@ fn list_parameter_dirs(directory: &Directory) -> Result<(Vec<ParameterDir>, BTre
     Ok((dirs, unknown))
 }
 
-/// Reads the files of every weight, and adds them to the files of the checkpoint. Also returns the
-/// keys of unknown optimizer states.
+/// Reads the files of every weight in a universal checkpoint, and adds them to the list of files.
+/// Also returns the keys of unknown optimizer states.
 fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeSet<String>)> {
     let (dirs, unknown) = list_parameter_dirs(&tag.builder.directory)?;
     let mut parameters = Vec::with_capacity(dirs.len());
@@ -199,16 +201,17 @@ fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeS
     Ok((parameters, unknown))
 }
 
-/// Opens files with up to [`THREADS_MAX`] threads, since the latency of the disk limits a single
-/// thread that opens thousands of small files. Returns the results in the order of `paths`. Results
-/// after the first error may be absent.
+/// Opens torch files with up to [`THREADS_MAX`] threads, since the latency of the disk limits a
+/// single thread that opens thousands of small files. Returns the results in the order of `paths`.
+/// Results after the first error may be absent.
 fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFile>> {
     let open = |_: &mut (), i: usize| TorchFile::open(directory, paths[i], ALLOWED_GLOBALS);
     parallel::map_indices(THREADS_MAX, paths.len(), || (), open)
 }
 
-/// Reads one open file of a weight, and adds it to the files of the checkpoint. Returns the file's
-/// index in `StoredFiles`, the view of its tensor, and true if the file records the shape.
+/// Reads one open file of a weight in a universal checkpoint, and adds it to the list of files.
+/// Returns the file's index in `StoredFiles`, the view of its tensor, and true if the file records
+/// the shape.
 ///
 /// # Errors
 /// Fails if the file has no tensor, or was written under a different name than `key`.
@@ -302,8 +305,8 @@ fn collect_tensors(
 type KnownShapes<'m> = HashMap<&'m str, (u64, &'m Vec<u64>)>;
 
 /// Finds weights of one parameter group with different steps, and weights whose step differs from
-/// the step of their group. DeepSpeed updates a group as a whole, so such files belong to different
-/// checkpoints. Returns at most one warning of each kind per group.
+/// the step that their parameter group records. DeepSpeed updates a group as a whole, so such files
+/// belong to different checkpoints. Returns at most one warning of each kind per group.
 fn find_step_contradictions(
     parameters: &[ParameterFiles],
     known: &KnownShapes<'_>,
@@ -333,14 +336,15 @@ fn find_step_contradictions(
 }
 
 impl ParameterFiles {
-    /// Returns the path of the file with the FP32 values, relative to the checkpoint directory.
+    /// Returns the path of the file with the FP32 values of the weight, relative to the checkpoint
+    /// directory.
     fn fp32_path(&self) -> String {
         format!("{ZERO_DIR}/{}/{FP32_FILE}", self.name)
     }
 
-    /// Returns the tensors with the FP32 values and the optimizer states of the weight. `known` is
-    /// the shape that the model files record, or `None`. Fails if the shape is unknown or does not
-    /// match a tensor.
+    /// Returns the descriptions of the tensors with the FP32 values and the optimizer states of the
+    /// weight. `known` is the shape that the model files record, or `None`. Fails if the shape is
+    /// unknown or does not match a tensor.
     fn make_tensors(
         &self,
         known: Option<&[u64]>,
@@ -362,8 +366,8 @@ impl ParameterFiles {
     }
 }
 
-/// Adds the weights `untrained`, which have files but no optimizer states, to the builder as frozen
-/// weights. Skips weights that are known from the model files.
+/// Adds the weights `untrained`, which have files but no optimizer states, to the checkpoint as
+/// frozen weights. Skips weights that are known from the model files.
 fn add_untrained_weights(
     builder: &mut ExternalCheckpointBuilder,
     model: &ModelStates,

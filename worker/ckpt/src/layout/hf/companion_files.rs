@@ -1,5 +1,5 @@
-//! Reads the companion files of a training state, which store the scheduler, the loss scaler, the
-//! trainer state and the RNG states.
+//! Reads the files next to a training state that its program needs to resume: the scheduler, the
+//! loss scaler, the trainer state and the RNG states.
 use crate::catalog::{ALLOWED_GLOBALS, ExternalFacts, StatePart};
 use crate::codec::disk::Directory;
 use crate::codec::json::parse_object;
@@ -29,9 +29,9 @@ pub(crate) fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
         || directory.has_entry("optimizer.bin")?)
 }
 
-/// Reads the scheduler, the loss scaler, the step and the names of the RNG state files into
-/// `facts`. A scheduler, loss scaler or step that `facts` has already is kept. Adds a missing
-/// scheduler and missing RNG states to `facts.missing`.
+/// Reads the scheduler, the loss scaler, the step and the names of the RNG state files from a
+/// checkpoint directory into `facts`. A scheduler, loss scaler or step that `facts` has already is
+/// kept. Adds a missing scheduler and missing RNG states to `facts.missing`.
 pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     if facts.state.scheduler.is_null() {
         facts.state.scheduler = read_first_readable_state(&SCHEDULER_FILES, facts, directory)?;
@@ -51,9 +51,9 @@ pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directo
     Ok(())
 }
 
-/// Reads the first readable file of `names`, and returns its content as JSON. Skips files that do
-/// not exist. Skips files with classes that are not allowed, with a notice in `facts`. Returns null
-/// if no file is left.
+/// Reads the first readable one of the torch files `names`, and returns its content as JSON. Skips
+/// files that do not exist. Skips files with classes that are not allowed, with a notice in
+/// `facts`. Returns null if no file is left.
 fn read_first_readable_state(
     names: &[&str],
     facts: &mut ExternalFacts,
@@ -137,8 +137,8 @@ fn parse_rank_in_name(file: &str) -> Option<u32> {
     middle.split('.').next()?.parse::<u32>().ok()
 }
 
-/// Computes the smallest world size of a run that could have written the RNG state files. Returns
-/// `None` for an empty list.
+/// Computes the smallest number of ranks with which a run could have written the RNG state files.
+/// Returns `None` for an empty list.
 fn compute_min_world_size(files: &[String]) -> Option<u32> {
     let ranks = files.iter().filter_map(|f| parse_rank_in_name(f)?.checked_add(1)).max();
     let has_unnumbered = files.iter().any(|f| f == "rng_state.pth");
@@ -147,8 +147,8 @@ fn compute_min_world_size(files: &[String]) -> Option<u32> {
     ranks.map(|r| if numbered { r.max(2) } else { r }).or(has_unnumbered.then_some(1))
 }
 
-/// Lists the first 16 ranks below `world` without an RNG state file in `found`. Returns only
-/// [`StatePart::RngStates`] if `found` is empty.
+/// Lists the ranks below `world` for which `found` contains no RNG state file, at most 16 of them.
+/// Returns only [`StatePart::RngStates`] if `found` is empty.
 fn find_missing_rng_states(found: &[String], world: u32) -> Vec<StatePart> {
     let present: std::collections::BTreeSet<u32> =
         found.iter().filter_map(|f| parse_rank_in_name(f)).collect();

@@ -123,9 +123,9 @@ const FAMILY_MODULES: &[&[&str]] = &[
     ],
 ];
 
-/// Sorts the names of parameters in the order in which each known family registers them, if the
-/// family has all of these parameters. Returns one list per distinct order, and no list if no
-/// family matches.
+/// Sorts the names of parameters in the orders in which the known model families that have all of
+/// these parameters register them. Returns one list per distinct order, and no list if no family
+/// matches.
 pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     let mut orders: Vec<Vec<&str>> = Vec::new();
     for positions in FAMILY_MODULES.iter().map(|family| ModulePositions::new(family)) {
@@ -144,7 +144,8 @@ pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a 
 /// A key by which parameters are sorted as in a depth-first traversal of the modules.
 type RegistrationKey = [u64; 6];
 
-/// The position of each module of one model family in the order of registration.
+/// The position of each module of one model family in the order in which models register their
+/// modules.
 struct ModulePositions {
     /// Maps the name of each module, with `*` in place of numbers, to its position.
     modules: HashMap<&'static str, u64>,
@@ -166,8 +167,8 @@ impl ModulePositions {
         positions
     }
 
-    /// Returns a key that sorts the parameter `name` in the order of registration. Returns `None`
-    /// if the family does not have the parameter's module.
+    /// Returns a key that sorts the parameter `name` in the order in which the model family
+    /// registers its parameters. Returns `None` if the family does not have the parameter's module.
     fn compute_sort_key(&self, name: &str) -> Option<RegistrationKey> {
         let (module, last) = match name.rsplit_once('.') {
             Some((module, "weight")) => (module, 0),

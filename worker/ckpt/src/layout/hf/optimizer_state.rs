@@ -14,7 +14,7 @@ use crate::tensor::TensorRole;
 use serde_json::{Map, Value as Json};
 use std::collections::{BTreeSet, HashMap};
 
-/// How an optimizer identifies a parameter: by a number or by a name.
+/// How the `state_dict` of an optimizer identifies a parameter: by a number or by a name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum ParamId {
     /// The number that torch gives to the parameter.
@@ -41,7 +41,8 @@ pub(crate) struct OptimizerStateDict {
 }
 
 impl OptimizerStateDict {
-    /// Reads the `state_dict` at `root`, a value of `file`, without the elements of tensors.
+    /// Reads the `state_dict` of a torch optimizer from `root`, a value of the torch file `file`,
+    /// without the elements of tensors.
     ///
     /// # Errors
     /// Fails if the dict has another structure, or a parameter with a state is not in exactly one
@@ -79,8 +80,8 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Reads the optimizer state of one parameter. Adds the keys of unknown tensors to
-    /// `self.unknown`.
+    /// Reads the optimizer state of one parameter from its entry in the `state_dict`. Adds the keys
+    /// of unknown tensors to `self.unknown`.
     fn read_state(
         &mut self,
         file: &TorchFile,
@@ -112,7 +113,8 @@ impl OptimizerStateDict {
         self.groups.iter().map(|(_, ids)| ids.iter().map(shape).collect()).collect()
     }
 
-    /// Finds the names of the parameters of each parameter group. If the file has only numbers,
+    /// Finds out to which weights the parameters of the optimizer's parameter groups belong, and
+    /// returns the names of the weights. If the file has only numbers,
     /// [`param_matching::match_states_to_weights`] finds the names in `weights`. `in_order` states
     /// whether `weights` are in the order of the model.
     ///
@@ -137,7 +139,7 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Checks `names`, the names of the parameters that the file records, against `weights` and
+    /// Checks that `names`, the names of parameters that the file records, belong to `weights`, and
     /// returns them. Fails if a name is not in `weights`, or if the weight's shape differs from the
     /// shape of the state.
     fn check_recorded_names(
@@ -179,8 +181,8 @@ fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
 /// The names of the parameters of each parameter group.
 type GroupNames = Vec<Vec<String>>;
 
-/// Reads the optimizer file `name`, and adds its states, steps and parameter groups to the builder.
-/// States that cannot be assigned to the builder's weights are skipped with a notice.
+/// Reads the torch optimizer's file `name`, and adds its states, steps and parameter groups to the
+/// builder. States that cannot be assigned to the builder's weights are skipped with a notice.
 pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     let (file, torch) = builder.add_torch_file(name, ALLOWED_GLOBALS)?;
     let optimizer = OptimizerStateDict::read(&torch, torch.value())
@@ -212,10 +214,10 @@ fn match_listed_or_fused_names(
     }
 }
 
-/// Adds the optimizer states to the builder if their number, groups, order and shapes match the
-/// weights that the job trains. A notice reports the assignment, since the file itself does not
-/// identify the weights. Skips the states otherwise, or if the trained weights are unknown. `error`
-/// states why the states do not match all weights.
+/// Adds the optimizer states to the builder if they match the weights that the job trains in
+/// number, groups, order and shapes. A notice reports the assignment, since the file itself does
+/// not identify the weights. Skips the states otherwise, or if the trained weights are unknown.
+/// `error` states why the states do not match all weights.
 fn add_trained_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -251,8 +253,8 @@ fn add_trained_states(
     Ok(())
 }
 
-/// Adds the optimizer states of all parameters, their steps and their groups to the builder.
-/// `names` are the names of the parameters of each group.
+/// Adds the optimizer states of all parameters, their steps and their parameter groups to the
+/// builder. `names` are the names of the parameters of each group.
 fn add_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -284,8 +286,9 @@ fn add_states(
     Ok(())
 }
 
-/// Returns the tensors for the optimizer state `role` of `weight`, whose elements `view` contains.
-/// There is one tensor, or one per stored member if the weight is fused.
+/// Returns the tensors with the optimizer state `role` (such as Adam's first moment) of `weight`,
+/// whose elements `view` contains. There is one tensor, or one per stored member if the weight is
+/// fused.
 fn make_state_tensors(
     weight: &str,
     role: TensorRole,

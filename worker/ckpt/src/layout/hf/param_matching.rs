@@ -9,16 +9,16 @@ use crate::catalog::BorrowedWeightShape;
 use crate::error::MatchError;
 use std::collections::HashMap;
 
-/// The shape of each parameter's optimizer state in one group, or `None` for a parameter without a
-/// state.
+/// The shape of each parameter's optimizer state in one parameter group, or `None` for a parameter
+/// without a state.
 pub(crate) type StateShapes = Vec<Option<Vec<u64>>>;
 
-/// A rule by which a program divides weights into two parameter groups. It returns true for a
-/// weight of the first group.
+/// A rule by which a training program divides weights into two parameter groups: it returns true
+/// for a weight of the first group.
 type GroupRule = fn(&BorrowedWeightShape<'_>) -> bool;
 
-/// The rules by which programs divide weights into parameter groups with and without weight decay.
-/// The first group has weight decay.
+/// The rules by which training programs divide weights into parameter groups with and without
+/// weight decay. The first group has weight decay.
 const GROUP_RULES: [GroupRule; 2] = [is_decayed_by_name, is_matrix];
 
 /// The names of the parameters of each parameter group.
@@ -27,8 +27,8 @@ type GroupNames = Vec<Vec<String>>;
 /// The weights of each parameter group, according to one rule of [`GROUP_RULES`].
 type Grouping<'a> = Vec<Vec<BorrowedWeightShape<'a>>>;
 
-/// Finds the weight to which each optimizer state belongs, and returns the names of the weights by
-/// group. `in_order` states whether `weights` are in the order of the model.
+/// Finds the weight to which each optimizer state belongs, and returns the names of the weights of
+/// each parameter group. `in_order` states whether `weights` are in the order of the model.
 ///
 /// # Errors
 /// Fails if no combination of an order and a rule matches the shapes, or if several combinations
@@ -68,8 +68,8 @@ pub(crate) fn match_states_to_weights(
     }
 }
 
-/// Lists the ways in which programs divide the weights `sequence` into `groups` parameter groups.
-/// Fails for more than two groups.
+/// Lists the possible ways in which a training program divided the weights `sequence` into `groups`
+/// parameter groups. Fails for more than two groups.
 fn list_groupings(
     groups: usize,
     sequence: Vec<BorrowedWeightShape<'_>>,
@@ -109,9 +109,9 @@ fn match_candidate(
     Ok(names)
 }
 
-/// Assigns each optimizer state to the weight at its position, and returns the names of the
-/// weights. Fails if a state has a different shape than its weight. `group` is the index of the
-/// group, for errors.
+/// Assigns each optimizer state to the weight at the same position, if their shapes agree, and
+/// returns the names of the weights. Fails if a state has a different shape than its weight.
+/// `group` is the index of the group, for errors.
 fn match_by_position(
     group: usize,
     states: &StateShapes,
@@ -152,8 +152,8 @@ fn match_by_shape(
     states.iter().map(name).collect()
 }
 
-/// Returns true if HF Trainer applies weight decay to the weight. HF Trainer excludes biases and
-/// norms, by their names.
+/// Returns true if HF Trainer applies weight decay to the weight, which depends on its name. HF
+/// Trainer excludes biases and norms, by their names.
 fn is_decayed_by_name((name, _): &BorrowedWeightShape<'_>) -> bool {
     let lower = name.to_lowercase();
     let norm = |part: &str| {
@@ -166,7 +166,7 @@ fn is_decayed_by_name((name, _): &BorrowedWeightShape<'_>) -> bool {
     !(lower.contains("bias") || lower.split('.').any(norm))
 }
 
-/// Returns true for weights with at least two dimensions. Many programs apply weight decay only to
+/// Returns true if the weight has at least two dimensions. Many programs apply weight decay only to
 /// such weights.
 fn is_matrix((_, shape): &BorrowedWeightShape<'_>) -> bool {
     shape.len() >= 2

@@ -13,21 +13,22 @@ use crate::tensor::{Dtype, TensorRole, check_tensor_name};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// Name of a safetensors file with all weights.
+/// Name of the safetensors file that contains all weights of a model, in the Hugging Face layout.
 const SAFETENSORS_FILE: &str = "model.safetensors";
-/// Name of a torch file with all weights.
+/// Name of the torch file that contains all weights of a model, in the Hugging Face layout.
 const TORCH_FILE: &str = "pytorch_model.bin";
-/// Name of the torch file with the full weights of FSDP training.
+/// Name of the torch file with the full weights that FSDP training saves.
 const FSDP_FILE: &str = "pytorch_model_fsdp.bin";
-/// Limit on the size of an index file, in bytes.
+/// Limit in bytes on the size of an index file, which lists the weight file of each tensor.
 const INDEX_BYTES_MAX: u64 = 64 << 20;
 
-/// Names of weights files and of their indices, in order of preference.
+/// Names of files with weights and of the indices of such files, in order of preference.
 pub(crate) const WEIGHTS_FILES: [&str; 5] =
     [SAFETENSORS_FILE, "model.safetensors.index.json", TORCH_FILE, "pytorch_model.bin.index.json", FSDP_FILE];
 
-/// Adds the weights in the builder's directory to the builder. Of several weights files, uses the
-/// first in [`WEIGHTS_FILES`]. Returns false if the directory has no weights file.
+/// Adds the weights of the Hugging Face files in the checkpoint directory to the builder. Of
+/// several weights files, uses the first in [`WEIGHTS_FILES`]. Returns false if the directory has
+/// no weights file.
 pub(crate) fn add_weights(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let mut present = Vec::new();
     for name in WEIGHTS_FILES {
@@ -47,8 +48,8 @@ pub(crate) fn add_weights(builder: &mut ExternalCheckpointBuilder) -> Result<boo
     Ok(true)
 }
 
-/// Adds the weights in the file `name` to the builder. Files without the suffix `.safetensors` are
-/// read as torch files.
+/// Adds the weights in the file `name`, a weights file or an index, to the builder. Files without
+/// the suffix `.safetensors` are read as torch files.
 pub(crate) fn add_weights_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     match name.ends_with(".safetensors") {
         true => add_safetensors(builder, name, None),
@@ -64,15 +65,15 @@ struct WeightIndex {
     weight_map: BTreeMap<String, String>,
 }
 
-/// Reads the index file `name`. Returns a map from the name of each tensor to the name of the file
-/// that stores it.
+/// Reads the index file `name`, which states in which weights file each tensor is stored. Returns a
+/// map from the name of each tensor to the name of the file that stores it.
 pub(crate) fn read_weight_map(directory: &Directory, name: &str) -> Result<BTreeMap<String, String>> {
     let text = directory.read_file(name, INDEX_BYTES_MAX)?;
     parse_weight_map(&text).map_err(|reason| CkptError::damaged(directory.path(), name, *reason))
 }
 
-/// Parses the text of an index file. Returns a map from the name of each tensor to the name of the
-/// file that stores it.
+/// Parses the text of an index file, which states in which weights file each tensor is stored.
+/// Returns a map from the name of each tensor to the name of the file that stores it.
 pub(crate) fn parse_weight_map(
     text: &[u8],
 ) -> std::result::Result<BTreeMap<String, String>, Box<DamageReason>> {
@@ -83,7 +84,7 @@ pub(crate) fn parse_weight_map(
     Ok(index.weight_map)
 }
 
-/// Adds the tensors of all shards that the index file `index` lists to the builder.
+/// Adds the tensors of all weights files (shards) that the index file `index` lists to the builder.
 ///
 /// # Errors
 /// Fails if the index is invalid, or if a shard is missing or lacks a listed tensor. The error
@@ -120,9 +121,9 @@ fn add_shards(builder: &mut ExternalCheckpointBuilder, index: &str) -> Result<()
     Ok(())
 }
 
-/// Fails if the shard `file` lacks a tensor in `expected`, the tensors that the index lists for
-/// this shard. `stored` are the names of the tensors in the shard. Adds a notice about tensors that
-/// the index does not list. Does nothing without an index.
+/// Fails if the weights file `file` lacks a tensor in `expected`, the tensors that the index lists
+/// for this file. `stored` are the names of the tensors in the shard. Adds a notice about tensors
+/// that the index does not list. Does nothing without an index.
 fn check_indexed_tensors<'n>(
     builder: &mut ExternalCheckpointBuilder,
     file: &str,
@@ -197,8 +198,8 @@ fn add_torch_weights(
     Ok(())
 }
 
-/// Adds the tensors `found` of the file with index `file` to the builder. A tensor at the location
-/// of an earlier tensor is recorded as tied to the earlier tensor instead.
+/// Adds the tensors `found` of the file number `file` in the builder's list to the builder. A
+/// tensor at the location of an earlier tensor is recorded as tied to the earlier tensor instead.
 fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(String, TensorView)]) {
     let mut seen: HashMap<_, &str> = HashMap::new();
     for (name, view) in found {
@@ -224,7 +225,8 @@ fn choose_role(dtype: Dtype) -> TensorRole {
     }
 }
 
-/// Returns the number in an integer or finite float. Returns `None` for other values.
+/// Returns the number that a pickled integer or finite float contains. Returns `None` for other
+/// values.
 pub(crate) fn parse_number(value: PickleView<'_>) -> Option<f64> {
     value.as_int().map(|i| i as f64).or_else(|| value.as_float().filter(|x| x.is_finite()))
 }

@@ -1,5 +1,5 @@
-//! [`Checkpoint`]: reads any range of any tensor of a native checkpoint. Every block is verified
-//! before its bytes are returned.
+//! [`Checkpoint`]: reads any range of any tensor of a native checkpoint (one in launch's own
+//! format). Every block is verified before its bytes are returned.
 use super::manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
 use super::memory_shard::MemoryShard;
 use super::remote_shards::RemoteShards;
@@ -19,8 +19,9 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// An open native checkpoint. Each read opens the shards that it needs, relative to the open
-/// directory. Reads therefore still work after the directory is renamed, but not after its removal.
+/// An open native checkpoint (one in launch's own format), from which ranges of tensors are read.
+/// Each read opens the shards that it needs, relative to the open directory. Reads therefore still
+/// work after the directory is renamed, but not after its removal.
 pub struct Checkpoint {
     path: PathBuf,
     storage: ShardStorage,
@@ -31,7 +32,8 @@ pub struct Checkpoint {
     buffers: DiskBufferPool,
 }
 
-/// Where this host stores its shards of a checkpoint.
+/// Where this host stores its shards (files of ranks) of a native checkpoint: in a directory or in
+/// memory.
 enum ShardStorage {
     /// No part of the checkpoint is on this host.
     Absent,
@@ -48,7 +50,7 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
-/// A range of consecutive 1 MiB blocks of one shard.
+/// A range of consecutive 1 MiB blocks of one rank's file (shard).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockRange {
     /// Index of the shard, which is the rank that wrote the file.
@@ -57,15 +59,16 @@ pub struct BlockRange {
     pub blocks: Range<u64>,
 }
 
-/// A callback that receives one block: the index of the shard, the index of the block in the
-/// shard, and the bytes of the block.
+/// A callback that receives one block of a rank's file: the index of the file (shard), the index of
+/// the block in it, and the bytes.
 pub type BlockSink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
 
-/// A callback that fetches the blocks of the given ranges from other hosts. The callback must pass
-/// each block to the sink, in the order of the ranges.
+/// A callback that fetches ranges of blocks of ranks' files (shards) from other hosts. The callback
+/// must pass each block to the sink, in the order of the ranges.
 pub type BlockFetcher<'a> = dyn FnMut(Vec<BlockRange>, &mut BlockSink<'_>) -> Result<()> + 'a;
 
-/// A byte range of a shard, and the buffer that receives its bytes.
+/// A byte range of a rank's file (shard) that is to be read, and the buffer that receives its
+/// bytes.
 struct ByteRead<'a> {
     file: usize,
     bytes: Range<u64>,
@@ -103,9 +106,9 @@ impl Checkpoint {
         Ok(Checkpoint::from_parts(path, ShardStorage::Directory(directory), local_files, manifest))
     }
 
-    /// Opens a host-local checkpoint from the text of its manifest, which another host may have
-    /// sent. If `has_directory` is true, opens the directory `path`, from which reads take the
-    /// shards of this host. If false, all shards count as remote. Only
+    /// Opens a checkpoint in a directory that hosts do not share, from the text of its manifest,
+    /// which another host may have sent. If `has_directory` is true, opens the directory `path`,
+    /// from which reads take the shards of this host. If false, all shards count as remote. Only
     /// [`Checkpoint::read_verified_with_fetcher`] can read remote shards.
     pub fn from_manifest(path: &Path, text: Vec<u8>, has_directory: bool) -> Result<Checkpoint> {
         let manifest = Manifest::parse(path, text)?;
@@ -118,9 +121,9 @@ impl Checkpoint {
         Ok(Checkpoint::from_parts(path, storage, local_files, manifest))
     }
 
-    /// Opens a checkpoint whose shards are in memory. `shards` has an entry for each shard of the
-    /// checkpoint, which is `None` if this host does not have the shard. `path` names the
-    /// checkpoint in messages.
+    /// Opens a checkpoint whose rank files (shards) are in the memory of this host. `shards` has an
+    /// entry for each shard of the checkpoint, which is `None` if this host does not have the
+    /// shard. `path` names the checkpoint in messages.
     pub(crate) fn from_memory(
         path: &Path,
         manifest: Manifest,
@@ -133,8 +136,8 @@ impl Checkpoint {
         Checkpoint::from_parts(path, ShardStorage::Memory(shards), local_files, manifest)
     }
 
-    /// Creates a checkpoint from its manifest and its open directory, which exists if this host
-    /// stores a part of the checkpoint.
+    /// Creates an open checkpoint from its manifest and its open directory, which exists only if
+    /// this host stores a part of the checkpoint.
     fn from_parts(
         path: &Path,
         storage: ShardStorage,
@@ -157,24 +160,24 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Returns, for each shard, whether the shard is stored on this host.
+    /// Returns, for each rank's file (shard), whether it is stored on this host.
     pub fn local_shard_flags(&self) -> &[bool] {
         &self.local_files
     }
 
-    /// Returns the host that stores the shard with index `file`. Returns `None` if the hosts share
-    /// the checkpoint directory.
+    /// Returns the host that stores the rank file (shard) number `file`, or `None` if the hosts
+    /// share the checkpoint directory.
     pub fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.manifest.shard_host(file)
     }
 
-    /// Returns the number of 1 MiB blocks of each shard.
+    /// Returns the number of 1 MiB blocks of each rank's file (shard).
     pub fn shard_block_counts(&self) -> Vec<u64> {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
-    /// Fails unless every shard for which `needed` returns true is in the directory on this host.
-    /// Otherwise fails with [`CkptError::ShardsOnOtherHosts`], which lists the missing shards.
+    /// Fails with [`CkptError::ShardsOnOtherHosts`], which lists the missing shards, if a rank's
+    /// file (shard) for which `needed` returns true is not stored on this host.
     fn require_local_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
         let absent = (0..self.local_files.len()).filter(|&i| !self.local_files[i] && needed(i));
         let shards: Vec<RemoteShard> = absent.map(|i| self.make_remote_shard(i)).collect();
@@ -184,19 +187,20 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the file name and the host of the shard with index `file`, for an error.
+    /// Returns the name and the host of the rank file (shard) number `file`, for an error about its
+    /// absence.
     fn make_remote_shard(&self, file: usize) -> RemoteShard {
         let host = self.shard_host(file).map_or("unknown".to_owned(), StorageHost::to_string);
         RemoteShard { file: self.manifest.files[file].name.clone(), host }
     }
 
-    /// Returns the facts about the run that saved the checkpoint.
+    /// Returns what the manifest records about the run that saved the checkpoint.
     pub fn run_facts(&self) -> &RunFacts {
         &self.manifest.facts
     }
 
-    /// Iterates over all tensors, sorted by role as in [`TensorRole::ALL`]. Tensors of one role are
-    /// in the order of the model.
+    /// Iterates over the descriptions of all tensors, sorted by role as in [`TensorRole::ALL`].
+    /// Tensors of one role are in the order of the model.
     pub fn tensors(&self) -> impl Iterator<Item = TensorInfo> + '_ {
         self.manifest.tensors.iter().map(|t| TensorInfo {
             name: t.name.clone(),
@@ -206,12 +210,12 @@ impl Checkpoint {
         })
     }
 
-    /// Iterates over the name and the size in bytes of every shard.
+    /// Iterates over the name and the size in bytes of every rank's file (shard).
     pub fn shard_sizes(&self) -> impl Iterator<Item = (&str, u64)> {
         self.manifest.files.iter().map(|f| (f.name.as_str(), f.bytes))
     }
 
-    /// Returns the total size of all shards in bytes.
+    /// Returns the total size of all ranks' files (shards) in bytes.
     pub fn total_shard_bytes(&self) -> u64 {
         self.manifest.total_shard_bytes()
     }
@@ -221,7 +225,7 @@ impl Checkpoint {
         self.index.contains_key(&(role, name.to_owned()))
     }
 
-    /// Fails if the model of the checkpoint differs from `weights` in the name or shape of a
+    /// Fails if the model of the checkpoint differs from `weights` in the name or the shape of a
     /// weight. The error names the first tensor that differs.
     pub fn require_matching_model(&self, weights: &[WeightShape]) -> Result<()> {
         require_same_model(self.path(), &self.manifest.facts.model, weights)
@@ -236,9 +240,10 @@ impl Checkpoint {
         self.read_verified(&mut [ReadRequest { name, role, start_element: range.start, out }])
     }
 
-    /// Reads many ranges of tensors as F32 into the buffers of `requests`. Reads and verifies each
-    /// block once, in the order of shards and offsets. After an error the contents of the buffers
-    /// are undefined. Needs 24 MiB of memory in addition to the buffers.
+    /// Reads the ranges of tensors that `requests` name as F32 into their buffers, and verifies the
+    /// blocks that contain them. Reads and verifies each block once, in the order of shards and
+    /// offsets. After an error the contents of the buffers are undefined. Needs 24 MiB of memory in
+    /// addition to the buffers.
     ///
     /// # Errors
     /// Fails with [`CkptError::Damaged`], which names the block and its tensors, if a block is
@@ -251,11 +256,11 @@ impl Checkpoint {
         })
     }
 
-    /// Reads many ranges of tensors as F32 into the buffers of `requests`, also from shards on
-    /// other hosts. Reads the local blocks first. Then calls `fetch` once with all remote blocks,
-    /// sorted by shard and index. This call happens even if there are no remote blocks or a local
-    /// block could not be read. `fetch` must pass each block in this order to the sink, which
-    /// verifies the block.
+    /// Reads the ranges of tensors that `requests` name as F32 into their buffers, also from ranks'
+    /// files (shards) on other hosts. Reads the local blocks first. Then calls `fetch` once with
+    /// all remote blocks, sorted by shard and index. This call happens even if there are no remote
+    /// blocks or a local block could not be read. `fetch` must pass each block in this order to the
+    /// sink, which verifies the block.
     ///
     /// # Errors
     /// Fails if a local block is damaged, a tensor or range does not exist, or `fetch` fails.
@@ -273,9 +278,9 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Copies the stored bytes of the requested elements to the buffers of `requests`, without
-    /// conversion to F32. Gets the blocks of shards on other hosts through `fetch`. BF16 elements
-    /// fill only the second half of the bytes of their buffer.
+    /// Copies the requested elements to the buffers of `requests` as the bytes that the checkpoint
+    /// stores, without conversion to F32. Gets the blocks of shards on other hosts through `fetch`.
+    /// BF16 elements fill only the second half of the bytes of their buffer.
     fn read_stored_elements(
         &self,
         requests: &mut [ReadRequest<'_>],
@@ -305,9 +310,9 @@ impl Checkpoint {
         read.and(fetched)
     }
 
-    /// Reads the blocks `run` of a local shard and passes each block to `sink` without verifying
-    /// its hash. These blocks are for a rank on another host, which verifies them when it receives
-    /// them.
+    /// Reads the blocks `run` of a rank's file (shard) on this host and passes each block to `sink`
+    /// without verifying its hash. These blocks are for a rank on another host, which verifies them
+    /// when it receives them.
     pub fn read_blocks(&self, run: &BlockRange, sink: &mut BlockSink<'_>) -> Result<()> {
         let file = self.manifest.files.get(run.file).filter(|f| run.blocks.end <= f.blocks.len() as u64);
         let file = file.ok_or_else(|| {
@@ -319,8 +324,8 @@ impl Checkpoint {
         )
     }
 
-    /// Reads the blocks that each of `jobs` requests from local files, and passes each block to
-    /// `sink`, in the order of `jobs`.
+    /// Reads the blocks that each of `jobs` requests from files on this host, and passes each block
+    /// to `sink`, in the order of `jobs`.
     fn run_read_jobs(&self, jobs: &[BlockRequest], sink: &mut BlockSink<'_>) -> Result<()> {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
@@ -342,8 +347,8 @@ impl Checkpoint {
         })
     }
 
-    /// Divides a request into reads of byte ranges of shards, and appends these reads to `reads`.
-    /// Fails if the tensor or the range does not exist.
+    /// Divides a request for elements into reads of byte ranges of ranks' files (shards), and
+    /// appends these reads to `reads`. Fails if the tensor or the range does not exist.
     fn append_byte_reads<'a>(
         &self,
         request: &'a mut ReadRequest<'_>,
@@ -379,8 +384,8 @@ impl Checkpoint {
         index.map(|&i| &self.manifest.tensors[i]).ok_or_else(missing)
     }
 
-    /// Fails if a block does not match its hash in the manifest. The error names the tensors in the
-    /// block.
+    /// Fails if a block of a rank's file does not match its hash in the manifest. The error names
+    /// the tensors in the block.
     fn verify_block(&self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
         let entry = &self.manifest.files[file];
         if entry.blocks.get(block as usize) == Some(&Hash::digest(bytes)) {
@@ -452,7 +457,7 @@ impl TensorSource for Checkpoint {
         if wide.is_empty() && !narrow.is_empty() { Dtype::BF16 } else { Dtype::F32 }
     }
 
-    /// Returns whether the checkpoint has only weights: step 0, no optimizer states and no
+    /// Returns true if the checkpoint has only weights: step 0, no optimizer states and no
     /// parameter groups. A training run always lists its parameter groups.
     fn has_only_weights(&self) -> bool {
         let facts = self.run_facts();
@@ -510,7 +515,7 @@ impl TensorSource for Checkpoint {
     }
 }
 
-/// Converts the BF16 numbers in the second half of the bytes of `out` to F32, in place. The results
+/// Converts the BF16 numbers in the second half of the bytes of `out` to F32, so that the results
 /// fill `out`.
 fn widen_bf16_in_place(out: &mut [f32]) {
     let len = out.len();
@@ -522,8 +527,8 @@ fn widen_bf16_in_place(out: &mut [f32]) {
     }
 }
 
-/// The progress of copying blocks to the buffers of the reads that need their bytes. The caller
-/// must sort the reads by shard and offset, and must pass the blocks in the same order.
+/// Copies verified blocks of ranks' files to the buffers of the reads that need their bytes. The
+/// caller must sort the reads by shard and offset, and must pass the blocks in the same order.
 struct BlockScatter<'s, 'a> {
     checkpoint: &'s Checkpoint,
     reads: &'s mut [ByteRead<'a>],
@@ -532,8 +537,8 @@ struct BlockScatter<'s, 'a> {
 }
 
 impl BlockScatter<'_, '_> {
-    /// Verifies a block of the shard with index `file`, and copies its bytes to the buffers of all
-    /// reads that overlap the block.
+    /// Verifies a block of the rank file (shard) number `file`, and copies its bytes to the buffers
+    /// of all reads that overlap the block.
     fn scatter_block(&mut self, file: usize, block: u64, bytes: &[u8]) -> Result<()> {
         self.checkpoint.verify_block(file, block, bytes)?;
         let at = block * BLOCK_BYTES as u64;

@@ -1,5 +1,5 @@
 //! [`Manifest`]: the content of `manifest.json`, which describes a native checkpoint: tensors,
-//! files, hashes, and facts about the run.
+//! files, hashes, and the run that saved it.
 //!
 //! The file begins with `{"blake3":"<64 hex digits>",`. The hash covers the whole file with zeros
 //! in place of these digits, so that every flipped bit is detected. A hash is not a signature, so
@@ -24,11 +24,12 @@ use std::path::Path;
 /// Maximum size in bytes of the file `manifest.json`. With 64 hex digits per MiB of state, this
 /// suffices for about 3 TB.
 const MANIFEST_BYTES_MAX: u64 = 256 << 20;
+/// The value of the field `format`, by which native manifests are recognized.
 const FORMAT_NAME: &str = "launch checkpoint";
-/// The version number of manifests that use no later feature (parity, hosts, BF16). Every version
-/// of the program reads them.
+/// The version number of manifests that use no later feature (parity files, hosts of shards, BF16
+/// weights). Every version of the program reads them.
 const BASE_VERSION: u32 = 1;
-/// The version number of manifests that list parity files or the host of each shard.
+/// The version number of manifests that list parity files or the host of each rank's file (shard).
 const EXTENDED_VERSION: u32 = 2;
 /// The version number of manifests with BF16 weights. Such a manifest may also have parity and
 /// hosts.
@@ -64,7 +65,7 @@ pub(crate) struct Manifest {
     pub(crate) parity: Option<Vec<FileEntry>>,
 }
 
-/// The fields that a manifest of every version has, from which an unsupported format or version is
+/// The fields of a manifest of any version, by which an unsupported format or version is
 /// recognized.
 #[derive(Deserialize)]
 struct ManifestHeader {
@@ -72,7 +73,7 @@ struct ManifestHeader {
     version: u32,
 }
 
-/// What a manifest states about one shard or parity file: name, size and hashes.
+/// What a manifest states about one rank's file (shard) or parity file: name, size and hashes.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FileEntry {
@@ -101,8 +102,8 @@ pub(crate) struct TensorEntry {
     pub(crate) pieces: Vec<PieceEntry>,
 }
 
-/// What a manifest states about a piece of a tensor: consecutive elements, and where in a shard
-/// they are stored.
+/// What a manifest states about a piece of a tensor: which consecutive elements it has, and where
+/// in a rank's file (shard) they are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PieceEntry {
@@ -117,14 +118,14 @@ pub(crate) struct PieceEntry {
 }
 
 impl PieceEntry {
-    /// Returns the range of the tensor's elements in this piece. An end that overflows becomes
+    /// Returns which of the tensor's elements this piece contains. An end that overflows becomes
     /// `u64::MAX`, which [`element_ranges::find_coverage_error`] rejects.
     pub(crate) fn element_range(&self) -> Range<u64> {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Returns the range of bytes in the shard that the piece takes, if its elements have the dtype
-    /// `dtype`.
+    /// Returns the byte range of the piece in its rank's file (shard), if its elements have the
+    /// dtype `dtype`.
     pub(crate) fn byte_range(&self, dtype: Dtype) -> Range<u64> {
         self.offset..self.offset.saturating_add(self.count.saturating_mul(dtype.size()))
     }
@@ -149,8 +150,8 @@ pub(crate) fn shard_file_name(rank: u32, world: u32) -> String {
 }
 
 impl Manifest {
-    /// Creates a manifest in the oldest version that can represent the contents. Does not check the
-    /// contents, and leaves the hash at zeros.
+    /// Creates a manifest, with the oldest version number that can represent the contents. Does not
+    /// check the contents, and leaves the hash at zeros.
     pub(crate) fn new(
         facts: RunFacts,
         files: Vec<FileEntry>,
@@ -172,7 +173,8 @@ impl Manifest {
         manifest
     }
 
-    /// Returns the oldest version that can represent the contents of this manifest.
+    /// Returns the oldest version number whose manifests can represent the contents of this
+    /// manifest.
     fn compute_version(&self) -> u32 {
         if self.tensors.iter().any(|t| t.dtype == Dtype::BF16) {
             BF16_VERSION
@@ -183,8 +185,8 @@ impl Manifest {
         }
     }
 
-    /// Returns this manifest with `hosts`, and with the host that stores each shard. `host_of[r]`
-    /// is the index in `hosts` of the host that stores the shard of rank r.
+    /// Returns this manifest with the list `hosts`, and with the host that stores each rank's file
+    /// (shard). `host_of[r]` is the index in `hosts` of the host that stores the shard of rank r.
     pub(crate) fn with_hosts(mut self, hosts: Vec<StorageHost>, host_of: &[usize]) -> Manifest {
         self.hosts = hosts;
         self.version = self.compute_version();
@@ -194,7 +196,7 @@ impl Manifest {
         self
     }
 
-    /// Returns the host that stores the shard with index `file`. Returns `None` if the manifest
+    /// Returns the host that stores the rank file (shard) number `file`, or `None` if the manifest
     /// records no hosts.
     pub(crate) fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.hosts.get(self.files.get(file)?.host?)
@@ -216,7 +218,7 @@ impl Manifest {
         Ok(text)
     }
 
-    /// Serializes the manifest to JSON without computing its hash, the field `blake3`.
+    /// Serializes the manifest to JSON without computing the hash in its field `blake3`.
     fn encode_unsealed(&self) -> std::result::Result<Vec<u8>, ManifestError> {
         let text = serde_json::to_vec(self)?;
         match JsonSeal::COMPACT.has_hash(&text) {
@@ -244,8 +246,8 @@ impl Manifest {
         }
     }
 
-    /// Verifies the hash of the text of a manifest. Returns the hash, and the text with zeros in
-    /// place of the hash.
+    /// Verifies the hash that the text of a manifest contains. Returns the hash, and the text with
+    /// zeros in place of the hash.
     pub(crate) fn verify_and_unseal(
         mut text: Vec<u8>,
     ) -> std::result::Result<(String, Vec<u8>), ManifestError> {
@@ -275,18 +277,19 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Returns the total size of all shards in bytes.
+    /// Returns the total size of all ranks' files (shards) in bytes.
     pub(crate) fn total_shard_bytes(&self) -> u64 {
         self.files.iter().map(|f| f.bytes).sum()
     }
 
-    /// Iterates over the manifest's entries of all shards and then of all parity files.
+    /// Iterates over the entries of all ranks' files (shards), and then over those of all parity
+    /// files.
     pub(crate) fn all_files(&self) -> impl Iterator<Item = &FileEntry> {
         self.files.iter().chain(self.parity.iter().flatten())
     }
 
-    /// Returns the labels `role/name` of the tensors that have bytes in block number `block` of a
-    /// shard.
+    /// Returns the labels `role/name` of the tensors that have bytes in the block number `block` of
+    /// a rank's file (shard).
     pub(crate) fn tensors_in_block(&self, file: usize, block: u64) -> Vec<String> {
         let (start, end) = (block * BLOCK_BYTES as u64, (block + 1) * BLOCK_BYTES as u64);
         let inside = |t: &TensorEntry, e: &PieceEntry| {
@@ -331,8 +334,8 @@ impl Manifest {
         self.check_complete(&seen)
     }
 
-    /// Fails if the manifest does not list one shard per rank, or if a shard has an unexpected name
-    /// or number of block hashes.
+    /// Fails if the manifest does not list one file (shard) per rank, or if such a file has an
+    /// unexpected name or number of block hashes.
     fn check_files(&self) -> std::result::Result<(), ManifestError> {
         if self.files.len() as u64 != u64::from(self.facts.world) {
             return Err(ManifestError::ShardCount { shards: self.files.len(), world: self.facts.world });
@@ -354,8 +357,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Fails if a host is invalid or listed twice, or if a shard's host is not listed. In a
-    /// manifest without hosts, fails if a shard has a host.
+    /// Fails if a host in the manifest is invalid or listed twice, or if the host of a rank's file
+    /// (shard) is not listed. In a manifest without hosts, fails if a shard has a host.
     fn check_hosts(&self) -> std::result::Result<(), ManifestError> {
         if self.hosts.is_empty() {
             return match self.files.iter().all(|f| f.host.is_none()) {
@@ -380,8 +383,8 @@ impl Manifest {
     }
 
     /// Fails if the name, dtype or shape of a tensor is impossible, if its pieces don't contain
-    /// each element exactly once, or if a piece is outside of its shard. Adds the byte ranges of
-    /// the pieces to `spans`, by shard.
+    /// each element exactly once, or if a piece is outside of its rank's file (shard). Adds the
+    /// byte ranges of the pieces to `spans`, by shard.
     fn check_tensor(
         &self,
         tensor: &TensorEntry,
@@ -458,7 +461,8 @@ impl Manifest {
         }
     }
 
-    /// Lists the pieces of tensors that each shard contains, sorted by their byte ranges.
+    /// Lists the pieces of tensors that each rank's file (shard) contains, sorted by their byte
+    /// ranges.
     pub(crate) fn list_pieces_by_shard(&self) -> Vec<Vec<ShardPiece<'_>>> {
         let mut shards: Vec<Vec<ShardPiece<'_>>> = self.files.iter().map(|_| Vec::new()).collect();
         for (index, tensor) in self.tensors.iter().enumerate() {
@@ -475,7 +479,7 @@ impl Manifest {
     }
 }
 
-/// A piece of a tensor that a shard contains, with its tensor.
+/// A piece of a tensor that a rank's file (shard) contains, together with the entry of the tensor.
 #[derive(Clone, Copy)]
 pub(crate) struct ShardPiece<'m> {
     /// Index of the tensor in the manifest.
@@ -485,12 +489,12 @@ pub(crate) struct ShardPiece<'m> {
 }
 
 impl ShardPiece<'_> {
-    /// Returns the byte range of the piece in its shard.
+    /// Returns the byte range of the piece in its rank's file (shard).
     pub(crate) fn byte_range(&self) -> Range<u64> {
         self.piece.byte_range(self.tensor.dtype)
     }
 
-    /// Returns the name of the piece in the safetensors header of the shard.
+    /// Returns the name of the piece in the safetensors header of its rank's file (shard).
     pub(crate) fn header_key(&self) -> String {
         safetensors::format_piece_key(self.tensor.role, &self.tensor.name, self.piece.start)
     }

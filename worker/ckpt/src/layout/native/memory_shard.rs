@@ -1,4 +1,4 @@
-//! [`MemoryShard`]: a shard of a native checkpoint that is stored in memory instead of a file.
+//! [`MemoryShard`]: a rank's file of a native checkpoint (shard) that is stored in memory.
 use crate::codec::disk::BlockReader;
 use crate::error::{CkptError, Result};
 use std::fs::File;
@@ -6,7 +6,8 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A shard in a byte range of a memory file (memfd), which may contain other shards, too.
+/// A rank's part of a native checkpoint (shard) in a byte range of a memory file (memfd), which may
+/// contain other shards, too.
 #[derive(Clone, Debug)]
 pub struct MemoryShard {
     file: Arc<File>,
@@ -24,7 +25,8 @@ impl MemoryShard {
         self.bytes.end - self.bytes.start
     }
 
-    /// Opens the shard for reading. `checkpoint` and `name` name it in messages.
+    /// Opens the shard for reading. `checkpoint` and `name` are the path of the checkpoint and the
+    /// name of the shard in error messages.
     pub(crate) fn open(&self, checkpoint: &Path, name: &str) -> Result<BlockReader> {
         let file = self.file.try_clone().map_err(CkptError::io("open", &checkpoint.join(name)))?;
         Ok(BlockReader::from_memory(file, self.bytes.clone(), checkpoint, name))

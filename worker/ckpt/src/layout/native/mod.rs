@@ -1,4 +1,5 @@
-//! Native checkpoints: directories `step-N` with a manifest and one shard per rank.
+//! Native checkpoints (those in launch's own format): directories `step-N` with a manifest and one
+//! file (shard) per rank.
 mod checkpoint;
 mod manifest;
 mod memory_shard;

@@ -1,16 +1,18 @@
-//! Divides parity data among the ranks: which blocks each rank's parity file contains. Does no I/O.
+//! Divides the parity data (XOR redundancy) of a native checkpoint among the ranks: which blocks
+//! each rank's parity file contains. Does no I/O.
 use crate::codec::disk::BLOCK_BYTES;
 use crate::error::ManifestError;
 use std::ops::Range;
 
-/// Returns the name of the file with a rank's part of the parity data, such as
+/// Returns the name of the file with a rank's share of the parity data (XOR redundancy), such as
 /// `parity-00000-of-00004.bin`.
 pub(crate) fn parity_file_name(rank: u32, world: u32) -> String {
     format!("parity-{rank:05}-of-{world:05}.bin")
 }
 
-/// Computes which blocks of the parity data `rank` stores, and the size of its parity file in
-/// bytes. `sizes` are the sizes of all shards in bytes.
+/// Computes which blocks of the parity data (XOR redundancy over all ranks' files) the parity file
+/// of `rank` contains, and the size of this file in bytes. `sizes` are the sizes of all shards in
+/// bytes.
 pub(crate) fn compute_parity_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     let block = BLOCK_BYTES as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);
@@ -22,8 +24,9 @@ pub(crate) fn compute_parity_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u6
     (start..end, bytes)
 }
 
-/// Fails if the parity files do not fit shards with the sizes `sizes`, in bytes. `parity` has the
-/// name, the size in bytes and the number of blocks of each parity file, in the order of the ranks.
+/// Fails if the parity files that a manifest lists do not fit ranks' files (shards) with the sizes
+/// `sizes`, in bytes. `parity` has the name, the size in bytes and the number of blocks of each
+/// parity file, in the order of the ranks.
 pub(crate) fn check_parity_files<'a>(
     sizes: &[u64],
     parity: impl ExactSizeIterator<Item = (&'a str, u64, u64)>,

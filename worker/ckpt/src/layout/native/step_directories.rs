@@ -1,20 +1,21 @@
-//! Names and lists the checkpoints in a checkpoint directory, and reads its file `latest`.
+//! Names and lists the native checkpoints in a checkpoint directory, and reads the file `latest`,
+//! which names the newest one.
 use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, DamageReason, MissingPart, Result};
 use crate::format_constants::MANIFEST_FILE;
 use crate::hash::Hash;
 use std::path::{Path, PathBuf};
 
-/// Name of the file that contains the name of the most recently completed checkpoint.
+/// Name of the file that contains the name of the checkpoint that was completed last.
 pub(crate) const LATEST_FILE: &str = "latest";
-/// Prefix of the name of a staging directory.
+/// Prefix of the name that the directory of a checkpoint has while it is being saved.
 pub(crate) const SAVING_PREFIX: &str = ".saving-";
-/// Prefix of the name of a checkpoint that is being removed.
+/// Prefix of the name that a checkpoint has while it is being removed.
 pub(crate) const DELETING_PREFIX: &str = ".deleting-";
 /// Prefix of the name that an old checkpoint has while a new one replaces it, on file systems that
 /// cannot exchange two names atomically.
 pub(crate) const REPLACED_PREFIX: &str = ".replaced-";
-/// Temporary name of `latest` while the file is written.
+/// Name of the temporary file that becomes the file `latest` when it is complete.
 pub(crate) const LATEST_TEMP_FILE: &str = ".latest-new";
 
 /// Makes the directory name of a step's checkpoint, such as `step-00000010`.
@@ -29,14 +30,14 @@ pub fn parse_step_dir_name(name: &str) -> Option<u64> {
     (step_dir_name(step) == name).then_some(step)
 }
 
-/// Encodes the content of `latest`: the directory name of the step's checkpoint, and the hash of
-/// this name. The hash prevents a flipped bit from selecting another checkpoint.
+/// Encodes the content of the file `latest`: the directory name of the step's checkpoint, and the
+/// hash of this name. The hash prevents a flipped bit from selecting another checkpoint.
 pub(crate) fn encode_latest(step: u64) -> String {
     let name = step_dir_name(step);
     format!("{name} blake3:{}\n", Hash::digest(name.as_bytes()).to_hex())
 }
 
-/// Finds the path of a step's checkpoint in the checkpoint directory `root`. Also finds a
+/// Returns the path of a step's checkpoint in the checkpoint directory `root`. Also finds a
 /// checkpoint whose replacement was interrupted. Returns `None` if there is no checkpoint of this
 /// step.
 pub(crate) fn locate_step_checkpoint(root: &Path, step: u64) -> Option<PathBuf> {
@@ -44,14 +45,15 @@ pub(crate) fn locate_step_checkpoint(root: &Path, step: u64) -> Option<PathBuf> 
     [root.join(&name), root.join(format!("{REPLACED_PREFIX}{name}"))].into_iter().find(|p| has_manifest(p))
 }
 
-/// Returns whether `path` is a directory, and not a symbolic link, that contains a manifest file.
+/// Returns true if `path` is a directory, and not a symbolic link, that contains the manifest of a
+/// native checkpoint.
 fn has_manifest(path: &Path) -> bool {
     let is_dir = path.symlink_metadata().is_ok_and(|m| m.is_dir());
     is_dir && path.join(MANIFEST_FILE).symlink_metadata().is_ok_and(|m| m.is_file())
 }
 
-/// Lists the steps of all entries of `root` that are named like a checkpoint, newest first. Does
-/// not check whether these entries contain a manifest.
+/// Lists the steps of all entries of the directory `root` that are named like a native checkpoint
+/// (`step-…`), newest first. Does not check whether these entries contain a manifest.
 pub(crate) fn list_steps(root: &Path) -> Result<Vec<u64>> {
     let mut steps = Vec::new();
     for entry in std::fs::read_dir(root).map_err(CkptError::io("list", root))? {
@@ -76,8 +78,8 @@ pub fn list_checkpoints(root: &Path) -> Result<Vec<(u64, PathBuf)>> {
         .collect())
 }
 
-/// Reads the step that `latest` in the directory `root` names. Returns `None` if the file does not
-/// exist, and an error if its content does not match its hash.
+/// Reads the step of the newest checkpoint from the file `latest` in the directory `root`. Returns
+/// `None` if the file does not exist, and an error if its content does not match its hash.
 pub(crate) fn read_latest_step(root: &Path) -> Result<Option<u64>> {
     if !path_exists(&root.join(LATEST_FILE)) {
         return Ok(None);
@@ -90,8 +92,8 @@ pub(crate) fn read_latest_step(root: &Path) -> Result<Option<u64>> {
     }
 }
 
-/// Finds the path of the checkpoint that `latest` in the directory `root` names. Returns `None` if
-/// `latest` does not exist, and an error if the checkpoint does not exist.
+/// Returns the path of the checkpoint that the file `latest` in the directory `root` names. Returns
+/// `None` if `latest` does not exist, and an error if the checkpoint does not exist.
 pub fn find_latest_checkpoint(root: &Path) -> Result<Option<PathBuf>> {
     let Some(step) = read_latest_step(root)? else { return Ok(None) };
     match locate_step_checkpoint(root, step) {

@@ -6,14 +6,15 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
 
-/// Name of the file in a checkpoint directory that contains the id of the host.
+/// Name of the file in a checkpoint directory that contains the id of the host on which the
+/// directory is.
 pub(crate) const HOST_ID_FILE: &str = ".host";
 /// Number of hexadecimal digits of the id that identifies a host.
 pub(crate) const HOST_ID_LEN: usize = 32;
-/// Maximum length of a host's name in bytes.
+/// Maximum length in bytes of a host's name in the manifest of a checkpoint.
 pub(crate) const HOST_NAME_BYTES_MAX: usize = 255;
 
-/// A host that stores shards in a checkpoint directory that other hosts do not see.
+/// A host that stores ranks' files (shards) in a checkpoint directory that other hosts do not see.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StorageHost {
@@ -24,8 +25,8 @@ pub struct StorageHost {
 }
 
 impl StorageHost {
-    /// Reads the id of the host from the checkpoint directory `root`. Returns `None` if there is no
-    /// id or an invalid one.
+    /// Reads the id of the host from the file [`HOST_ID_FILE`] in the checkpoint directory `root`.
+    /// Returns `None` if there is no id or an invalid one.
     pub(crate) fn read_id(root: &Path) -> Result<Option<String>> {
         let directory = Directory::open(root)?;
         if !directory.has_entry(HOST_ID_FILE)? {
@@ -44,7 +45,7 @@ impl StorageHost {
     }
 }
 
-/// Returns true if `text` consists of 32 lower-case hex digits.
+/// Returns true if `text` has the form of a host's id, which is 32 lower-case hex digits.
 fn is_host_id(text: &str) -> bool {
     text.len() == HOST_ID_LEN && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
