@@ -14,9 +14,9 @@ const CRC32_POLYNOMIAL: u32 = 0xEDB8_8320;
 /// size.
 const MEMBER_BYTES_MAX: u64 = 512 << 10;
 
-/// Finds the single flipped bit that explains a wrong CRC-32 of a message of `len` bytes.
-/// `difference` is the XOR of the CRC-32s before and after the flip. Returns the index of the byte
-/// and the mask of the bit. Returns `None` if no single bit explains the difference.
+/// Finds the position of the single flipped bit that explains a wrong CRC-32 of a message of `len`
+/// bytes. `difference` is the XOR of the CRC-32s before and after the flip. Returns the index of
+/// the byte and the mask of the bit. Returns `None` if no single bit explains the difference.
 pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     let mut reg = CRC32_POLYNOMIAL;
     for back in 0..len.checked_mul(8)? {
@@ -29,7 +29,7 @@ pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     None
 }
 
-/// Repairs a single flipped bit in each member of the torch file `name` in `repair_dir`, and
+/// Repairs a single flipped bit in each zip member of the torch file `name` in `repair_dir`, and
 /// reports each repair. Skips members larger than [`MEMBER_BYTES_MAX`], and leaves other damage
 /// unchanged.
 pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result<()> {
@@ -71,7 +71,7 @@ pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result
 }
 
 /// Formats the line that reports a repaired bit to the user, with the probability that other damage
-/// looks like a single flipped bit. `at` is the index of the byte in the member.
+/// would look like a single flipped bit. `at` is the index of the byte in the member.
 fn describe_reverted_flip(name: &str, member: &ZipMember, at: u64, mask: u8) -> String {
     let chance = 8.0 * member.size() as f64 / (1u64 << 32) as f64 * 1e6;
     format!(

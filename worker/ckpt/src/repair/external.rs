@@ -13,12 +13,12 @@ use std::path::Path;
 
 /// How many levels of subdirectories are searched for torch files.
 const SEARCH_DEPTH_MAX: u32 = 4;
-/// What the names of torch files end with.
+/// Suffixes of the names of torch files.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// Repairs the checkpoint of another program in `repair_dir`. If `repair_dir` contains several
-/// numbered checkpoints, repairs the newest one that can be completed, removes the newer ones, and
-/// keeps the older ones unchanged.
+/// Repairs the checkpoint of another program of which `repair_dir` is a copy. If `repair_dir`
+/// contains several numbered checkpoints, repairs the newest one that can be completed, removes the
+/// newer ones, and keeps the older ones unchanged.
 pub(super) fn repair_external(repair_dir: &mut RepairDir) -> Result<()> {
     let checkpoints = Directory::open(&repair_dir.dir)?.list_numbered_directories(parse_checkpoint_name)?;
     if checkpoints.is_empty() || is_deepspeed_checkpoint(&repair_dir.dir)? {
@@ -44,14 +44,14 @@ pub(super) fn repair_external(repair_dir: &mut RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Parses the step in the name of a subdirectory `checkpoint-N` or `checkpoint_N`. Returns `None`
-/// for other names.
+/// Parses the step in the name of a checkpoint's directory, `checkpoint-N` or `checkpoint_N`.
+/// Returns `None` for other names.
 fn parse_checkpoint_name(name: &str) -> Option<u64> {
     ["checkpoint-", "checkpoint_"].iter().find_map(|p| name.strip_prefix(p)?.parse().ok())
 }
 
-/// Returns whether the directory at `path` is a DeepSpeed checkpoint, which contains `latest`,
-/// `latest_universal` or a tag.
+/// Returns true if the directory at `path` is a DeepSpeed checkpoint, which contains `latest`,
+/// `latest_universal` or the directory of a checkpoint (tag).
 fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
     let directory = Directory::open(path)?;
     Ok(directory.has_entry(LATEST_FILE)?
@@ -110,8 +110,8 @@ fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     Ok(())
 }
 
-/// Creates files with random generator states for ranks that lack such a file, if the number of
-/// ranks is known. Reports the created files.
+/// Creates files with random generator states (RNG) for ranks that have no such file, if the number
+/// of ranks is known. Reports the created files.
 fn repair_rng_files(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     // without a checkpoint, RNG streams are useless

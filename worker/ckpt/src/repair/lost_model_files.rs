@@ -1,5 +1,5 @@
-//! Replaces lost model files of a ZeRO stage 3 checkpoint by copies of another rank's model file.
-//! The model files of all ranks are equal if no weights are frozen.
+//! Replaces lost model files of a DeepSpeed checkpoint of ZeRO stage 3 by copies of another rank's
+//! model file. The model files of all ranks are equal if no weights are frozen.
 use crate::codec::disk::{self, Directory, DiskBufferPool, SMALL_WINDOW_BYTES};
 use crate::codec::torch_file::TorchFile;
 use crate::codec::torch_writer::TorchWriter;
@@ -12,7 +12,8 @@ use std::path::Path;
 /// Number of bytes of a zip member that are copied at a time.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// A model file that is lost, and a file of another rank with equal content.
+/// A model file of a DeepSpeed checkpoint that is lost, and the file of another rank that has equal
+/// content.
 #[derive(Debug)]
 pub(crate) struct ReplacementFile {
     /// Name of the lost file.
@@ -23,9 +24,9 @@ pub(crate) struct ReplacementFile {
     pub(crate) has_buffers: bool,
 }
 
-/// Finds the missing and damaged model files of a DeepSpeed checkpoint, each with a file that can
-/// replace it. Returns an empty list if no file is lost, the stage is not 3, no model file is
-/// readable, or optimizer files are missing.
+/// Finds the missing and damaged model files of a DeepSpeed checkpoint, and for each one a file of
+/// another rank that can replace it. Returns an empty list if no file is lost, the stage is not 3,
+/// no model file is readable, or optimizer files are missing.
 ///
 /// # Errors
 /// Fails if a lost file had the only copy of slices of frozen weights.
@@ -117,8 +118,9 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
     Ok((!files.is_empty()).then_some(LostModelFiles { stage, world, files }))
 }
 
-/// Rebuilds the lost file of `donor` in the directory `path` as a copy of the zip members of its
-/// equal file. Removes a damaged file of this name first. The new file is not durable on return.
+/// Rebuilds a lost model file in the directory `path` as a copy of the zip members of another
+/// rank's file, both of which `donor` names. Removes a damaged file of this name first. The new
+/// file is not durable on return.
 pub(crate) fn write_replacement(path: &Path, donor: &ReplacementFile) -> Result<()> {
     let directory = Directory::open(path)?;
     let (file, size) = directory.open_file(&donor.source_file, nix::fcntl::OFlag::empty())?;

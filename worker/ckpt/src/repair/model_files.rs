@@ -11,9 +11,9 @@ use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
 use crate::error::Result;
 use crate::layout::deepspeed::{self, UNIVERSAL_SUFFIX};
 
-/// Rebuilds the lost model files of the DeepSpeed checkpoint (tag) `tag` in `repair_dir`, and
-/// reports each file. Rebuilds the files from the model files of other ranks, or else from a
-/// universal checkpoint of the same state. Does nothing if no model file is lost.
+/// Rebuilds the lost model files of the DeepSpeed checkpoint `tag` in `repair_dir`, and reports
+/// each file. Rebuilds the files from the model files of other ranks, or else from a universal
+/// checkpoint of the same state. Does nothing if no model file is lost.
 ///
 /// # Errors
 /// Fails if there is no universal checkpoint of this state, and the model files of other ranks
@@ -32,8 +32,8 @@ pub(super) fn repair_model_files(repair_dir: &mut RepairDir, tag: &str) -> Resul
     from_ranks
 }
 
-/// Rebuilds lost model files of a checkpoint of ZeRO stage 3 as copies of another rank's model
-/// file. At stage 3 all ranks have equal model files if no weights are frozen.
+/// Rebuilds the lost model files of a DeepSpeed checkpoint of ZeRO stage 3 as copies of another
+/// rank's model file. At stage 3 all ranks have equal model files if no weights are frozen.
 fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<()> {
     let path = repair_dir.dir.join(tag);
     for donor in lost_model_files::find_replacement_files(&path)? {
@@ -46,8 +46,8 @@ fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<
     Ok(())
 }
 
-/// Rebuilds the lost model files from the universal checkpoint `source`: converts it to the layout
-/// of the tag, and copies the files from the result. Keeps these files only if every weight and
+/// Rebuilds the lost model files of a DeepSpeed checkpoint from the universal checkpoint `source`,
+/// which is converted to the layout of the lost files. Keeps these files only if every weight and
 /// optimizer state of the tag is then bit-equal to `source`. Returns whether the files were kept.
 fn copy_model_files_from_universal(
     repair_dir: &mut RepairDir,
@@ -92,8 +92,8 @@ fn copy_model_files_from_universal(
     Ok(false)
 }
 
-/// Returns whether the repaired checkpoint `tag` is sound, and every tensor is bit-equal to the
-/// tensor in `source`.
+/// Returns true if the repaired DeepSpeed checkpoint `tag` is intact, and every tensor is bit-equal
+/// to that in `source`.
 fn has_same_state(repair_dir: &RepairDir, tag: &str, source: &ExternalCheckpoint) -> bool {
     let Ok(repaired) = open_if_sound(&repair_dir.dir.join(tag)) else { return false };
     let (a, b) = (

@@ -1,5 +1,5 @@
-//! Repairs native checkpoints: rebuilds blocks from parity, and points `latest` to the newest
-//! complete checkpoint.
+//! Repairs native checkpoints (those in launch's own format): rebuilds blocks from parity files,
+//! and points `latest` to the newest complete checkpoint.
 use super::repair_dir::{RepairDir, join_subpath};
 use super::repair_loss::RepairLoss;
 use super::weights;
@@ -10,9 +10,9 @@ use crate::layout::native::{step_dir_name, step_directories};
 use crate::save::{rebuild_from_parity, update_latest};
 use crate::verify::verify_checkpoints;
 
-/// Repairs the native checkpoint, or the directory of native checkpoints, in `repair_dir`. In a
-/// directory, removes the checkpoints that can't be completed, points `latest` to the newest
-/// complete checkpoint, and repairs the gathered weights of the run.
+/// Repairs the native checkpoint, or the directory of native checkpoints, of which `repair_dir` is
+/// a copy. In a directory, removes the checkpoints that can't be completed, points `latest` to the
+/// newest complete checkpoint, and repairs the gathered weights of the run.
 pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
     if disk::path_exists(&repair_dir.dir.join(MANIFEST_FILE)) {
         return repair_step_checkpoint(repair_dir, "").map(drop);
@@ -43,9 +43,9 @@ pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Repairs the native checkpoint in the subdirectory `directory` of `repair_dir` with its parity
-/// files. Returns whether the checkpoint is sound after the repair. If not, adds the reasons to the
-/// losses.
+/// Repairs the native checkpoint in the subdirectory `directory` of `repair_dir` with the help of
+/// its parity files. Returns whether the checkpoint is sound after the repair. If not, adds the
+/// reasons to the losses.
 fn repair_step_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<bool> {
     let path = repair_dir.dir.join(directory);
     let report = verify_checkpoints(&path)?;

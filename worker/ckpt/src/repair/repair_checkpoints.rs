@@ -24,7 +24,7 @@ pub struct RepairOptions {
     pub in_place: bool,
 }
 
-/// The result of a repair, for the user.
+/// The result of a repair that is reported to the user: what was repaired, and what is lost.
 #[derive(Clone, Debug, Serialize)]
 pub struct RepairReport {
     /// The directory of the repaired copy. If the original needed no repair, the path of the
@@ -94,8 +94,8 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     Ok(report)
 }
 
-/// Renames the repaired copy to `target` if the repair changed something, and completes `report`.
-/// An incomplete repair does not replace the original.
+/// Renames the repaired copy of the checkpoint to `target` if the repair changed something, and
+/// completes `report`. An incomplete repair does not replace the original.
 fn publish_repaired_copy(
     repair_dir: &RepairDir,
     target: &Path,
@@ -117,8 +117,8 @@ fn publish_repaired_copy(
     Ok(())
 }
 
-/// Chooses the path of the repaired copy. With `in_place`, the result has this path only until it
-/// replaces the original.
+/// Chooses the path that the repaired copy of the checkpoint will have. With `in_place`, the result
+/// has this path only until it replaces the original.
 ///
 /// # Errors
 /// Fails if the path of the result exists or is inside of the original. With `in_place`, also fails
@@ -141,9 +141,10 @@ fn choose_target_path(original: &Path, name: &str, options: &RepairOptions) -> R
     Ok(target)
 }
 
-/// Renames the repaired copy to `target`. With `in_place`, renames the result further to
-/// `original`, and the original to `NAME.before-repair`. At every moment both directories are
-/// complete under a visible name. Returns the new path of the original if the original was renamed.
+/// Renames the repaired copy of the checkpoint to `target`. With `in_place`, renames the result
+/// further to `original`, and the original to `NAME.before-repair`. At every moment both
+/// directories are complete under a visible name. Returns the new path of the original if the
+/// original was renamed.
 fn rename_repaired_copy(
     result: &Path,
     target: &Path,
@@ -162,8 +163,8 @@ fn rename_repaired_copy(
     Ok(Some(kept))
 }
 
-/// Updates the lists of written files that gathers and conversions left in `repair_dir`, because a
-/// repair has replaced files.
+/// Updates the lists of written files that earlier gathers and conversions left in `repair_dir`,
+/// because the repair has replaced files.
 fn update_records(repair_dir: &RepairDir) -> Result<()> {
     for directory in ["", RUN_WEIGHTS_DIR] {
         let (copy, original) = (repair_dir.dir.join(directory), repair_dir.original.join(directory));
@@ -174,8 +175,8 @@ fn update_records(repair_dir: &RepairDir) -> Result<()> {
     Ok(())
 }
 
-/// Verifies the repaired copy, and reports damage and non-finite values that remain. Returns
-/// whether the repaired copy is sound.
+/// Verifies the repaired copy of the checkpoint, and reports damage and non-finite values that
+/// remain. Returns whether the repaired copy is sound.
 fn verify_repaired_copy(repair_dir: &mut RepairDir) -> Result<bool> {
     let report = match verify_checkpoints(&repair_dir.dir) {
         Ok(report) => report,
@@ -195,7 +196,8 @@ fn verify_repaired_copy(repair_dir: &mut RepairDir) -> Result<bool> {
     Ok(sound)
 }
 
-/// Lists the tensors of the verified checkpoints that have NaN or infinite values, one line each.
+/// Lists the tensors of the verified checkpoints that have NaN or infinite values, as one line of
+/// text each.
 fn list_tensors_with_non_finite_values(report: &VerifyReport) -> Result<Vec<String>> {
     let mut lines = Vec::new();
     for c in report.checkpoints.iter().filter(|c| c.problems.is_empty() && c.elsewhere.is_empty()) {
@@ -209,8 +211,9 @@ fn list_tensors_with_non_finite_values(report: &VerifyReport) -> Result<Vec<Stri
     Ok(lines)
 }
 
-/// Converts damage that could not be repaired to an entry of the report. The file is the subject of
-/// the loss only if a part is missing, because the text of other damage already names the file.
+/// Converts damage that could not be repaired to an entry of the repair's report. The file is the
+/// subject of the loss only if a part is missing, because the text of other damage already names
+/// the file.
 fn convert_damage_to_loss(damage: &Damage) -> RepairLoss {
     match &damage.reason {
         DamageReason::PartMissing(_) => {
@@ -220,7 +223,8 @@ fn convert_damage_to_loss(damage: &Damage) -> RepairLoss {
     }
 }
 
-/// Adds `loss` to the report of the repair, unless other entries already state all of its reasons.
+/// Adds `loss`, a file or checkpoint that could not be rebuilt, to the report of the repair, unless
+/// other entries already state all of its reasons.
 fn add_loss_if_new(repair_dir: &mut RepairDir, loss: RepairLoss) {
     let is_known = |reason: &String| repair_dir.lost.iter().any(|l| l.reasons.contains(reason));
     if !loss.reasons.iter().all(is_known) {

@@ -24,8 +24,8 @@ pub(super) struct RepairDir {
 }
 
 impl RepairDir {
-    /// Replaces `name` in the hidden copy, a hard link to the original file, by a copy of that
-    /// file. Only a file that was replaced in this way may be modified.
+    /// Replaces the file `name` in the hidden copy of the checkpoint, a hard link to the original
+    /// file, by a copy of that file. Only a file that was replaced in this way may be modified.
     pub(super) fn replace_link_by_copy(&self, name: &str) -> Result<()> {
         self.copy_file_in(&self.original.join(name), name)
     }
@@ -56,8 +56,8 @@ impl RepairDir {
         TempDir(self.dir.with_file_name(name))
     }
 
-    /// Replaces, in the lines `lines` for the user, the path and the name of the hidden copy by
-    /// those of the original.
+    /// Replaces the path and the name of the hidden copy by those of the original checkpoint in
+    /// `lines`, which are shown to the user.
     pub(super) fn substitute_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
         let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
         let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -66,7 +66,7 @@ impl RepairDir {
     }
 }
 
-/// Guard that removes a temporary directory when dropped.
+/// A temporary directory that is removed when this value is dropped.
 pub(super) struct TempDir(pub(super) PathBuf);
 
 impl Drop for TempDir {
@@ -82,8 +82,9 @@ pub(super) fn join_subpath(directory: &str, name: &str) -> String {
     if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
 }
 
-/// Appends the paths of the files in the subdirectory `directory` of `dir` to `found`, relative to
-/// `dir`. Descends at most `depth` levels below `directory`, and leaves out deeper files.
+/// Appends the paths of all files in the subdirectory `directory` of `dir` and below it to `found`,
+/// relative to `dir`. Descends at most `depth` levels below `directory`, and leaves out deeper
+/// files.
 pub(super) fn list_files_recursively(
     dir: &Path,
     directory: &str,

@@ -1,8 +1,8 @@
-//! [`RepairLoss`]: the report that a repair could not rebuild a file or checkpoint.
+//! [`RepairLoss`]: a file or checkpoint that a repair could not rebuild, and the reasons.
 use crate::error::{CkptError, DamageReason};
 use std::fmt;
 
-/// The report that a repair could not rebuild a file or checkpoint.
+/// A file or checkpoint that a repair could not rebuild, and the reasons, for the report.
 pub(super) struct RepairLoss {
     /// Path of the lost file or checkpoint. Empty if the reasons name the file.
     pub(super) subject: String,
@@ -14,12 +14,13 @@ pub(super) struct RepairLoss {
 }
 
 impl RepairLoss {
-    /// Creates the report that `subject` could not be rebuilt, without a remark.
+    /// Records that the file or checkpoint `subject` could not be rebuilt, without a remark.
     pub(super) fn new(subject: impl Into<String>, reasons: Vec<String>) -> RepairLoss {
         RepairLoss { subject: subject.into(), reasons, remark: String::new() }
     }
 
-    /// Returns the report with the remark `remark`.
+    /// Adds the remark `remark` to the report that a file or checkpoint could not be rebuilt, and
+    /// returns the report.
     pub(super) fn with_remark(mut self, remark: impl Into<String>) -> RepairLoss {
         self.remark = remark.into();
         self
@@ -39,8 +40,8 @@ impl fmt::Display for RepairLoss {
     }
 }
 
-/// Formats an error as the reason why something could not be rebuilt. If the error is about damage
-/// or a missing part of a checkpoint, leaves out the path of the checkpoint.
+/// Formats an error as the reason why a file or checkpoint could not be rebuilt. If the error is
+/// about damage or a missing part of a checkpoint, leaves out the path of the checkpoint.
 pub(super) fn format_reason(error: &CkptError) -> String {
     match error {
         CkptError::Damaged { damage, .. } => damage.to_string(),

@@ -1,4 +1,4 @@
-//! Opens a checkpoint only if every byte is intact and all values are finite.
+//! Opens a checkpoint of another program only if every byte is intact and all values are finite.
 use super::repair_loss::format_reason;
 use crate::catalog::ExternalCheckpoint;
 use crate::open::{diagnose_directory, open_external_checkpoint};

@@ -1,4 +1,5 @@
-//! Repairs DeepSpeed's universal checkpoints with the ZeRO checkpoints of the same training state.
+//! Repairs DeepSpeed's universal checkpoints, by converting the ZeRO checkpoints of the same
+//! training state.
 use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
 use super::repair_loss::RepairLoss;
 use super::sound::open_if_sound;
@@ -12,7 +13,8 @@ use crate::layout::deepspeed::{self, LATEST_UNIVERSAL_FILE, UNIVERSAL_SUFFIX};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Maximum number of neighbouring directories that are searched for a ZeRO checkpoint.
+/// Maximum number of neighbouring directories that are searched for a ZeRO checkpoint of the same
+/// training state.
 const SIBLING_DIRS_MAX: usize = 64;
 /// Names of the files that are compared to decide whether two universal checkpoints have the same
 /// training state.
@@ -52,8 +54,8 @@ pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> R
     Ok(())
 }
 
-/// Repairs the universal checkpoint `tag` if needed. Returns whether the checkpoint is sound
-/// afterwards. If not, reports it as lost.
+/// Repairs the universal checkpoint `tag` with the help of a ZeRO checkpoint, unless it is intact.
+/// Returns true if the checkpoint is intact afterwards. If not, reports it as lost.
 fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
     let Err(why) = open_if_sound(&repair_dir.dir.join(tag)) else { return Ok(true) };
     let before = repair_dir.rebuilt.len();
@@ -69,7 +71,7 @@ fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
     Ok(false)
 }
 
-/// Finds the sound ZeRO checkpoints that may have the same training state as the universal
+/// Finds the intact ZeRO checkpoints that may have the same training state as the universal
 /// checkpoint `tag`. Their name is `tag` without [`UNIVERSAL_SUFFIX`], and they are next to `tag`
 /// or in sibling directories.
 fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
@@ -77,8 +79,8 @@ fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<Extern
     find_related_checkpoints(repair_dir, tag, name, deepspeed::is_tag_directory)
 }
 
-/// Finds the sound checkpoints of one kind that belong to the checkpoint `tag`, in the directory
-/// that contains the tag and in neighbouring directories. `derive_name` derives the name of such a
+/// Finds the intact checkpoints of one kind that belong to the checkpoint `tag`, in the directory
+/// that contains it and in neighbouring directories. `derive_name` derives the name of such a
 /// checkpoint from that of the tag, and `is_kind` recognizes the kind.
 pub(super) fn find_related_checkpoints(
     repair_dir: &RepairDir,
@@ -92,9 +94,9 @@ pub(super) fn find_related_checkpoints(
     Ok(paths.filter(|p| path_exists(p) && is_kind(p)).filter_map(|p| open_if_sound(&p).ok()).collect())
 }
 
-/// Lists the paths at which a checkpoint called `name` that belongs to the checkpoint `tag` may be
-/// stored. One path is next to the tag. The others are in the directories next to the one that
-/// contains the tag. The paths may not exist.
+/// Lists the paths at which a checkpoint with the name `name` may be stored that belongs to the
+/// checkpoint `tag`. One path is next to the tag. The others are in the directories next to the one
+/// that contains the tag. The paths may not exist.
 fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
     let at = repair_dir.original.join(tag);
     let mut places =
@@ -111,9 +113,9 @@ fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result
     Ok(places)
 }
 
-/// Copies those files that the universal checkpoint `tag` lacks from the result of converting
-/// `source`. Copies nothing and returns false if the remaining files belong to another training
-/// state, or if no file is missing.
+/// Copies those files that the universal checkpoint `tag` lacks from the result of converting the
+/// ZeRO checkpoint `source`. Copies nothing and returns false if the remaining files belong to
+/// another training state, or if no file is missing.
 fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCheckpoint) -> Result<bool> {
     let temp = repair_dir.temp_dir();
     if convert_checkpoint(source, &temp.0, &ConvertOptions::new(ConvertTarget::Universal), |_, _| ()).is_err()
@@ -158,8 +160,8 @@ fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCh
     Ok(true)
 }
 
-/// Reads the storages of a torch file: returns a map from the name of each storage to its size in
-/// bytes and its CRC-32. Returns `None` if the file is missing or damaged.
+/// Reads from a torch file a map from the name of each tensor storage to its size in bytes and its
+/// CRC-32. Returns `None` if the file is missing or damaged.
 fn read_storage_digests(directory: &Path, name: &str) -> Option<BTreeMap<String, (u64, Option<u32>)>> {
     let directory = Directory::open(directory).ok()?;
     let known = crate::catalog::ALLOWED_GLOBALS;

@@ -1,5 +1,5 @@
-//! Repairs weights in Hugging Face's layout: rebuilds a lost index, or gathers lost weights from
-//! the training state.
+//! Repairs weights in Hugging Face's layout: rebuilds a lost index file, or gathers lost weights
+//! from the training state.
 use super::repair_dir::{RepairDir, join_subpath};
 use super::repair_loss::{RepairLoss, format_reason};
 use super::sound::open_if_sound;
@@ -16,9 +16,12 @@ use crate::tensor::Dtype;
 use serde_json::json;
 use std::collections::BTreeMap;
 
+/// Name of the safetensors file that contains all weights of a model.
 const SINGLE_WEIGHTS_FILE: &str = "model.safetensors";
+/// Name of the index file, which states in which safetensors file each weight is stored.
 const WEIGHT_INDEX_FILE: &str = "model.safetensors.index.json";
-/// The text with which the report explains that missing weights were gathered.
+/// The reason that the report of a repair states for weights that were gathered because they were
+/// missing.
 const MISSING_REASON: &str = "the weights are missing";
 /// Maximum number of safetensors files that the weights of a model may have.
 const SHARDS_MAX: u64 = 100_000;
@@ -72,8 +75,9 @@ pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Res
     }
 }
 
-/// Writes an index of weights to the subdirectory `directory` of `repair_dir`, and reports that the
-/// index was rebuilt. `map` is the file by tensor name, and `bytes` the total size of the tensors.
+/// Writes an index file of the weights to the subdirectory `directory` of `repair_dir`, and reports
+/// that the index was rebuilt. `map` is the file by tensor name, and `bytes` the total size of the
+/// tensors.
 fn write_index(
     repair_dir: &mut RepairDir,
     directory: &str,
@@ -90,9 +94,9 @@ fn write_index(
     Ok(())
 }
 
-/// Repairs a run's directory `weights`, which contains gathered weights: rebuilds the index, or
-/// gathers the weights again from the checkpoint `newest`. Does nothing if `repair_dir` has no such
-/// directory.
+/// Repairs a run's directory `weights`, which contains gathered weights: rebuilds the index file,
+/// or gathers the weights again from the checkpoint `newest`. Does nothing if `repair_dir` has no
+/// such directory.
 pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Result<()> {
     if !Directory::open(&repair_dir.dir)?.has_directory(RUN_WEIGHTS_DIR)? {
         return Ok(());
@@ -115,9 +119,9 @@ fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> 
     regather_weights(repair_dir, RUN_WEIGHTS_DIR, &checkpoint, Some(Dtype::BF16), &from, why)
 }
 
-/// Gathers the weights from the DeepSpeed state in the subdirectory `directory` of `repair_dir`.
-/// Does nothing if the state isn't sound. `why` is the reason that the report gives for gathering
-/// the weights.
+/// Gathers the weights again from the DeepSpeed checkpoint in the subdirectory `directory` of
+/// `repair_dir`. Does nothing if the state isn't sound. `why` is the reason that the report gives
+/// for gathering the weights.
 fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
     let Ok(state) = open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
     let dtype = state.read_passthrough()?.precision;
@@ -161,8 +165,8 @@ fn regather_weights(
     Ok(())
 }
 
-/// Parses a file name such as `model-00001-of-00003.safetensors`. Returns the number of the shard
-/// and the number of shards, or `None` for other names.
+/// Parses the name of one of several weights files, such as `model-00001-of-00003.safetensors`.
+/// Returns the number of the shard and the number of shards, or `None` for other names.
 fn parse_shard_name(name: &str) -> Option<(u64, u64)> {
     let (number, count) = name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
     Some((number.parse().ok()?, count.parse().ok()?))

@@ -13,15 +13,16 @@ use nix::fcntl::OFlag;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Limit on the size in bytes of a file with random generator states. A usual file has 14 kB plus
-/// 16 bytes per GPU.
+/// Limit on the size in bytes of a file with the random generator states of a rank. A usual file
+/// has 14 kB plus 16 bytes per GPU.
 const RNG_FILE_BYTES_MAX: u64 = 16 << 20;
-/// Limit on the size in bytes of the storage of one generator's state. Each state is stored
-/// separately.
+/// Limit on the size in bytes of the tensor storage that contains the state of one random
+/// generator. Each state is stored separately.
 const STORAGE_BYTES_MAX: u64 = 64 << 10;
-/// Limit on the number of GPUs whose generator states one rank may have.
+/// Limit on the number of GPUs for which one rank may have random generator states.
 const DEVICES_MAX: usize = 1024;
-/// Python classes and functions that the pickles may name, which describe tensors and NumPy arrays.
+/// Python classes and functions that the pickle of a file with random generator states may name,
+/// which describe tensors and NumPy arrays.
 const ALLOWED_GLOBALS: &[&[&str]] = &[
     TENSOR_GLOBALS,
     &[
@@ -33,7 +34,8 @@ const ALLOWED_GLOBALS: &[&[&str]] = &[
     ],
 ];
 
-/// The result of decoding a part of the file. An error does not contain the name of the file yet.
+/// The result of decoding a part of a file with random generator states. An error does not contain
+/// the name of the file yet.
 type DecodeResult<T> = std::result::Result<T, RngStateError>;
 
 /// Reads the file `name` with the random generator states of one rank, and checks them. Returns the
@@ -118,8 +120,8 @@ fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
     })
 }
 
-/// Checks the position in a Mersenne Twister's state and returns it as a u32. Fails if the position
-/// is beyond the 624 words.
+/// Checks the position that is stored in a Mersenne Twister's state, and returns it as a u32. Fails
+/// if the position is beyond the 624 words.
 fn check_twister_position(position: u64) -> DecodeResult<u32> {
     match u32::try_from(position) {
         Ok(p) if p as usize <= MERSENNE_TWISTER_WORDS => Ok(p),
@@ -177,9 +179,9 @@ fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32;
     Some((names, words))
 }
 
-/// Decodes the state of one CUDA generator, or a list of such states. `bytes(value)` must return
-/// the content of the tensor that `value` describes. Fails if the list has more than
-/// [`DEVICES_MAX`] states.
+/// Decodes the states of torch's CUDA random generators: a single state, or a list of states.
+/// `bytes(value)` must return the content of the tensor that `value` describes. Fails if the list
+/// has more than [`DEVICES_MAX`] states.
 fn decode_cuda_states(
     value: PickleView<'_>,
     bytes: impl Fn(PickleView<'_>) -> DecodeResult<Vec<u8>>,
@@ -197,8 +199,8 @@ fn decode_cuda_states(
     }
 }
 
-/// Returns the bytes of a tensor that contains a generator's state. Fails for any other value, or
-/// if the tensor's zip member does not match its CRC-32.
+/// Returns the bytes of a tensor that contains a random generator's state. Fails for any other
+/// value, or if the tensor's zip member does not match its CRC-32.
 fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> DecodeResult<Vec<u8>> {
     let unusual = || RngStateError::UnknownLayout { generator: "torch" };
     let view = file.parse_tensor(value)?.ok_or_else(unusual)?;

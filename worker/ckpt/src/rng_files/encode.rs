@@ -3,7 +3,7 @@
 use super::streams::{NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCudaStates};
 use crate::codec::torch_writer::encode_end_records;
 
-/// Alignment in bytes of the data of tensors in the encoded file.
+/// Alignment in bytes of the data of tensors in an encoded torch file.
 const TENSOR_DATA_ALIGNMENT: usize = 64;
 
 /// Returns the bytes of the file with the random generator states of one rank, in the format of the
@@ -55,14 +55,14 @@ pub(super) struct PickleWriter {
 }
 
 impl PickleWriter {
-    /// Writes a string: its length as a u32 and its UTF-8 bytes.
+    /// Writes a string to the pickle: its length as a u32 and its UTF-8 bytes.
     pub(super) fn write_text(&mut self, text: &str) {
         self.out.push(b'X');
         self.out.extend((text.len() as u32).to_le_bytes());
         self.out.extend(text.as_bytes());
     }
 
-    /// Writes an integer with the opcode that Python's pickler uses for it.
+    /// Writes an integer to the pickle with the opcode that Python's pickler uses for it.
     pub(super) fn write_int(&mut self, n: i64) {
         match (u8::try_from(n), i32::try_from(n)) {
             (Ok(n), _) => self.out.extend([b'K', n]),
@@ -77,18 +77,19 @@ impl PickleWriter {
         }
     }
 
-    /// Writes a float with its opcode and its big-endian bytes.
+    /// Writes a float to the pickle with its opcode and its big-endian bytes.
     pub(super) fn write_float(&mut self, x: f64) {
         self.out.push(b'G');
         self.out.extend(x.to_be_bytes());
     }
 
-    /// Writes a reference to the class or function `module.name`.
+    /// Writes a reference to the Python class or function `module.name` to the pickle.
     fn write_global(&mut self, module: &str, name: &str) {
         self.out.extend(format!("c{module}\n{name}\n").as_bytes());
     }
 
-    /// Writes the state of Python's random generator in the form of `random.getstate()`.
+    /// Writes the state of Python's random generator to the pickle, in the form of
+    /// `random.getstate()`.
     fn write_python_state(&mut self, state: &PythonRngState) {
         self.write_int(3);
         self.out.push(b'(');
@@ -102,8 +103,8 @@ impl PickleWriter {
         self.out.push(0x87);
     }
 
-    /// Writes the state of NumPy's random generator in the form of `numpy.random.get_state()`. The
-    /// pickled array names the NumPy module `names`.
+    /// Writes the state of NumPy's random generator to the pickle, in the form of
+    /// `numpy.random.get_state()`. The pickled array names the NumPy module `names`.
     fn write_numpy_state(&mut self, state: &NumpyRngState, names: NumpyModule) {
         self.out.push(b'(');
         self.write_text("MT19937");
@@ -126,8 +127,8 @@ impl PickleWriter {
         self.out.push(b't');
     }
 
-    /// Writes a byte string as Latin-1 text with a call that encodes the text, because protocol 2
-    /// has no opcode for bytes.
+    /// Writes a byte string to the pickle as Latin-1 text with a call that encodes the text,
+    /// because protocol 2 has no opcode for bytes.
     fn write_latin1_bytes(&mut self, bytes: &[u8]) {
         self.write_global("_codecs", "encode");
         let text: String = bytes.iter().map(|&b| char::from(b)).collect();
@@ -136,7 +137,8 @@ impl PickleWriter {
         self.out.extend(b"\x86R");
     }
 
-    /// Writes a one-dimensional tensor of u8, and keeps its bytes as a storage of the file.
+    /// Writes a one-dimensional tensor of u8 to the pickle, and keeps its bytes as a storage of the
+    /// file.
     fn write_tensor(&mut self, bytes: &[u8]) {
         let (key, len) = (self.storages.len().to_string(), bytes.len() as i64);
         self.storages.push(bytes.to_vec());
@@ -173,8 +175,8 @@ impl ZipWriter {
         ZipWriter { root: root.to_owned(), file: Vec::new(), directory: Vec::new(), count: 0 }
     }
 
-    /// Adds the member `name` with the content `data`. With `aligned`, the content begins at a
-    /// multiple of [`TENSOR_DATA_ALIGNMENT`] in the file.
+    /// Adds the member `name` with the content `data` to the zip. With `aligned`, the content
+    /// begins at a multiple of [`TENSOR_DATA_ALIGNMENT`] in the file.
     pub(super) fn add_member(&mut self, name: &str, data: &[u8], aligned: bool) {
         let name = format!("{}/{name}", self.root);
         let at = self.file.len() as u32;
@@ -206,8 +208,8 @@ impl ZipWriter {
         self.count += 1;
     }
 
-    /// Adds the `storages`, the other members that torch expects, and the central directory.
-    /// Returns the bytes of the file.
+    /// Adds the tensor data `storages`, the other members that torch expects, and the central
+    /// directory to the zip. Returns the bytes of the file.
     pub(super) fn finish(mut self, storages: &[Vec<u8>]) -> Vec<u8> {
         self.add_member(".format_version", b"1", false);
         self.add_member(".storage_alignment", TENSOR_DATA_ALIGNMENT.to_string().as_bytes(), false);

@@ -1,4 +1,5 @@
-//! Duplicates a directory tree with hard links, or with copies where links are not possible.
+//! Duplicates a directory tree with hard links to its files, or with copies where hard links are
+//! not possible.
 use crate::codec::disk::{self, Directory, path_exists};
 use crate::error::{CkptError, DamageReason, Result};
 use std::path::Path;
@@ -21,9 +22,9 @@ pub(crate) fn link_or_copy_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> b
     link_or_copy_subtree(from, to, skip, DEPTH_MAX, &mut left)
 }
 
-/// Duplicates the directory `from` as [`link_or_copy_tree`] does, within the limits `depth`
-/// (nesting) and `left` (entries). Leaves out the entries of `from` itself whose names satisfy
-/// `skip`. Subtracts the number of duplicated entries from `left`.
+/// Duplicates the directory `from` with hard links or copies, at most `depth` levels deep and at
+/// most `left` entries. Leaves out the entries of `from` itself whose names satisfy `skip`.
+/// Subtracts the number of duplicated entries from `left`.
 ///
 /// # Errors
 ///
@@ -75,17 +76,18 @@ fn link_or_copy_file(source: &Path, target: &Path) -> Result<()> {
     copied.sync_all().map_err(CkptError::io("fsync", target))
 }
 
-/// A hidden directory in which a result is built, before it is renamed to its final name. Dropping
-/// the value removes the directory if `dir` still exists.
+/// A hidden directory in which a directory is built, before it is renamed to its final name.
+/// Dropping the value removes the directory if `dir` still exists.
 pub(crate) struct ScratchDir {
     /// Path of the scratch directory, which may not exist yet.
     pub(crate) dir: std::path::PathBuf,
 }
 
 impl ScratchDir {
-    /// Chooses the path of a hidden directory for building `name` in `parent`, without creating it.
-    /// Removes every existing scratch directory for `name`. The caller must hold the lock of
-    /// `parent`, so that only killed processes can have left such directories behind.
+    /// Chooses the path of a hidden directory in `parent` in which the directory `name` is built,
+    /// without creating it. Removes every existing scratch directory for `name`. The caller must
+    /// hold the lock of `parent`, so that only killed processes can have left such directories
+    /// behind.
     pub(crate) fn new(parent: &Path, name: &str) -> Result<ScratchDir> {
         let prefix = format!(".saving-{name}-");
         for left in Directory::open(parent)?.list_names()?.iter().filter(|n| n.starts_with(&prefix)) {

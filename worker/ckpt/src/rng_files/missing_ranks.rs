@@ -93,8 +93,8 @@ pub(crate) fn create_missing_rng_files(
     Ok(Some(CreatedRngFiles { files, decision }))
 }
 
-/// Returns the largest number of GPUs that a rank saw, or `None` if no rank saved a list of CUDA
-/// generator states.
+/// Returns the largest number of GPUs that a rank saw when it saved its random generator states, or
+/// `None` if no rank saved a list of CUDA generator states.
 fn count_visible_gpus(old: &[RankRngStates]) -> Option<u32> {
     let lists = old.iter().filter_map(|s| match &s.cuda {
         Some(TorchCudaStates::PerDevice(devices)) => u32::try_from(devices.len()).ok(),

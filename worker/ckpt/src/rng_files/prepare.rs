@@ -1,5 +1,5 @@
-//! Prepares a checkpoint of HF Trainer or Accelerate for another number of ranks, in a directory
-//! next to the checkpoint.
+//! Prepares a checkpoint of HF Trainer or Accelerate for resuming with another number of ranks, in
+//! a directory next to the checkpoint.
 //!
 //! Files that don't depend on the number of ranks become hard links. RNG states are assigned by the
 //! rule in [`super::reconcile`], DeepSpeed's state is resharded, and counters of processes are
@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 /// Name of the directory with the optimizer state in sharded FSDP checkpoints of Accelerate.
 const FSDP_OPTIMIZER_DIR: &str = "optimizer_0";
 
-/// Where a prepared checkpoint is written.
+/// Where a checkpoint that was prepared for another number of ranks is written.
 #[derive(Clone, Debug)]
 pub enum PrepareDestination {
     /// The path `launch-wM/NAME` next to the checkpoint `NAME`, where M is the number of ranks.
@@ -36,7 +36,7 @@ pub enum PrepareDestination {
     InPlace,
 }
 
-/// A checkpoint from which the requested number of ranks can resume.
+/// A checkpoint of HF Trainer or Accelerate from which the requested number of ranks can resume.
 #[derive(Clone, Debug)]
 pub struct PreparedCheckpoint {
     /// The directory to resume from. This is the original checkpoint if it fits unchanged.
@@ -51,13 +51,14 @@ pub struct PreparedCheckpoint {
 }
 
 impl PreparedCheckpoint {
-    /// Returns the original checkpoint in `dir`, which already fits the requested number of ranks.
+    /// Returns the original checkpoint in `dir` as the prepared one, because it already fits the
+    /// requested number of ranks.
     fn from_unchanged_original(dir: &Path, lines: Vec<String>) -> PreparedCheckpoint {
         PreparedCheckpoint { path: dir.to_owned(), decision: None, lines, is_reused: false }
     }
 }
 
-/// Writes a copy of a checkpoint whose random generator states are assigned to exactly
+/// Writes a copy of a checkpoint whose random generator states (RNG) are assigned to exactly
 /// `options.world` ranks. All other files are hard links to the original files.
 ///
 /// # Errors
@@ -217,9 +218,9 @@ pub fn find_newest_complete(dir: &Path) -> Result<(Option<PathBuf>, Vec<String>)
     Ok((None, lines))
 }
 
-/// Checks that a checkpoint of HF Trainer (`checkpoint-N`) is complete. HF Trainer writes
-/// `trainer_state.json` last, so that file must exist and be of step `step`. The RNG states must be
-/// readable.
+/// Checks that a checkpoint of HF Trainer (`checkpoint-N`) has all files that a resume needs. HF
+/// Trainer writes `trainer_state.json` last, so that file must exist and be of step `step`. The RNG
+/// states must be readable.
 fn check_trainer_checkpoint_complete(path: &Path, step: u64) -> Result<()> {
     match read_global_step(&Directory::open(path)?)? {
         Some(found) if found == step => {}
@@ -275,7 +276,7 @@ impl HfCheckpoint {
         Ok(HfCheckpoint { name, parent: disk::parent_dir(&absolute), stored, state, step })
     }
 
-    /// Returns the number of ranks that saved the checkpoint, or `None` if its files do not show
+    /// Returns the number of ranks that saved the checkpoint, or `None` if its files do not reveal
     /// the number.
     fn world_size(&self) -> Option<u32> {
         let world = self.state.as_ref().and_then(|s| s.facts().state.world);
@@ -296,17 +297,18 @@ impl HfCheckpoint {
         }
     }
 
-    /// Finds the directory that an earlier start prepared from this checkpoint for `world` ranks,
-    /// with its record. Returns `None` if no such directory has a valid record. The caller must
-    /// check that the record matches the original checkpoint and the options.
+    /// Finds the directory that an earlier start of a job prepared from this checkpoint for `world`
+    /// ranks, with its record. Returns `None` if no such directory has a valid record. The caller
+    /// must check that the record matches the original checkpoint and the options.
     fn find_earlier_prepared_dir(&self, world: u32) -> Option<(PathBuf, reshard::PreparedRecord)> {
         let path = prepared_sibling_path(&self.parent, world, &self.name);
         let record = reshard::PreparedRecord::read(&path)?;
         Some((path, record))
     }
 
-    /// Assigns the stored random generator states to `options.world` ranks. The seeds of new states
-    /// depend on the step of this checkpoint and the number of the assignment (generation).
+    /// Assigns the random generator states (RNG) in the checkpoint to `options.world` ranks. The
+    /// seeds of new states depend on the step of this checkpoint and the number of the assignment
+    /// (generation).
     fn reconcile_streams(
         &self,
         stored: &StoredRngStates,
@@ -323,9 +325,9 @@ impl HfCheckpoint {
         Ok((ranks, decision))
     }
 
-    /// Returns a number for the next assignment of random generator states (its generation), which
-    /// is the highest recorded one plus 1. Reads the record of the checkpoint, and the records of
-    /// earlier steps in the prepared directories next to the checkpoint.
+    /// Returns a number (generation) for the next assignment of the random generator states to
+    /// ranks, which is the highest recorded one plus 1. Reads the record of the checkpoint, and the
+    /// records of earlier steps in the prepared directories next to the checkpoint.
     fn next_generation(&self) -> Result<u64> {
         let mut newest = RngRecord::read(&self.parent.join(&self.name))?.map_or(0, |r| r.decision.generation);
         for sibling in
@@ -344,27 +346,29 @@ impl HfCheckpoint {
     }
 }
 
-/// Returns true if Accelerate wrote the directory: if it has `optimizer.bin`, or FSDP's directory
-/// of sharded weights.
+/// Returns true if Accelerate wrote the directory, which then has `optimizer.bin` or FSDP's
+/// directory of sharded weights.
 fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
     Ok(directory.file_size("optimizer.bin")?.is_some()
         || path_exists(&directory.path().join("pytorch_model_fsdp_0")))
 }
 
-/// Returns the path in `parent` at which the checkpoint `name` is prepared for `world` ranks.
+/// Returns the path in `parent` at which a copy of the checkpoint `name` is prepared for `world`
+/// ranks.
 fn prepared_sibling_path(parent: &Path, world: u32, name: &str) -> PathBuf {
     parent.join(format!("launch-w{world}")).join(name)
 }
 
-/// Returns true if `launch` made the directory `target` from the checkpoint called `name`.
+/// Returns true if `launch` created the directory `target` by preparing the checkpoint named `name`
+/// for another number of ranks.
 fn was_prepared_from(target: &Path, name: &str) -> Result<bool> {
     let prepared = reshard::PreparedRecord::read(target).is_some_and(|r| r.from == name);
     Ok(prepared || RngRecord::read(target)?.is_some_and(|r| r.from == name))
 }
 
-/// Builds a prepared checkpoint in a hidden directory, from links to all entries whose names do not
-/// satisfy `skip` and from the files that `fill` writes. Then renames the directory to its final
-/// name, and returns the final path.
+/// Builds a prepared checkpoint in a hidden directory from links to entries of the original and
+/// from the files that `fill` writes, without the entries whose names satisfy `skip`. Then renames
+/// the directory to its final name, and returns the final path.
 ///
 /// # Errors
 /// Fails if the destination exists and may not be replaced, another process works in its parent

@@ -14,12 +14,13 @@ use std::path::Path;
 /// rejects an absurd rank in a file name. Every rank must have a file, so the files on disk bound
 /// the memory.
 const READ_RANKS_MAX: u32 = 1 << 16;
-/// Name of the file that records how `launch` created the random generator states of a directory.
+/// Name of the file that records how `launch` created the random generator states of all ranks in a
+/// directory.
 pub const RNG_RECORD_FILE: &str = "launch_rng.json";
 /// Limit on the size in bytes of the file [`RNG_RECORD_FILE`].
 const RNG_RECORD_BYTES_MAX: u64 = 1 << 20;
 
-/// The random generator states of all ranks, as a checkpoint directory stores them.
+/// The random generator states of all ranks, as the files of a checkpoint directory store them.
 #[derive(Clone, Debug)]
 pub struct StoredRngStates {
     /// The format of the files: the program whose file names and dict keys they have.
@@ -76,10 +77,10 @@ pub(super) fn is_rng_file(name: &str) -> bool {
     parse_rank_file_name(name).is_some() || name == RNG_RECORD_FILE
 }
 
-/// Reads the random generator states of all ranks in the directory `path`. Returns `None` if the
-/// directory has no such files. `world` is the least number of ranks, or `None` if it is unknown.
-/// If the name of a file has a rank of `world` or above, the number of ranks is the highest such
-/// rank plus 1.
+/// Reads the files with the random generator states of all ranks in the directory `path`. Returns
+/// `None` if the directory has no such files. `world` is the least number of ranks, or `None` if it
+/// is unknown. If the name of a file has a rank of `world` or above, the number of ranks is the
+/// highest such rank plus 1.
 ///
 /// # Errors
 /// Fails if a rank has no file (the error names the first such rank), files of different programs
@@ -125,8 +126,8 @@ pub fn read_all_rank_states(path: &Path, world: Option<u32>) -> Result<Option<St
     Ok(Some(StoredRngStates { writer, ranks, file_names: names }))
 }
 
-/// Reads the random generator states of all ranks in the directory `path`, and computes the hash of
-/// every state. Returns an empty list if the directory has no such files.
+/// Computes the hash of every random generator's state of every rank in the directory `path`.
+/// Returns an empty list if the directory has no such files.
 ///
 /// # Errors
 /// Fails if a file is missing or invalid.
@@ -142,9 +143,9 @@ pub fn compute_stream_digests(path: &Path) -> Result<Vec<StreamDigest>> {
     Ok(rows.collect())
 }
 
-/// Writes the files with the random generator states of each rank, and the record, to the directory
-/// `path`. Fails if a file of the same name exists. The content of the files is durable on return,
-/// but not their directory entries.
+/// Writes the files with the random generator states of all ranks, and the record of their origin,
+/// to the directory `path`. Fails if a file of the same name exists. The content of the files is
+/// durable on return, but not their directory entries.
 pub(super) fn write_all_rank_states(
     path: &Path,
     writer: RngFormat,
@@ -177,13 +178,14 @@ pub struct RngRecord {
 }
 
 impl RngRecord {
-    /// Creates a record of version 1 for random generator states from the directory named `from`.
+    /// Creates a record (of version 1) that random generator states come from the directory named
+    /// `from`.
     pub(super) fn new(from: String, decision: RngDecision) -> RngRecord {
         RngRecord { format: "launch rng record".into(), version: 1, from, decision }
     }
 
-    /// Reads the record about the random generator states in the directory `path`. Returns `None`
-    /// if the directory has no record.
+    /// Reads the record of the origin of the random generator states in the directory `path`.
+    /// Returns `None` if the directory has no record.
     ///
     /// # Errors
     /// Fails if the record is damaged or of another version.

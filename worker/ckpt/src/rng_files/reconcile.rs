@@ -1,4 +1,5 @@
-//! Assigns the random generator states of N ranks to M ranks, by the rule in docs/numerics.md.
+//! Assigns the random generator states that N ranks saved to M ranks, by the rule in
+//! docs/numerics.md.
 //!
 //! The functions are pure: they take states and options, and return states and a record of the
 //! decisions.
@@ -13,7 +14,7 @@ use diagnostic::quantity::format_count;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// How random generator states are assigned when the number of ranks changes.
+/// How random generator states are assigned to ranks when the number of ranks changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReconcilePolicy {
@@ -26,8 +27,8 @@ pub enum ReconcilePolicy {
     Reseed,
 }
 
-/// Which ranks share equal states of a random generator: all ranks, those of one data-parallel
-/// rank, or those of one owner.
+/// Which ranks have equal states of a random generator: all ranks, those of one data-parallel rank,
+/// or those of one owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StreamScope {
@@ -81,7 +82,7 @@ pub struct ReconcileOptions {
 
 impl ReconcileOptions {
     /// Creates options for assigning random generator states to `world` ranks with the policy
-    /// `policy`: generation 1, step 0, and no other option set.
+    /// `policy`, without any other option.
     pub fn new(world: u32, policy: ReconcilePolicy) -> ReconcileOptions {
         ReconcileOptions {
             world,
@@ -96,7 +97,7 @@ impl ReconcileOptions {
     }
 }
 
-/// How the states of one random generator, such as NumPy's, are assigned to the new ranks.
+/// How the states of one random generator, such as NumPy's, were assigned to the new ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamDecision {
     /// Name of the kind of stream ([`StreamKind::name`]).
@@ -127,7 +128,8 @@ pub struct RngDecision {
 }
 
 impl RngDecision {
-    /// Describes for the user in one line how the states were assigned.
+    /// Describes in one line for the user how the random generator states were assigned to the new
+    /// ranks.
     pub fn summary(&self) -> String {
         let kinds_with = |mode: StreamAssignment| -> Vec<&str> {
             self.streams.iter().filter(|s| s.mode == mode).map(|s| s.kind.as_str()).collect()
@@ -164,7 +166,7 @@ pub fn derive_stream_seed(run_seed: u64, generation: u64, step: u64, kind: Strea
     Hash::digest(&message)
 }
 
-/// Assigns the random generator states of the `old` ranks to `options.world` ranks. Returns the
+/// Assigns the random generator states of the `old` ranks to `options.world` new ranks. Returns the
 /// states of the new ranks, and a record of the decisions.
 ///
 /// # Errors
@@ -228,15 +230,15 @@ fn compute_comparable_digest(states: &RankRngStates, kind: StreamKind, rank: usi
     }
 }
 
-/// Returns the state of the CUDA generator that the rank uses: that of device `rank` modulo the
-/// number of devices. Returns `None` if there are no devices.
+/// Returns the state of the CUDA generator that a rank uses: that of the device number `rank`
+/// modulo the number of devices. Returns `None` if there are no devices.
 fn rank_cuda_state(cuda: &TorchCudaStates, rank: usize) -> Option<TorchCudaState> {
     let devices = cuda.device_states();
     devices.get(rank.checked_rem(devices.len())?).copied()
 }
 
-/// Returns which ranks share equal states of the generator `kind`, as the options state or the
-/// states show.
+/// Returns which ranks have equal states of the generator `kind`, as the options state or the
+/// states themselves show.
 ///
 /// # Errors
 /// Fails if the options declare a stream as replicated and the states of the ranks differ.
@@ -265,7 +267,8 @@ fn decide_stream_scope(
     }
 }
 
-/// Decides where the new ranks' states of one random generator come from.
+/// Decides from which old rank each new rank gets the state of one random generator, or whether it
+/// gets a new seed.
 ///
 /// # Errors
 /// Fails if the policy `strict` forbids a necessary reseed.
@@ -288,8 +291,8 @@ fn decide_stream_assignment(
     }
 }
 
-/// Finds the first old rank with the same owner as the new rank `rank`, for generators whose states
-/// are shared by owner ([`StreamScope::PerOwner`]).
+/// Finds the first old rank with the same owner as the new rank `rank`, for random generators whose
+/// states are equal for ranks with the same owner ([`StreamScope::PerOwner`]).
 ///
 /// # Errors
 /// Fails if the options list no owners, or if no old rank had this owner.
@@ -306,8 +309,8 @@ fn find_old_rank_of_owner(
     old_rank.ok_or(ReconcileError::OwnerWithoutStream { kind, rank })
 }
 
-/// Copies the state of the generator `kind` from `from`, the states of the old rank `rank`, to
-/// `to`. Of the CUDA states, only the state of the old rank's device is copied.
+/// Copies the state of the generator `kind` from `from`, the random generator states of the old
+/// rank `rank`, to `to`. Of the CUDA states, only the state of the old rank's device is copied.
 fn copy_stream(to: &mut RankRngStates, from: &RankRngStates, kind: StreamKind, rank: usize) {
     match kind {
         StreamKind::Python => to.python.clone_from(&from.python),
@@ -320,10 +323,10 @@ fn copy_stream(to: &mut RankRngStates, from: &RankRngStates, kind: StreamKind, r
     }
 }
 
-/// Seeds the generator `kind` in `states` with a new seed from `hash`. All 256 bits of the hash
-/// seed a Mersenne Twister (`init_by_array` of the hash as eight little-endian words). The first
-/// eight bytes of the hash become the seed that torch reports, and the only seed of a CUDA
-/// generator.
+/// Replaces the state of the generator `kind` in `states` by one with a new seed from `hash`. All
+/// 256 bits of the hash seed a Mersenne Twister (`init_by_array` of the hash as eight little-endian
+/// words). The first eight bytes of the hash become the seed that torch reports, and the only seed
+/// of a CUDA generator.
 fn reseed_stream(states: &mut RankRngStates, kind: StreamKind, hash: &Hash) {
     let words: Vec<u32> = hash.0.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
     let mut first = [0u8; 8];
@@ -349,7 +352,7 @@ fn reseed_stream(states: &mut RankRngStates, kind: StreamKind, hash: &Hash) {
     }
 }
 
-/// Converts the state of a rank's only CUDA generator to the form that a run of `options.world`
+/// Converts the state of a rank's only CUDA generator to the list that a run of `options.world`
 /// ranks loads. `options.gpus` is the number of visible GPUs. If `options.gpus` is `None`, derives
 /// the number from `old`, the states of the old ranks. Does nothing if the rank has no single CUDA
 /// state.

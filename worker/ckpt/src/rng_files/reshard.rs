@@ -12,13 +12,14 @@ use diagnostic::quantity::{format_bytes, format_count};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Name of the file in a prepared directory that records the original checkpoint and the options of
-/// the preparation. A later start with the same world size reuses a directory with a matching
-/// record.
+/// Name of the file in a directory prepared for another number of ranks that records the original
+/// checkpoint and the options. A later start with the same world size reuses a directory with a
+/// matching record.
 pub(super) const PREPARED_RECORD_FILE: &str = "launch_prepared.json";
 /// Limit on the size in bytes of the file [`PREPARED_RECORD_FILE`].
 const PREPARED_RECORD_BYTES_MAX: u64 = 1 << 20;
-/// The value of the field `format` in the file [`PREPARED_RECORD_FILE`].
+/// The value of the field `format` in the file [`PREPARED_RECORD_FILE`], by which such files are
+/// recognized.
 const PREPARED_RECORD_FORMAT: &str = "launch prepared checkpoint";
 /// Name of the file in which DeepSpeed stores the name of the newest checkpoint (tag).
 const LATEST_FILE: &str = "latest";
@@ -26,8 +27,8 @@ const LATEST_FILE: &str = "latest";
 /// DeepSpeed has the same default.
 const SUB_GROUP_SIZE: u64 = 1_000_000_000;
 
-/// What a prepared directory records: the original checkpoint, and the options with which it was
-/// prepared.
+/// What a directory prepared for another number of ranks records: the original checkpoint, and the
+/// options of the preparation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PreparedRecord {
     format: String,
@@ -45,8 +46,8 @@ pub(super) struct PreparedRecord {
 }
 
 impl PreparedRecord {
-    /// Creates a record, without a summary, for the checkpoint named `from` in the directory `dir`.
-    /// Computes the fingerprint of `dir`.
+    /// Creates a record, without a summary for the user, that a directory was prepared from the
+    /// checkpoint named `from` in `dir`. Computes the fingerprint of `dir`.
     pub(super) fn new(dir: &Path, from: &str, world: u32, policy: String) -> Result<PreparedRecord> {
         let (format, source) = (PREPARED_RECORD_FORMAT.to_owned(), compute_source_fingerprint(dir)?);
         Ok(PreparedRecord {
@@ -60,14 +61,14 @@ impl PreparedRecord {
         })
     }
 
-    /// Returns true if both records state the same original checkpoint and equal options. The
-    /// summaries may differ.
+    /// Returns true if both records state that the same original checkpoint was prepared with equal
+    /// options. The summaries may differ.
     pub(super) fn has_same_request(&self, other: &PreparedRecord) -> bool {
         *self == PreparedRecord { summary: self.summary.clone(), ..other.clone() }
     }
 
-    /// Reads the record of a prepared directory. Returns `None` if the directory has no valid
-    /// record.
+    /// Reads the record of a directory that was prepared for another number of ranks. Returns
+    /// `None` if the directory has no valid record.
     pub(super) fn read(dir: &Path) -> Option<PreparedRecord> {
         let record: PreparedRecord =
             read_json(&Directory::open(dir).ok()?, PREPARED_RECORD_FILE, PREPARED_RECORD_BYTES_MAX).ok()?;
@@ -82,16 +83,17 @@ impl PreparedRecord {
     }
 }
 
-/// Returns true if `world` ranks can resume only after the state was divided differently among
-/// ranks. The state of ZeRO stages 1 to 3 is sharded by rank, while stage 0 stores everything in
-/// one file.
+/// Returns true if `world` ranks can resume from the checkpoint only after its DeepSpeed state was
+/// divided among that number of ranks. The state of ZeRO stages 1 to 3 is sharded by rank, while
+/// stage 0 stores everything in one file.
 pub(super) fn needs_reshard(state: &ExternalCheckpoint, world: u32) -> bool {
     let facts = state.facts();
     facts.state.stage != Some(0) && facts.state.world.is_some_and(|w| w != world)
 }
 
-/// Fails if DeepSpeed's engine could not load the checkpoint in `dir`, because neither `latest` nor
-/// `latest_universal` exists. DeepSpeed's engine loads only a tag that one of these files names.
+/// Fails if DeepSpeed's engine could not load the checkpoint in `dir`, because neither the file
+/// `latest` nor `latest_universal` exists. DeepSpeed's engine loads only a tag that one of these
+/// files names.
 pub(super) fn check_loadable_by_deepspeed(dir: &Path, state: &ExternalCheckpoint) -> Result<()> {
     match path_exists(&dir.join(LATEST_FILE)) || path_exists(&dir.join("latest_universal")) {
         true => Ok(()),
@@ -111,8 +113,8 @@ pub(super) fn is_replaced_entry(state: &ExternalCheckpoint, name: &str) -> bool 
     name == state.facts().tag || [LATEST_FILE, "latest_universal", PREPARED_RECORD_FILE].contains(&name)
 }
 
-/// Divides DeepSpeed's state among `world` ranks, and writes it to the directory `into`. Returns a
-/// summary in one line for the user.
+/// Divides the DeepSpeed state of a checkpoint among `world` ranks, and writes it to the directory
+/// `into`. Returns a summary in one line for the user.
 pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into: &Path) -> Result<String> {
     let sub_group_size = read_sub_group_size(&state.read_passthrough()?);
     let to = ConvertOptions::new(ConvertTarget::DeepSpeed);

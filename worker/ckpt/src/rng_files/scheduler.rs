@@ -18,7 +18,7 @@ const SCHEDULER_BYTES_MAX: u64 = 16 << 20;
 /// Python classes that pickles of torch's learning rate schedulers may name.
 const ALLOWED_GLOBALS: &[&[&str]] = &[&["collections.Counter", "collections.OrderedDict"]];
 
-/// The content of a scheduler file that was adapted to another number of processes.
+/// The content of Accelerate's `scheduler.bin` after its adaptation to another number of processes.
 pub(super) struct RescaledScheduler {
     /// Name of the file in the checkpoint directory.
     pub(super) name: &'static str,
@@ -28,9 +28,10 @@ pub(super) struct RescaledScheduler {
     pub(super) summary: String,
 }
 
-/// Adapts the scheduler file from `old` to `world` processes. Returns `None` if the file does not
-/// exist, the numbers of processes are equal, or the counter isn't optimizer steps × `old`. `done`
-/// is the number of optimizer updates. If `done` is `None`, `optimizer.bin` states the number.
+/// Adapts Accelerate's `scheduler.bin` of a run with `old` processes to `world` processes. Returns
+/// `None` if the file does not exist, the numbers of processes are equal, or the counter isn't
+/// optimizer steps × `old`. `done` is the number of optimizer updates. If `done` is `None`,
+/// `optimizer.bin` states the number.
 ///
 /// # Errors
 /// Fails if the file is damaged, or its counter can't be rescaled.
@@ -76,8 +77,9 @@ pub(super) fn rescale_scheduler(
     Ok(Some(RescaledScheduler { name: SCHEDULER_FILE, bytes: zip.finish(&[]), summary }))
 }
 
-/// Reads the step counter of the first parameter in `optimizer.bin`. Returns `None` if the file has
-/// no step counter, or if the counter is not a whole number.
+/// Reads how many optimizer steps were made, from the step counter of the first parameter in
+/// `optimizer.bin`. Returns `None` if the file has no step counter, or if the counter is not a
+/// whole number.
 fn read_completed_steps(directory: &Directory) -> Result<Option<u64>> {
     let file = TorchFile::open(directory, OPTIMIZER_FILE, &[TENSOR_GLOBALS])?;
     let first = file.value().get("state").and_then(PickleView::as_pairs).and_then(|mut p| p.next());
@@ -103,7 +105,7 @@ fn read_completed_steps(directory: &Directory) -> Result<Option<u64>> {
     Ok((step >= 0.0 && step.fract() == 0.0).then_some(step as u64))
 }
 
-/// Returns the bytes of the pickle that the scheduler file contains.
+/// Returns the bytes of the pickle that the file `scheduler.bin` contains.
 ///
 /// # Errors
 /// Fails if the file has no pickle, contains tensors, or is larger than [`SCHEDULER_BYTES_MAX`].
@@ -121,9 +123,9 @@ fn read_scheduler_pickle(directory: &Directory, file: &TorchFile) -> Result<Vec<
         .ok_or_else(|| CkptError::damaged(directory.path(), SCHEDULER_FILE, DamageReason::Truncated))
 }
 
-/// Replaces the integer that a pickled dict has for the key `key` by `after`, and returns the new
-/// pickle. Returns `None` if `key` does not occur exactly once, or has a different value than
-/// `before`.
+/// Replaces the integer that a pickled dict has for the key `key` by `after`, and returns the bytes
+/// of the new pickle. Returns `None` if `key` does not occur exactly once, or has a different value
+/// than `before`.
 fn replace_pickled_integer(pickle: &[u8], key: &str, before: u64, after: i64) -> Option<Vec<u8>> {
     let mut text = PickleWriter { out: Vec::new(), storages: Vec::new() };
     text.write_text(key);

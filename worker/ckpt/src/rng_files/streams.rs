@@ -101,8 +101,9 @@ impl fmt::Debug for TorchCpuState {
 }
 
 impl TorchCpuState {
-    /// Creates the state of a CPU generator from untrusted bytes, which are checked. Fails if the
-    /// size is wrong, the position fields contradict each other, or a word has more than 32 bits.
+    /// Creates the state of torch's CPU random generator from untrusted bytes, which are checked.
+    /// Fails if the size is wrong, the position fields contradict each other, or a word has more
+    /// than 32 bits.
     pub(crate) fn new(bytes: &[u8]) -> Result<TorchCpuState, RngStateError> {
         let bytes: Box<[u8; CPU_RNG_STATE_BYTES]> = bytes
             .to_vec()
@@ -122,20 +123,20 @@ impl TorchCpuState {
         }
     }
 
-    /// Reads a little-endian u64 at the byte offset `offset` of the state.
+    /// Reads a little-endian u64 at the byte offset `offset` of the generator's state.
     fn read_u64_at(&self, offset: usize) -> u64 {
         let mut word = [0u8; 8];
         word.copy_from_slice(&self.0[offset..offset + 8]);
         u64::from_le_bytes(word)
     }
 
-    /// Returns the seed of the generator, the argument of the last `torch.manual_seed`.
+    /// Returns the seed of the random generator, the argument of the last `torch.manual_seed`.
     pub fn seed(&self) -> u64 {
         self.read_u64_at(0)
     }
 
-    /// Creates the state of a CPU generator that has drawn no number yet, with the words of
-    /// `twister`. `seed` is the seed that torch reports.
+    /// Creates the state of torch's CPU random generator that has drawn no number yet, with the
+    /// words of the Mersenne Twister `twister`. `seed` is the seed that torch reports.
     pub(crate) fn from_seed(seed: u64, twister: &MersenneTwister) -> TorchCpuState {
         let mut bytes = Box::new([0u8; CPU_RNG_STATE_BYTES]);
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
@@ -153,8 +154,9 @@ impl TorchCpuState {
 pub struct TorchCudaState(pub(crate) [u8; CUDA_RNG_STATE_BYTES]);
 
 impl TorchCudaState {
-    /// Creates the state of a CUDA generator from untrusted bytes, which are checked. Fails if the
-    /// size is wrong, or the Philox offset is not a non-negative multiple of 4.
+    /// Creates the state of torch's random generator on a GPU from untrusted bytes, which are
+    /// checked. Fails if the size is wrong, or the Philox offset is not a non-negative multiple of
+    /// 4.
     pub(crate) fn new(bytes: &[u8]) -> Result<TorchCudaState, RngStateError> {
         let bytes = bytes.try_into().map_err(|_| RngStateError::CudaStateSize { bytes: bytes.len() })?;
         let state = TorchCudaState(bytes);
@@ -166,8 +168,8 @@ impl TorchCudaState {
         }
     }
 
-    /// Creates the state of a CUDA generator with the seed `seed` that has drawn no number yet
-    /// (Philox offset 0).
+    /// Creates the state of torch's random generator on a GPU with the seed `seed` that has drawn
+    /// no number yet (Philox offset 0).
     pub(crate) fn from_seed(seed: u64) -> TorchCudaState {
         let mut bytes = [0u8; CUDA_RNG_STATE_BYTES];
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
@@ -175,7 +177,8 @@ impl TorchCudaState {
     }
 }
 
-/// The states of one rank's CUDA generators, in one of the two forms in which programs save them.
+/// The states of torch's random generators on all GPUs of one rank, in one of the two forms in
+/// which programs save them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TorchCudaStates {
     /// The state of the only device, in a run of one process.
@@ -216,7 +219,7 @@ impl NumpyModule {
 }
 
 /// A format of files with random generator states: the file names and dict keys that one program
-/// uses.
+/// (HF Trainer or Accelerate) uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngFormat {
@@ -244,8 +247,9 @@ pub struct RankRngStates {
 }
 
 impl RankRngStates {
-    /// Computes the BLAKE3 hash of the state of the generator `kind`. Two hashes are equal exactly
-    /// if the streams continue with equal numbers. Returns `None` if the rank has no such stream.
+    /// Computes the BLAKE3 hash of the state of the random generator `kind` of this rank. Two
+    /// hashes are equal exactly if the streams continue with equal numbers. Returns `None` if the
+    /// rank has no such stream.
     pub fn compute_stream_digest(&self, kind: StreamKind) -> Option<Hash> {
         let bytes = match kind {
             StreamKind::Python => {
