@@ -1,4 +1,4 @@
-//! [`CheckpointWatch`]: watches a directory and reports new checkpoints of any program.
+//! [`CheckpointWatch`]: watches a directory and reports new checkpoints of any supported program.
 //!
 //! The caller polls the directory after changes and while checkpoints are being written. A poll
 //! lists the directory and calls stat on every file. An external checkpoint is complete if no file
@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 /// How many levels of subdirectories of a checkpoint are checked for changes.
 const WATCH_DEPTH_MAX: u32 = 4;
 
-/// Returns true for a part of a training state that programs write last, so that a save may be in
-/// progress while the part is missing. If `is_deepspeed` is true, DeepSpeed wrote the checkpoint,
+/// Returns true for those parts of a training state that programs write last, whose absence may
+/// mean that a save is in progress. If `is_deepspeed` is true, DeepSpeed wrote the checkpoint,
 /// which then has no separate scheduler file and no random generator states.
 fn is_written_late(part: &StatePart, is_deepspeed: bool) -> bool {
     match part {
@@ -51,7 +51,7 @@ pub enum DirectoryStatus {
     },
 }
 
-/// The report that a directory is new or has changed, with its status.
+/// The report of a watch that a directory is new or has changed, with its status as a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DirectoryReport {
     /// Path of the directory.
@@ -61,7 +61,8 @@ pub struct DirectoryReport {
     pub status: DirectoryStatus,
 }
 
-/// What the previous poll found in a directory, and since when the directory has not changed.
+/// What the previous poll found in a watched directory, and since when the directory has not
+/// changed.
 struct DirectoryState {
     /// Names, sizes and modification times of the files.
     snapshot: Vec<FileState>,
@@ -71,8 +72,8 @@ struct DirectoryState {
     reported: bool,
 }
 
-/// Watches a directory, and reports each complete checkpoint in it once. The directory may not
-/// exist yet, and may be removed and recreated.
+/// Watches a directory for checkpoints, and reports each complete checkpoint once. The directory
+/// may not exist yet, and may be removed and recreated.
 pub struct CheckpointWatch {
     root: PathBuf,
     settle: Duration,
@@ -89,7 +90,7 @@ impl CheckpointWatch {
         CheckpointWatch { root: root.to_owned(), settle, limit, states: BTreeMap::new() }
     }
 
-    /// Returns whether the watched directory exists and the status of every checkpoint in it was
+    /// Returns true if the watched directory exists and the status of every checkpoint in it was
     /// reported. If so, further polls report nothing until a file changes.
     pub fn is_settled(&self) -> bool {
         self.states.values().all(|state| state.reported) && self.root.is_dir()
@@ -132,10 +133,10 @@ impl CheckpointWatch {
     }
 }
 
-/// Determines whether a directory in which no file has changed for `quiet` is a complete
-/// checkpoint. Returns `None` while a save may still be in progress. This is so until `quiet`
-/// reaches `settle` for a complete external checkpoint, and `limit` for an incomplete one. A native
-/// checkpoint always has a status.
+/// Determines whether a directory is a complete checkpoint, given that no file in it has changed
+/// for the time `quiet`. Returns `None` while a save may still be in progress. This is so until
+/// `quiet` reaches `settle` for a complete external checkpoint, and `limit` for an incomplete one.
+/// A native checkpoint always has a status.
 fn determine_status(
     path: &Path,
     quiet: Duration,
@@ -176,15 +177,15 @@ fn determine_status(
     }
 }
 
-/// Returns whether the directory is a checkpoint of HF Trainer that lacks `trainer_state.json`, the
+/// Returns true if the directory is a checkpoint of HF Trainer that lacks `trainer_state.json`, the
 /// file that HF Trainer writes last. Only HF Trainer names directories `checkpoint-…`.
 fn lacks_trainer_state(path: &Path) -> bool {
     let trainer = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("checkpoint-"));
     trainer && !path_exists(&path.join("trainer_state.json"))
 }
 
-/// Lists the subdirectories of `root` that are checkpoints or may become complete ones, oldest step
-/// first.
+/// Lists the subdirectories of `root` that are checkpoints or may become checkpoints when more
+/// files are written, oldest step first.
 fn list_candidates(root: &Path) -> Result<Vec<PathBuf>> {
     let mut found: Vec<(u64, PathBuf)> = list_checkpoints(root)?;
     let directory = Directory::open(root)?;

@@ -24,8 +24,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// rounding up to whole blocks.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// The hidden directory to which a save writes before it is committed, and the lock of the
-/// checkpoint directory. Dropping the value releases the lock. The drop also removes the hidden
+/// The hidden directory to which a save writes until the checkpoint is complete, and the lock of
+/// the checkpoint directory. Dropping the value releases the lock. The drop also removes the hidden
 /// directory if the save was neither committed nor prepared.
 pub struct StagingDir {
     pub(crate) root: PathBuf,
@@ -57,7 +57,8 @@ impl StagingDir {
         Ok(StagingDir { root: root.to_owned(), dir, step, keep_on_drop: false, _lock: lock })
     }
 
-    /// Returns the path of the hidden directory, to which all ranks write their shards.
+    /// Returns the path of the hidden directory of the save, to which all ranks write their files
+    /// (shards).
     pub fn path(&self) -> &Path {
         &self.dir
     }
@@ -72,7 +73,8 @@ impl Drop for StagingDir {
     }
 }
 
-/// Returns a unique name for the hidden directory of a save, made of step, process and time.
+/// Returns a unique name for the hidden directory of a save, which contains step, process id and
+/// time.
 fn make_staging_name(step: &str) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     format!("{SAVING_PREFIX}{step}-{}-{now}", std::process::id())
@@ -87,10 +89,10 @@ pub struct CommittedCheckpoint {
     pub bytes: u64,
 }
 
-/// Completes a save after every rank has written its shard. Checks that the shards contain every
-/// tensor of the model and of the optimizer state exactly once, writes the manifest, renames the
-/// staging directory, and updates `latest`. `reports` has one report per rank. An existing
-/// checkpoint of this step is replaced.
+/// Completes a save after every rank has written its file (shard): checks that these files contain
+/// every tensor of the model and of the optimizer state exactly once, writes the manifest, renames
+/// the hidden directory to its final name, and updates `latest`. `reports` has one report per rank.
+/// An existing checkpoint of this step is replaced.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if the shards and `facts` don't form a complete
@@ -103,8 +105,8 @@ pub fn commit_save(
     commit_save_replacing(staging, facts, reports, None, ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save as [`commit_save`] does, with parity files, which the ranks wrote with
-/// [`crate::write_parity`] and which the manifest then lists. `parity` has one report per rank.
+/// Completes a save whose ranks also wrote parity files with [`crate::write_parity`], which the
+/// manifest then lists. `parity` has one report per rank.
 pub fn commit_save_with_parity(
     staging: StagingDir,
     facts: RunFacts,
@@ -114,8 +116,8 @@ pub fn commit_save_with_parity(
     commit_save_replacing(staging, facts, reports, Some(parity), ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save as [`commit_save`] does, with optional parity files, and replaces an existing
-/// checkpoint of this step by the method `swap`.
+/// Completes a save, with optional parity files, and replaces an existing checkpoint of this step
+/// by the method `swap`.
 pub(crate) fn commit_save_replacing(
     staging: StagingDir,
     facts: RunFacts,
@@ -139,8 +141,8 @@ pub(crate) fn commit_save_replacing(
     Ok(CommittedCheckpoint { path, bytes })
 }
 
-/// Checks that all shards in `dir` exist with their reported sizes and contain every tensor, and
-/// writes the manifest durably. Returns the total size of all files in bytes.
+/// Checks that all ranks' files (shards) in `dir` exist with their reported sizes and contain every
+/// tensor, and writes the manifest durably. Returns the total size of all files in bytes.
 pub(crate) fn write_manifest(
     dir: &Path,
     facts: RunFacts,
@@ -166,7 +168,8 @@ pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> 
     Err(CkptError::invalid_save(SaveProblem::FileSize { file, expected, found }))
 }
 
-/// Creates the manifest from the reports of all ranks, and checks its consistency.
+/// Creates the manifest of a checkpoint from the reports of all ranks about their files, and checks
+/// its consistency.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if a rank's report is missing, or if the tensors in the
@@ -237,8 +240,7 @@ pub(crate) fn assemble_manifest(
     Ok(manifest)
 }
 
-/// Returns what the manifest states about one tensor, with its pieces sorted by their first
-/// element.
+/// Returns the manifest's entry of one tensor, with its pieces sorted by their first element.
 fn make_tensor_entry(
     role: TensorRole,
     name: &str,
@@ -250,7 +252,8 @@ fn make_tensor_entry(
     TensorEntry { name: name.to_owned(), role, dtype, shape: shape.to_vec(), pieces }
 }
 
-/// How one directory replaces another of the same name.
+/// How a new checkpoint directory replaces an existing one of the same name: by an atomic exchange
+/// or by two renames.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReplaceMethod {
     /// Exchange both names atomically, or rename twice if the file system can't exchange names.
@@ -260,8 +263,9 @@ pub(crate) enum ReplaceMethod {
     TwoRenames,
 }
 
-/// Renames the complete directory `from` to `to`, and makes this durable. An existing directory
-/// `to` gets the name `from` instead. The caller must then remove this old directory.
+/// Renames the complete hidden directory `from` to its final path `to`, and makes this durable. An
+/// existing directory `to` gets the name `from` instead. The caller must then remove this old
+/// directory.
 pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> Result<()> {
     let parent = disk::parent_dir(to);
     if !disk::path_exists(to) {
@@ -297,13 +301,14 @@ fn rename_path(from: &Path, to: &Path) -> Result<()> {
         .map_err(CkptError::io("rename", from))
 }
 
-/// Replaces the file `latest` atomically and durably by one that names the checkpoint of `step`.
+/// Replaces the file `latest`, which names the newest checkpoint, atomically and durably by one
+/// that names the checkpoint of `step`.
 pub(crate) fn update_latest(root: &Path, step: u64) -> Result<()> {
     replace_file(root, LATEST_TEMP_FILE, LATEST_FILE, encode_latest(step).as_bytes())
 }
 
-/// Replaces the small file `name` in the directory `root` atomically and durably: writes `content`
-/// to a file named `new`, and then renames it to `name`.
+/// Replaces the small file `name` in the directory `root` atomically and durably, by writing
+/// `content` to a file named `new` and renaming it.
 pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -> Result<()> {
     let new = root.join(new);
     disk::unlink(&new)?;
@@ -312,9 +317,10 @@ pub(crate) fn replace_file(root: &Path, new: &str, name: &str, content: &[u8]) -
     disk::sync_dir(root)
 }
 
-/// Removes what interrupted saves and removals have left in the checkpoint directory `root`, whose
-/// lock the caller must hold. If a save was interrupted while it replaced a checkpoint, and no
-/// checkpoint of this step is visible, gives the old checkpoint its name back.
+/// Removes the directories and files that interrupted saves and removals have left in the
+/// checkpoint directory `root`, whose lock the caller must hold. If a save was interrupted while it
+/// replaced a checkpoint, and no checkpoint of this step is visible, gives the old checkpoint its
+/// name back.
 pub(crate) fn remove_save_leftovers(root: &Path) -> Result<()> {
     for name in Directory::open(root)?.list_names()? {
         let path = root.join(&name);
@@ -335,7 +341,8 @@ pub(crate) fn remove_save_leftovers(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes the directory, file or symbolic link at `path`. Does not follow a link.
+/// Removes the directory, file or symbolic link at `path`, which an interrupted save or removal
+/// left. Does not follow a link.
 fn remove_hidden_entry(path: &Path) -> Result<()> {
     match path.symlink_metadata() {
         Ok(m) if m.is_dir() => disk::remove_tree(path),
@@ -344,8 +351,8 @@ fn remove_hidden_entry(path: &Path) -> Result<()> {
 }
 
 /// Removes all checkpoints in the directory `root` except the newest `keep` ones and the one that
-/// `latest` names. Removes nothing if `keep` is 0. Renames each checkpoint before removing its
-/// files, so that no incomplete checkpoint is visible. Returns the paths of the removed
+/// the file `latest` names. Removes nothing if `keep` is 0. Renames each checkpoint before removing
+/// its files, so that no incomplete checkpoint is visible. Returns the paths of the removed
 /// checkpoints.
 pub fn prune_checkpoints(root: &Path, keep: u32) -> Result<Vec<PathBuf>> {
     if keep == 0 {

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Name of the temporary file that is renamed to [`HOST_ID_FILE`] when it is complete.
+/// Temporary name of the file [`HOST_ID_FILE`] (the id of the host) until it is complete.
 const HOST_ID_TEMP_FILE: &str = ".host-new";
 /// Maximum number of checkpoints that [`list_manifests`] reads, newest first. Older ones are
 /// ignored.
@@ -55,9 +55,9 @@ impl StorageHost {
     }
 }
 
-/// Encodes the manifest of a checkpoint whose shards are stored on several hosts. Every host stores
-/// a copy of it. `reports` has one report per rank. The shard of rank r is on
-/// `hosts[host_of_rank[r]]`.
+/// Encodes the manifest of a checkpoint whose ranks' files (shards) are stored on several hosts
+/// that share no directory. Every host stores a copy of it. `reports` has one report per rank. The
+/// shard of rank r is on `hosts[host_of_rank[r]]`.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if the shards aren't a complete checkpoint, or a shard has
@@ -73,9 +73,9 @@ pub fn encode_host_local_manifest(
     manifest.encode()
 }
 
-/// A host's part of a checkpoint that is complete on disk but not visible yet, because other hosts
-/// may not be ready. The part is complete and durable under a hidden name. Dropping this value
-/// keeps the hidden directory, since other hosts may complete their parts.
+/// A host's part of a checkpoint that is complete and durable on disk but has a hidden name until
+/// all hosts have completed their parts. Dropping this value keeps the hidden directory, since
+/// other hosts may complete their parts.
 pub struct PreparedSave {
     staging: StagingDir,
     bytes: u64,
@@ -83,8 +83,8 @@ pub struct PreparedSave {
 
 impl PreparedSave {
     /// Prepares a commit, as the first of two phases, on the host with the id `id`: checks the
-    /// host's shards in the staging directory, writes the manifest `text` there, and syncs the
-    /// directory.
+    /// host's files (shards) in the hidden directory, writes the manifest `text` there, and syncs
+    /// the directory.
     ///
     /// # Errors
     /// Fails if a shard is missing or has the wrong size, or the manifest is of another step. The
@@ -111,7 +111,8 @@ impl PreparedSave {
     }
 
     /// Performs the second of two phases of a commit: renames the prepared directory to the name of
-    /// its step and updates `latest`. The caller must do so only after every host has prepared.
+    /// its step, and updates the file `latest`. The caller must do so only after every host has
+    /// prepared.
     pub fn complete(mut self) -> Result<CommittedCheckpoint> {
         let StagingDir { root, dir, step, .. } = &self.staging;
         let path = root.join(step_dir_name(*step));
@@ -122,8 +123,9 @@ impl PreparedSave {
         Ok(CommittedCheckpoint { path, bytes: self.bytes })
     }
 
-    /// Removes the host's prepared part of a checkpoint. The caller must do so only if no host
-    /// completes the checkpoint, for example because another host could not prepare.
+    /// Removes the host's prepared part of a checkpoint, which is not to become visible. The caller
+    /// must do so only if no host completes the checkpoint, for example because another host could
+    /// not prepare.
     pub fn discard(mut self) {
         self.staging.keep_on_drop = false;
     }
@@ -139,8 +141,8 @@ pub struct ManifestId {
     pub hash: String,
 }
 
-/// Lists the checkpoints in the directory `root` whose manifest matches its hash, newest first.
-/// Ignores all checkpoints but the newest 4096.
+/// Lists the native checkpoints in the directory `root` whose manifest matches its hash, newest
+/// first. Ignores all checkpoints but the newest 4096.
 pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
     let checkpoints = step_directories::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
@@ -148,8 +150,8 @@ pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
         .collect())
 }
 
-/// Reads the manifest of the checkpoint at `path`. Returns the hash and the text of the manifest.
-/// Returns `None` if the manifest is missing or does not match its hash.
+/// Reads the text of the manifest of the checkpoint at `path`. Returns the hash and the text of the
+/// manifest. Returns `None` if the manifest is missing or does not match its hash.
 pub fn read_manifest(path: &Path) -> Option<(String, Vec<u8>)> {
     let text = Directory::open(path).and_then(|f| Manifest::read_text(&f)).ok()?;
     let (hash, _) = Manifest::verify_and_unseal(text.clone()).ok()?;
@@ -181,9 +183,10 @@ pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
     Ok(found)
 }
 
-/// Performs the second of two phases of a commit for the prepared directory `path`. Locks the
-/// checkpoint directory `root`, renames `path` to the name of `step`, and updates `latest`. The
-/// caller must do so only if another host has completed this checkpoint.
+/// Performs the second of two phases of an interrupted commit for the directory `path`, which the
+/// first phase prepared. Locks the checkpoint directory `root`, renames `path` to the name of
+/// `step`, and updates `latest`. The caller must do so only if another host has completed this
+/// checkpoint.
 pub fn complete_prepared_save(root: &Path, path: &Path, step: u64) -> Result<()> {
     let _lock = disk::try_lock_dir(root)?;
     publish_directory(path, &root.join(step_dir_name(step)), ReplaceMethod::AtomicExchange)?;

@@ -1,4 +1,5 @@
-//! [`MemoryStore`]: copies of shards in the memory of a host, which survive the workers.
+//! [`MemoryStore`]: copies of the ranks' parts of a training state (shards) in the memory of a
+//! host, which survive the workers.
 //!
 //! All workers of a host write to one memory file (memfd), which their agent holds open. The file
 //! consists of regions with a distance of [`REGION_BYTES`]. Each rank has two regions, which its
@@ -25,13 +26,14 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Distance between the first bytes of two regions, which limits the size of a copy.
+/// Distance in bytes between the first bytes of two regions of the memory file, which limits the
+/// size of a memory copy.
 const REGION_BYTES: u64 = 1 << 40;
-/// Size in bytes of the header with which each region of the memory file begins.
+/// Size in bytes of the header of a memory copy, with which its region of the memory file begins.
 pub const COPY_HEADER_BYTES: u64 = 4096;
 /// Maximum size in bytes of the description of a memory copy.
 const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
-/// Maximum number of workers whose memory copies a store can hold.
+/// Maximum number of ranks whose memory copies a store can hold.
 const RANKS_MAX: u32 = 1 << 21;
 /// The first bytes of the header of a memory copy: a name and the version of the format.
 const MAGIC: [u8; 16] = *b"launch copy   1\n";
@@ -40,8 +42,8 @@ const HASHED_HEADER_BYTES: usize = 64;
 /// The name of the memory store in error messages.
 const STORE_NAME: &str = "memory copies";
 
-/// Identifies one training state that the ranks of a job copied. All copies of the state have the
-/// same identity.
+/// Identifies the training state of which the ranks of a job made memory copies. All copies of the
+/// state have the same identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CopyId {
@@ -56,8 +58,8 @@ pub struct CopyId {
     pub world: u32,
 }
 
-/// The description of a rank's memory copy: the copied state, the tensors in the shard, and facts
-/// about the run.
+/// The description of a rank's memory copy: which training state was copied, the tensors in the
+/// rank's part, and what is known about the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CopyDescription {
@@ -70,7 +72,8 @@ pub struct CopyDescription {
     pub shard: ShardReport,
 }
 
-/// A complete memory copy of a rank's shard, as found in a [`MemoryStore`].
+/// A complete memory copy of a rank's part of the training state (shard), as found in a
+/// [`MemoryStore`].
 #[derive(Clone, Debug)]
 pub struct StoredCopy {
     /// The identity of the copied training state.
@@ -85,7 +88,8 @@ pub struct StoredCopy {
     pub shard: MemoryShard,
 }
 
-/// The memory copies that were found in a [`MemoryStore`].
+/// The memory copies that were found in the [`MemoryStore`] of a host, and the ranks whose copies
+/// are incomplete.
 #[derive(Debug, Default)]
 pub struct StoredCopies {
     /// The complete copies. Their shards are not verified.
@@ -94,14 +98,15 @@ pub struct StoredCopies {
     pub incomplete: Vec<u32>,
 }
 
-/// A memory file of a host, in which the workers store copies of their shards.
+/// A memory file of a host, in which the workers store copies of their parts of the training state
+/// (shards).
 #[derive(Clone, Debug)]
 pub struct MemoryStore {
     file: Arc<File>,
 }
 
-/// The header at the beginning of a region: the sizes of the shard and the description that follow,
-/// and the description's hash.
+/// The header of a memory copy: the sizes of the shard and the description that follow, and the
+/// description's hash.
 struct RegionHeader {
     shard_bytes: u64,
     description_bytes: u64,
@@ -137,14 +142,14 @@ impl RegionHeader {
         (is_valid && fits).then_some(header)
     }
 
-    /// Returns the size of the whole memory copy in bytes: header, shard and description.
+    /// Returns the size in bytes of the whole memory copy: header, shard and description.
     fn image_bytes(&self) -> u64 {
         COPY_HEADER_BYTES + self.shard_bytes + self.description_bytes
     }
 }
 
-/// Returns the byte offset in the memory file of the region for copy number `sequence` of the rank
-/// `rank`.
+/// Returns the byte offset in the memory file of the region for the copy number `sequence` of the
+/// rank `rank`.
 fn find_region(rank: u32, sequence: u64) -> Result<u64> {
     match rank < RANKS_MAX {
         true => Ok((u64::from(rank) * 2 + sequence % 2) * REGION_BYTES),
@@ -159,13 +164,14 @@ fn store_error(action: &'static str) -> impl FnOnce(io::Error) -> CkptError {
 }
 
 impl MemoryStore {
-    /// Creates a store whose copies are in the memory file `file`.
+    /// Creates a store whose memory copies are in the memory file `file`.
     pub fn new(file: File) -> MemoryStore {
         MemoryStore { file: Arc::new(file) }
     }
 
-    /// Copies the shard of `rank`, which consists of `pieces`, into the rank's region of the memory
-    /// file, with up to `threads` threads. Returns the size of the copy in bytes.
+    /// Copies the part of the training state (shard) of `rank`, which consists of `pieces`, into
+    /// the rank's region of the memory file, with up to `threads` threads. Returns the size of the
+    /// copy in bytes.
     ///
     /// # Errors
     /// Fails if the host has too little memory, or `pieces` has a piece twice.
@@ -202,7 +208,7 @@ impl MemoryStore {
         Ok(header.image_bytes())
     }
 
-    /// Writes the concatenation of `parts` to the memory file, starting at `offset`, and computes
+    /// Writes `parts`, one after another, to the memory file, starting at `offset`, and computes
     /// the hash of each block. Returns the number of bytes and the hashes.
     fn write_blocks(&self, offset: u64, parts: &[&[u8]], threads: usize) -> Result<(u64, Vec<Hash>)> {
         let mut starts = Vec::with_capacity(parts.len());
@@ -231,7 +237,8 @@ impl MemoryStore {
         Ok((total, hashes.into_iter().collect::<Result<_>>()?))
     }
 
-    /// Lists the memory copies in the store. Verifies their descriptions, but not their shards.
+    /// Lists the memory copies in the store, complete and incomplete ones. Verifies their
+    /// descriptions, but not their shards.
     ///
     /// # Errors
     /// Fails if the memory file cannot be read.
@@ -247,7 +254,8 @@ impl MemoryStore {
         Ok(copies)
     }
 
-    /// Lists the numbers of those regions of the memory file that contain data.
+    /// Lists the numbers of those regions of the memory file (places for one copy) that contain
+    /// data.
     fn list_used_regions(&self) -> Result<Vec<u64>> {
         let length = self.file.metadata().map_err(store_error("examine"))?.len();
         let (mut at, mut regions) = (0, Vec::new());
@@ -287,8 +295,8 @@ impl MemoryStore {
         Ok(Some(StoredCopy { id, rank, description: text, hash, shard }))
     }
 
-    /// Reads the header of the region that begins at `offset` in the memory file. Returns `None` if
-    /// the header is not valid.
+    /// Reads the header of the memory copy in the region that begins at `offset` of the memory
+    /// file. Returns `None` if the header is not valid.
     fn read_header(&self, offset: u64) -> Result<Option<RegionHeader>> {
         let mut page = [0; HASHED_HEADER_BYTES + 32];
         match self.file.read_exact_at(&mut page, offset) {
@@ -297,8 +305,8 @@ impl MemoryStore {
         }
     }
 
-    /// Returns the size in bytes of copy number `sequence` of the rank `rank`, including its
-    /// header.
+    /// Returns the size in bytes of the memory copy number `sequence` of the rank `rank`, including
+    /// its header.
     ///
     /// # Errors
     /// Fails if the copy is not complete.
@@ -309,16 +317,16 @@ impl MemoryStore {
         header.map(|header| header.image_bytes()).ok_or_else(torn)
     }
 
-    /// Reads bytes of copy number `sequence` of the rank `rank`, starting at `offset` within the
-    /// copy, to `out`, for a store on another host. The copy begins with its header.
+    /// Reads bytes of the memory copy number `sequence` of the rank `rank`, starting at `offset`
+    /// within the copy, into `out`, for a store on another host. The copy begins with its header.
     pub fn read_image(&self, rank: u32, sequence: u64, offset: u64, out: &mut [u8]) -> Result<()> {
         let region = find_region(rank, sequence)?;
         self.file.read_exact_at(out, region + offset).map_err(store_error("read"))
     }
 
-    /// Writes `bytes`, which another host sent, to copy number `sequence` of the rank `rank`,
-    /// starting at `offset` within the copy. The bytes at offset 0 must be written last, because
-    /// they complete the copy.
+    /// Writes `bytes`, which another host sent, to the memory copy number `sequence` of the rank
+    /// `rank`, starting at `offset` within the copy. The bytes at offset 0 must be written last,
+    /// because they complete the copy.
     ///
     /// # Errors
     /// Fails if the bytes do not fit into the region, or the host has too little memory.
@@ -330,13 +338,13 @@ impl MemoryStore {
         self.write_at(region + offset, bytes)
     }
 
-    /// Invalidates the copy in the region for copy number `sequence` of the rank `rank`, before
-    /// another copy is written to this region.
+    /// Invalidates the memory copy that the region for copy number `sequence` of the rank `rank`
+    /// contains, before another copy is written to this region.
     pub fn invalidate_image(&self, rank: u32, sequence: u64) -> Result<()> {
         self.invalidate_region(find_region(rank, sequence)?)
     }
 
-    /// Frees the memory of all copies of ranks for which `keeps` returns false.
+    /// Frees the memory of all memory copies of ranks for which `keeps` returns false.
     pub fn free_copies(&self, keeps: impl Fn(u32) -> bool) -> Result<()> {
         for region in self.list_used_regions()?.into_iter().filter(|region| !keeps((region / 2) as u32)) {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
@@ -347,11 +355,13 @@ impl MemoryStore {
         Ok(())
     }
 
-    /// Overwrites the header of the region that begins at `offset` in the memory file with zeros.
+    /// Invalidates the memory copy in the region that begins at `offset` of the memory file, by
+    /// overwriting its header with zeros.
     fn invalidate_region(&self, offset: u64) -> Result<()> {
         self.write_at(offset, &[0; COPY_HEADER_BYTES as usize])
     }
 
+    /// Writes `bytes` to the memory file at `offset`.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.file.write_all_at(bytes, offset).map_err(store_error("write"))
     }
@@ -369,9 +379,9 @@ pub fn parse_copy_description(text: &[u8], hash: Hash) -> Result<CopyDescription
     json::parse_object(text).map_err(|e| damaged(e.to_string().into()))
 }
 
-/// Opens a checkpoint that consists of memory copies. `descriptions` has the description of the
-/// copy of each rank, and `shards` the shards that are on this host. `path` names the checkpoint in
-/// messages. Reads verify every block.
+/// Opens the checkpoint that the memory copies of the ranks together make up. `descriptions` has
+/// the description of the copy of each rank, and `shards` the shards that are on this host. `path`
+/// names the checkpoint in messages. Reads verify every block.
 ///
 /// # Errors
 /// Fails if the copies do not contain every element of every tensor exactly once.

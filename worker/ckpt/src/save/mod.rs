@@ -1,4 +1,5 @@
-//! Saves native checkpoints: writes shards and parity, and commits the checkpoint.
+//! Saves native checkpoints: writes the ranks' files (shards) and parity files, and makes the
+//! checkpoint visible atomically (commit).
 pub(crate) mod commit;
 pub mod host_local;
 pub mod memory_store;

@@ -14,15 +14,17 @@ use std::fmt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Limit on the size in bytes of the file with a record of written files.
+/// Limit on the size in bytes of the file in which a gather or conversion lists the files that it
+/// wrote.
 const RECORD_BYTES_MAX: u64 = 256 << 20;
-/// The version of the records that this program writes. Version 1 had only names, no hashes.
+/// The version of the records of written files that this program writes. Version 1 had only names,
+/// no hashes.
 const RECORD_VERSION: u32 = 2;
-/// How many levels of subdirectories of a copy are searched for new files.
+/// How many levels of subdirectories are searched for files that a record does not list yet.
 const SEARCH_DEPTH_MAX: u32 = 4;
 
-/// Identifies the operation that wrote a directory by the name and the format of the record in the
-/// directory.
+/// Identifies the operation (gather or conversion) that wrote a directory, by the name and the
+/// format of the record in it.
 pub(crate) struct OutputMarker {
     /// Name of the file.
     pub(crate) file: &'static str,
@@ -32,20 +34,20 @@ pub(crate) struct OutputMarker {
     pub(crate) operation: &'static str,
 }
 
-/// The marker of directories with gathered weights.
+/// Identifies directories with gathered weights by their record of written files.
 pub(crate) const GATHER_MARKER: OutputMarker = OutputMarker {
     file: "gathered.json",
     format: "launch gathered weights",
     operation: "`launch ckpt gather`",
 };
-/// The marker of directories that a conversion wrote.
+/// Identifies directories that a conversion wrote by their record of written files.
 pub(crate) const CONVERT_MARKER: OutputMarker = OutputMarker {
     file: CONVERT_RECORD_FILE,
     format: "launch converted checkpoint",
     operation: "`launch ckpt convert`",
 };
 
-/// The list of files that an operation wrote to a directory.
+/// The list of the files that an operation (gather or conversion) wrote to a directory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct OutputRecord {
     /// The hash of the record file, computed with zeros in place of this field. Empty in version 1.
@@ -69,7 +71,7 @@ pub(crate) struct OutputRecord {
     pub(crate) files: Vec<RecordedFile>,
 }
 
-/// A file that a record lists: its name and, if recorded, its size and hash.
+/// A file in a record of written files: its name and, if recorded, its size and hash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct RecordedFile {
     /// Path in the directory, with `/` between names. In version 1, the name of a file or
@@ -80,7 +82,7 @@ pub(crate) struct RecordedFile {
     pub(crate) content: Option<RecordedContent>,
 }
 
-/// The size and the hash of a file that a record lists.
+/// The size and the hash of a file in a record of written files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct RecordedContent {
     pub(crate) bytes: u64,
@@ -88,12 +90,14 @@ pub(crate) struct RecordedContent {
 }
 
 impl RecordedContent {
-    /// Computes the size and the hash of a file with the content `text`.
+    /// Computes the size and the hash of a file with the content `text`, for a record of written
+    /// files.
     pub(crate) fn from_text(text: &[u8]) -> RecordedContent {
         RecordedContent { bytes: text.len() as u64, blake3: Hash::digest(text) }
     }
 
-    /// Computes the size and the hash of the file `name` in `directory`, for a record.
+    /// Computes the size and the hash of the file `name` in `directory`, for a record of written
+    /// files.
     pub(crate) fn from_file(directory: &Directory, name: &str, scratch: &ReadBuffers) -> Result<Self> {
         hash_file(directory, name, scratch).map(|(bytes, blake3)| RecordedContent { bytes, blake3 })
     }
@@ -134,14 +138,16 @@ impl<'de> Visitor<'de> for RecordedFileVisitor {
 }
 
 impl OutputMarker {
-    /// Creates a record of this kind that lists `files`.
+    /// Creates a record for the operation (gather or conversion) that this marker identifies, which
+    /// lists the written files `files`.
     pub(crate) fn make_record(&self, files: Vec<RecordedFile>) -> OutputRecord {
         let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
         OutputRecord { format: self.format.into(), program, files, ..OutputRecord::default() }
     }
 
-    /// Reads the record of this kind in `directory`. Returns `None` if there is no record, or if
-    /// another program wrote a file of this name.
+    /// Reads the record of written files in `directory`, if it is of the operation that this marker
+    /// identifies. Returns `None` if there is no record, or if another program wrote a file of this
+    /// name.
     ///
     /// # Errors
     /// Fails if the record is damaged or exceeds a limit.
@@ -154,8 +160,8 @@ impl OutputMarker {
         parsed.map_err(|reason| CkptError::damaged(directory.path(), self.file, *reason))
     }
 
-    /// Parses the text of a record, and verifies its hash. Returns `None` for a record of another
-    /// kind.
+    /// Parses the text of a record of written files, and verifies its hash. Returns `None` for a
+    /// record of another kind.
     pub(crate) fn parse_record(
         &self,
         text: &mut [u8],
@@ -177,7 +183,7 @@ impl OutputMarker {
         }
     }
 
-    /// Writes a record of this kind to the directory `dir`, with the files sorted by name.
+    /// Writes a record of the written files to the directory `dir`, with the files sorted by name.
     ///
     /// # Errors
     /// Fails if `dir` has a file of this name, or I/O fails.
@@ -192,16 +198,17 @@ impl OutputMarker {
 }
 
 impl OutputRecord {
-    /// Lists the names of those entries of the directory that are, or contain, files of the record.
+    /// Lists the names of those entries of the directory that are files of the record or contain
+    /// such files.
     pub(crate) fn list_recorded_entries(&self) -> BTreeSet<&str> {
         self.files.iter().map(|f| f.name.split('/').next().unwrap_or_default()).collect()
     }
 }
 
-/// Updates the records in `copy`, a copy of the directory `original` in which files were replaced,
-/// added and removed. Keeps the recorded hashes of the files `restored`, since a repair must have
-/// restored exactly their recorded content. Does nothing for records that are damaged or have no
-/// hashes.
+/// Updates the records of written files in `copy`, a copy of the directory `original` in which
+/// files were replaced, added and removed. Keeps the recorded hashes of the files `restored`, since
+/// a repair must have restored exactly their recorded content. Does nothing for records that are
+/// damaged or have no hashes.
 ///
 /// # Errors
 /// Fails if a file of `copy` cannot be read, or a record cannot be written.
@@ -222,7 +229,8 @@ pub(crate) fn update_records(copy: &Path, original: &Path, restored: &BTreeSet<S
     Ok(())
 }
 
-/// Lists the files of a copy for its record: those of `record` that still exist, and new ones.
+/// Lists the files for the updated record of a copied directory: those of `record` that still
+/// exist, and new ones.
 fn list_updated_files(
     copy: &Directory,
     original: &Directory,

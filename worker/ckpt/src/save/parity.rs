@@ -1,5 +1,5 @@
-//! Parity files, which contain the XOR of the shards of a checkpoint, so that one lost or damaged
-//! shard can be rebuilt bit for bit.
+//! Parity files, which contain the XOR of the ranks' files (shards) of a checkpoint, so that one
+//! lost or damaged file can be rebuilt bit for bit.
 //!
 //! The parity of N shards is as long as the longest shard. Shorter shards count as padded with
 //! zeros. The parity is divided into N stripes of whole blocks. Rank r computes stripe r from the
@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Number of blocks that are read at a time.
+/// Number of blocks of each file that are read at a time to compute parity.
 const WINDOW_BLOCKS: u64 = (WINDOW_BYTES / BLOCK_BYTES) as u64;
 
 /// What a rank reports to rank 0 about the parity file that it wrote.
@@ -39,10 +39,10 @@ pub struct ParityFileReport {
     pub blocks: Vec<Hash>,
 }
 
-/// Writes this rank's parity file to the hidden directory of a save, and syncs it. Must be called
-/// after all ranks have written their shards. `shards` has one report per rank. Verifies every
-/// block that is read, so that a faulty write of a shard is detected before the commit. Needs 40
-/// MiB of memory.
+/// Writes this rank's parity file (its share of the XOR of all ranks' files) to the hidden
+/// directory of a save, and syncs it. Must be called after all ranks have written their shards.
+/// `shards` has one report per rank. Verifies every block that is read, so that a faulty write of a
+/// shard is detected before the commit. Needs 40 MiB of memory.
 ///
 /// # Errors
 /// Fails if a report is missing, a shard differs from its report, or I/O fails.
@@ -93,9 +93,9 @@ pub fn write_parity(
     Ok(ParityFileReport { rank, world, file, bytes, blocks })
 }
 
-/// Plans in which order the blocks with the indices `blocks` are read from all shards,
-/// [`WINDOW_BLOCKS`] at a time. Reads of the same blocks of all shards are adjacent. `sizes` are
-/// the sizes of the shards in bytes.
+/// Plans in which order the blocks with the indices `blocks` are read from all ranks' files
+/// (shards), [`WINDOW_BLOCKS`] at a time. Reads of the same blocks of all shards are adjacent.
+/// `sizes` are the sizes of the shards in bytes.
 fn plan_block_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     let mut jobs = Vec::new();
     let mut start = blocks.start;
@@ -121,16 +121,18 @@ fn xor_into(sum: &mut Vec<u8>, bytes: &[u8]) {
     sum.iter_mut().zip(bytes).for_each(|(s, b)| *s ^= b);
 }
 
-/// The result of rebuilding damaged files from parity, as lines for the user.
+/// The result of rebuilding damaged files of a checkpoint from its parity files, as lines for the
+/// user.
 #[derive(Debug, Default)]
 pub(crate) struct RebuildReport {
     pub(crate) rebuilt: Vec<String>,
     pub(crate) lost: Vec<String>,
 }
 
-/// Rebuilds the damaged files of the native checkpoint in the directory `from`, and writes the
-/// rebuilt files to the directory `to`, which must be a copy of `from`. Removes files from `to`
-/// that do not belong to the checkpoint. The report lists rebuilt, removed and lost files.
+/// Rebuilds the damaged files of the native checkpoint in the directory `from` with its parity
+/// files, and writes the rebuilt files to the directory `to`, which must be a copy of `from`.
+/// Removes files from `to` that do not belong to the checkpoint. The report lists rebuilt, removed
+/// and lost files.
 pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildReport> {
     let directory = Directory::open(from)?;
     let manifest = Manifest::load(&directory)?;
@@ -168,8 +170,8 @@ fn read_file_size(file: &Option<File>) -> Option<u64> {
     file.as_ref()?.metadata().ok().map(|m| m.len())
 }
 
-/// The opened shards and parity files of a checkpoint, each of which may be missing. `None` stands
-/// for a file that can't be opened.
+/// The opened ranks' files (shards) and parity files of a checkpoint, each of which may be missing.
+/// `None` stands for a file that can't be opened.
 struct CheckpointFiles<'m> {
     manifest: &'m Manifest,
     sizes: Vec<u64>,
@@ -178,7 +180,8 @@ struct CheckpointFiles<'m> {
 }
 
 impl<'m> CheckpointFiles<'m> {
-    /// Opens all shards and parity files that `manifest` lists and that can be opened.
+    /// Opens all ranks' files (shards) and parity files that `manifest` lists and that can be
+    /// opened.
     fn open(directory: &Directory, manifest: &'m Manifest) -> CheckpointFiles<'m> {
         let open =
             |f: &FileEntry| directory.open_file(&f.name, nix::fcntl::OFlag::empty()).ok().map(|(f, _)| f);
@@ -190,14 +193,15 @@ impl<'m> CheckpointFiles<'m> {
         }
     }
 
-    /// Returns the size of a shard's file in bytes. Returns `None` if the file can't be opened.
+    /// Returns the size in bytes of a rank's file (shard), as the manifest states it. Returns
+    /// `None` if the file can't be opened.
     fn shard_size(&self, shard: usize) -> Option<u64> {
         self.shards.get(shard).and_then(read_file_size)
     }
 
-    /// Reads a block of a shard, or rebuilds a damaged block from the other shards and the parity.
-    /// Returns the block, and whether it was rebuilt. Returns `None` if the block is damaged and
-    /// cannot be rebuilt.
+    /// Reads a block of a rank's file (shard), or rebuilds a damaged block from the other ranks'
+    /// files and the parity. Returns the block, and whether it was rebuilt. Returns `None` if the
+    /// block is damaged and cannot be rebuilt.
     fn read_or_rebuild_block(&self, shard: usize, block: u64) -> Option<(Vec<u8>, bool)> {
         let entry = self.manifest.files.get(shard)?;
         if let Some(bytes) = read_intact_block(self.shards.get(shard)?.as_ref(), entry, block) {
@@ -209,8 +213,8 @@ impl<'m> CheckpointFiles<'m> {
         (entry.blocks.get(block as usize) == Some(&Hash::digest(&bytes))).then_some((bytes, true))
     }
 
-    /// Computes the XOR of block number `block` of all shards, or of all but the shard `except`.
-    /// Returns `None` if one of these blocks is damaged.
+    /// Computes the XOR of the block number `block` of all ranks' files (shards), or of all but the
+    /// one of rank `except`. Returns `None` if one of these blocks is damaged.
     fn xor_shards(&self, block: u64, except: Option<usize>) -> Option<Vec<u8>> {
         let mut sum = Vec::new();
         for (i, entry) in self.manifest.files.iter().enumerate() {
@@ -223,15 +227,15 @@ impl<'m> CheckpointFiles<'m> {
         Some(sum)
     }
 
-    /// Reads the parity block that protects block number `block` of every shard. Returns `None` if
-    /// it is damaged or missing.
+    /// Reads the parity block that is the XOR of the block number `block` of every rank's file
+    /// (shard). Returns `None` if it is damaged or missing.
     fn read_parity_block(&self, block: u64) -> Option<Vec<u8>> {
         let rank = (0..self.sizes.len())
             .find(|&r| compute_parity_stripe(&self.sizes, r as u32).0.contains(&block))?;
         self.read_parity_file_block(rank, block - compute_parity_stripe(&self.sizes, rank as u32).0.start)
     }
 
-    /// Reads block number `block` of the parity file of `rank`. Returns `None` if this block is
+    /// Reads the block number `block` of the parity file of `rank`. Returns `None` if this block is
     /// damaged or missing.
     fn read_parity_file_block(&self, rank: usize, block: u64) -> Option<Vec<u8>> {
         let entry = self.manifest.parity.as_ref()?.get(rank)?;
@@ -239,24 +243,25 @@ impl<'m> CheckpointFiles<'m> {
     }
 }
 
-/// Computes the length in bytes of block number `block` of a file of `size` bytes. Only the last
-/// block may be shorter than [`BLOCK_BYTES`].
+/// Computes the length in bytes of the block number `block` of a file of `size` bytes. Only the
+/// last block may be shorter than [`BLOCK_BYTES`].
 fn compute_block_len(size: u64, block: u64) -> usize {
     size.saturating_sub(block.saturating_mul(BLOCK_BYTES as u64)).min(BLOCK_BYTES as u64) as usize
 }
 
-/// Reads block number `block` of a file if it is intact. Returns `None` if the block can't be read
-/// or does not match its hash.
+/// Reads the block number `block` of a file. Returns `None` if the block can't be read or does not
+/// match its hash.
 fn read_intact_block(file: Option<&File>, entry: &FileEntry, block: u64) -> Option<Vec<u8>> {
     let mut bytes = vec![0u8; compute_block_len(entry.bytes, block)];
     file?.read_exact_at(&mut bytes, block * BLOCK_BYTES as u64).ok()?;
     (entry.blocks.get(block as usize) == Some(&Hash::digest(&bytes))).then_some(bytes)
 }
 
-/// Rewrites a file in the directory `to` if a block had to be rebuilt or the size is wrong, and
-/// adds a line about the file to `done`. `size` is the size of the existing file, or `None` if the
-/// file is missing. `read` returns the block with the given index, and whether this block was
-/// rebuilt. If a block can't be rebuilt, reports the file as lost and leaves it unchanged.
+/// Writes a file to the directory `to` again if a block of it had to be rebuilt or its size is
+/// wrong, and adds a line about the file to `done`. `size` is the size of the existing file, or
+/// `None` if the file is missing. `read` returns the block with the given index, and whether this
+/// block was rebuilt. If a block can't be rebuilt, reports the file as lost and leaves it
+/// unchanged.
 fn rewrite_file_if_damaged(
     entry: &FileEntry,
     size: Option<u64>,

@@ -1,4 +1,5 @@
-//! [`write_shard`]: writes a rank's shard to the staging directory of a save.
+//! [`write_shard`]: writes a rank's file (shard) of a native checkpoint to the hidden directory of
+//! a save.
 use crate::codec::disk::{FileWriter, HashMode, IoMode, WrittenFile};
 use crate::codec::safetensors::{self, PlannedTensor};
 use crate::error::{CkptError, Result, SaveProblem};
@@ -10,10 +11,10 @@ use std::collections::HashSet;
 use std::ops::ControlFlow;
 use std::path::Path;
 
-/// The number of bytes between two calls of the progress function of [`write_shard_until`].
+/// The number of written bytes between two calls of the progress function of [`write_shard_until`].
 const PROGRESS_INTERVAL_BYTES: usize = 8 << 20;
 
-/// A piece of a tensor: consecutive elements that this rank stores.
+/// A piece of a tensor that this rank saves: consecutive elements of the tensor.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorPiece<'a> {
     /// Name of the tensor.
@@ -26,7 +27,7 @@ pub struct TensorPiece<'a> {
     pub data: PieceElements<'a>,
 }
 
-/// The elements of a piece, in the dtype in which the shard stores them.
+/// The elements of a tensor piece that a rank saves, in the dtype in which the file stores them.
 #[derive(Clone, Copy, Debug)]
 pub enum PieceElements<'a> {
     /// Elements as F32 numbers.
@@ -43,7 +44,7 @@ impl<'a> From<&'a [f32]> for PieceElements<'a> {
 }
 
 impl PieceElements<'_> {
-    /// Returns the number of elements.
+    /// Returns the number of elements of the piece.
     fn len(&self) -> usize {
         match self {
             PieceElements::F32(values) => values.len(),
@@ -51,7 +52,7 @@ impl PieceElements<'_> {
         }
     }
 
-    /// Returns the dtype of the elements.
+    /// Returns the dtype of the piece's elements.
     fn dtype(&self) -> Dtype {
         match self {
             PieceElements::F32(_) => Dtype::F32,
@@ -59,7 +60,7 @@ impl PieceElements<'_> {
         }
     }
 
-    /// Returns the bytes of the elements.
+    /// Returns the bytes of the piece's elements.
     fn as_bytes(&self) -> &[u8] {
         match self {
             PieceElements::F32(values) => bytemuck::cast_slice(values),
@@ -68,8 +69,8 @@ impl PieceElements<'_> {
     }
 }
 
-/// What a rank reports about a piece of a tensor that it wrote to its shard: which elements of the
-/// tensor the piece contains, and at which byte of the file they begin.
+/// What a rank reports about a piece of a tensor that it wrote to its file: which elements the
+/// piece contains, and at which byte of the file they begin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PieceReport {
     /// Name of the tensor.
@@ -86,7 +87,7 @@ pub struct PieceReport {
     pub offset: u64,
 }
 
-/// The description of a written shard, which the rank that wrote it sends to rank 0 for
+/// The description of a written rank's file (shard), which the rank sends to rank 0 for
 /// [`crate::commit_save`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardReport {
@@ -104,9 +105,10 @@ pub struct ShardReport {
     pub pieces: Vec<PieceReport>,
 }
 
-/// Writes this rank's shard to the staging directory ([`crate::StagingDir::path`]) and syncs the
-/// file. The shard is a safetensors file with one tensor `role/name@start` per piece, in the order
-/// of `pieces`. Omits empty pieces. Needs 24 MiB of memory in addition to the pieces.
+/// Writes this rank's file (shard) of a checkpoint to the hidden directory of a save
+/// ([`crate::StagingDir::path`]), and syncs it. The shard is a safetensors file with one tensor
+/// `role/name@start` per piece, in the order of `pieces`. Omits empty pieces. Needs 24 MiB of
+/// memory in addition to the pieces.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if `rank` is not below `world`, or a piece is given twice.
@@ -116,9 +118,9 @@ pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[TensorPiece<
     written?.ok_or_else(|| CkptError::internal("writing the shard ended early"))
 }
 
-/// Writes this rank's shard as [`write_shard`] does, until `progress` returns
-/// [`ControlFlow::Break`]. Before every 8 MiB of elements, calls `progress` with the number of
-/// bytes of elements that were written so far. Returns `None` after a break, which leaves an
+/// Writes this rank's file (shard) of a checkpoint, and stops without a result when `progress`
+/// returns [`ControlFlow::Break`]. Before every 8 MiB of elements, calls `progress` with the number
+/// of bytes of elements that were written so far. Returns `None` after a break, which leaves an
 /// incomplete file.
 pub fn write_shard_until(
     staging: &Path,
@@ -145,7 +147,8 @@ pub fn write_shard_until(
     Ok(Some(ShardReport { rank, world, file, bytes, blocks, pieces: plan.reports }))
 }
 
-/// The content of a shard before it is written.
+/// What a rank's file (shard) of a checkpoint will contain: the header, and the pieces of tensors
+/// in order.
 pub(super) struct ShardPlan<'a> {
     /// The header of the safetensors file.
     pub(super) header: Vec<u8>,
@@ -156,7 +159,8 @@ pub(super) struct ShardPlan<'a> {
 }
 
 impl<'a> ShardPlan<'a> {
-    /// Plans the shard of `rank` with the given pieces. Omits empty pieces.
+    /// Plans the content of the file (shard) of `rank` from the given pieces of tensors. Omits
+    /// empty pieces.
     ///
     /// # Errors
     /// Fails with [`CkptError::InvalidSave`] if `rank` is not below `world`, or a piece is given

@@ -1,4 +1,4 @@
-//! Verifies a checkpoint, or every checkpoint in a directory and the file `latest`.
+//! Verifies every byte of a checkpoint, or of every checkpoint in a directory.
 use super::digests::verify_recorded_files;
 use super::external::{add_record_problems, verify_opened_checkpoint};
 use super::native::verify_native;
@@ -23,8 +23,8 @@ pub struct VerifyOptions {
     pub values: bool,
 }
 
-/// Verifies every byte of the checkpoints at `path`, as [`verify_checkpoints_with`] does with the
-/// default options. Does not search for non-finite values.
+/// Verifies every byte of the checkpoints at `path` against stored hashes, with the default
+/// options. Does not search for non-finite values.
 pub fn verify_checkpoints(path: &Path) -> Result<VerifyReport> {
     verify_checkpoints_with(path, VerifyOptions::default())
 }
@@ -106,9 +106,9 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     Ok(report)
 }
 
-/// Verifies the external checkpoint at `path` against the CRC-32s in its files, and adds the result
-/// to `report`. Returns whether there is an external checkpoint at `path`, damaged or not. `name`
-/// is the file name of `path`.
+/// Verifies the checkpoint of another program at `path` against the CRC-32s in its files, and adds
+/// the result to `report`. Returns whether there is an external checkpoint at `path`, damaged or
+/// not. `name` is the file name of `path`.
 fn verify_external(
     path: &Path,
     name: &str,
@@ -135,8 +135,8 @@ fn verify_external(
     Ok(true)
 }
 
-/// Returns the report about a checkpoint of another program that cannot be opened because of the
-/// error `e`. The problems are the error, and all damage that a scan of the files finds.
+/// Returns the report that a checkpoint of another program cannot be opened because of the error
+/// `e`. The problems are the error, and all damage that a scan of the files finds.
 fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<CheckpointReport> {
     let at = match &e {
         CkptError::Damaged { path, .. } | CkptError::Missing { path, .. } if path.is_dir() => path.clone(),
@@ -155,9 +155,9 @@ fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<Check
     Ok(CheckpointReport { path: at, bytes, blocks, problems, unchecked, ..Default::default() })
 }
 
-/// Verifies the file `latest` in the checkpoint directory `path`. Adds a problem if `latest` is
-/// damaged, a warning if it does not name the newest step, and a note if it is missing. `steps` are
-/// sorted, newest first.
+/// Verifies the file `latest`, which names the newest checkpoint, in the checkpoint directory
+/// `path`. Adds a problem if `latest` is damaged, a warning if it does not name the newest step,
+/// and a note if it is missing. `steps` are sorted, newest first.
 fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {
     match (
         step_directories::find_latest_checkpoint(path).and_then(|_| step_directories::read_latest_step(path)),

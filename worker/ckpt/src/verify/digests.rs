@@ -1,4 +1,5 @@
-//! Verifies files against the BLAKE3 hashes that a gather or a conversion recorded.
+//! Verifies files against the BLAKE3 hashes that a gather or a conversion recorded when it wrote
+//! them.
 use super::report::convert_to_damage;
 use crate::codec::disk::{Directory, OffsetReader, ReadBuffers, hash_open_file};
 use crate::error::{CkptError, Damage, DamageReason, Result};
@@ -15,7 +16,7 @@ const THREADS_MAX: usize = 16;
 /// limit, a file that takes little space on the disk could take very long to hash.
 const HOLE_BYTES_MAX: u64 = 16 << 30;
 
-/// The result of verifying files against the recorded hashes of gathers and conversions.
+/// The result of verifying files against the hashes that gathers and conversions recorded.
 #[derive(Default)]
 pub(super) struct RecordedFileResults {
     /// Device and inode number of every file that matches its hash.
@@ -36,20 +37,20 @@ enum FileCheck {
 }
 
 impl RecordedFileResults {
-    /// Returns true if the file at `path` matches its hash in a record.
+    /// Returns true if the file at `path` was found to match its recorded hash.
     pub(super) fn is_verified(&self, path: &Path) -> bool {
         !self.verified.is_empty()
             && path.symlink_metadata().is_ok_and(|m| self.verified.contains(&(m.dev(), m.ino())))
     }
 
-    /// Returns the number of files that match their hashes.
+    /// Returns the number of files that were found to match their recorded hashes.
     pub(super) fn count_verified(&self) -> u64 {
         self.verified.len() as u64
     }
 }
 
-/// Verifies the files that the records in the directories `roots` list. Skips those for which
-/// `is_due` is false.
+/// Verifies the files that gathers and conversions recorded in the directories `roots`. Skips those
+/// for which `is_due` is false.
 ///
 /// # Errors
 /// Fails if a directory cannot be opened. A damaged record or file is a problem in the result.
@@ -73,8 +74,9 @@ pub(super) fn verify_recorded_files(
     Ok(found)
 }
 
-/// Verifies the files that `record` lists, and adds the result to `found`. `file` is the name of
-/// the record's file. Skips files for which `is_due` is false.
+/// Verifies the files that `record`, the list of a gather or conversion, contains, and adds the
+/// result to `found`. `file` is the name of the record's file. Skips files for which `is_due` is
+/// false.
 fn verify_record(
     directory: &Directory,
     record: &OutputRecord,
@@ -117,9 +119,9 @@ fn verify_record(
     }
 }
 
-/// Finds the subdirectories that do not exist although the record lists files in them. Returns the
-/// number of recorded files of each. A program that continues the training may have removed an old
-/// state.
+/// Finds the subdirectories that do not exist although the record of a gather or conversion lists
+/// files in them. Returns the number of recorded files of each. A program that continues the
+/// training may have removed an old state.
 fn find_absent_directories<'r>(directory: &Directory, record: &'r OutputRecord) -> BTreeMap<&'r str, usize> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for file in &record.files {
@@ -131,7 +133,7 @@ fn find_absent_directories<'r>(directory: &Directory, record: &'r OutputRecord) 
     counts
 }
 
-/// Verifies the file `name` against its recorded size and hash.
+/// Verifies the file `name` against the size and hash that a gather or conversion recorded for it.
 fn verify_file(
     directory: &Directory,
     name: &str,

@@ -55,7 +55,8 @@ pub(crate) fn verify_opened_checkpoint(
     Ok((report, warnings))
 }
 
-/// Verifies the files that gathers and conversions recorded in the directories of the checkpoint.
+/// Verifies the files that gathers and conversions recorded, with their hashes, in the directories
+/// of the checkpoint.
 fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFileResults> {
     let names: BTreeSet<&str> = checkpoint.store.files.iter().map(|f| f.name.as_str()).collect();
     let is_due = |name: &str| !checkpoint.is_single_file || names.contains(name);
@@ -70,8 +71,9 @@ pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Dama
     problems.extend(recorded.into_iter().filter(|p| !known.contains(&file_name(&p.file))));
 }
 
-/// Checks those files of the checkpoint that hold no tensors, such as random generator states and
-/// schedulers. Returns one report per scanned directory, and no report for a single file.
+/// Checks those files of the checkpoint that contain no model tensors, such as random generator
+/// states and schedulers. Returns one report per scanned directory, and no report for a single
+/// file.
 fn scan_other_files(
     checkpoint: &ExternalCheckpoint,
     recorded: &RecordedFileResults,

@@ -10,9 +10,9 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-/// Verifies every file of the native checkpoint at `path`, except shards on other hosts. `named` is
-/// the step in the name of the directory, which must equal the step in the manifest, or `None` if
-/// the name has no step.
+/// Verifies every file of the native checkpoint at `path`, except ranks' files (shards) on other
+/// hosts. `named` is the step in the name of the directory, which must equal the step in the
+/// manifest, or `None` if the name has no step.
 pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
     let mut report = CheckpointReport { path: path.to_owned(), ..CheckpointReport::default() };
     let loaded = Directory::open(path).and_then(|directory| Ok((Manifest::load(&directory)?, directory)));
@@ -56,7 +56,7 @@ pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<Checkpoin
     Ok(report)
 }
 
-/// A shard of a native checkpoint, together with what its manifest states about it.
+/// A rank's file (shard) of a native checkpoint, together with what its manifest states about it.
 struct Shard<'m> {
     manifest: &'m Manifest,
     /// Index of the shard.
@@ -66,7 +66,7 @@ struct Shard<'m> {
 }
 
 impl Shard<'_> {
-    /// Verifies the size, the blocks and the header of the shard, and adds its problems to
+    /// Verifies the size, the blocks and the header of the rank's file, and adds its problems to
     /// `report`.
     fn verify(
         &self,
@@ -108,7 +108,7 @@ impl Shard<'_> {
     }
 
     /// Lists the labels `role/name` of the tensors with bytes in the byte range `bytes` of the
-    /// shard, in the order of the manifest.
+    /// rank's file, in the order of the manifest.
     fn list_tensors_in_range(&self, bytes: Range<u64>) -> Vec<String> {
         let first = self.pieces.partition_point(|p| p.byte_range().end <= bytes.start);
         let inside = self.pieces[first..].iter().take_while(|p| p.byte_range().start < bytes.end);
@@ -116,8 +116,8 @@ impl Shard<'_> {
         tensors.into_values().map(TensorEntry::label).collect()
     }
 
-    /// Compares the header of the shard with the manifest. Returns the first difference, or `None`
-    /// if the header matches.
+    /// Compares the safetensors header of the rank's file with the manifest. Returns the first
+    /// difference, or `None` if the header matches.
     fn find_header_problem(&self, directory: &Directory) -> Option<DamageReason> {
         let header = match safetensors::open_header(directory, &self.manifest.files[self.file].name) {
             Ok((header, _)) => header,
@@ -136,7 +136,8 @@ impl Shard<'_> {
     }
 }
 
-/// Describes the damage of a file that has `found` bytes instead of the size in its manifest entry.
+/// Returns a description of the damage of a file that has `found` bytes instead of the size in the
+/// manifest.
 fn describe_size_mismatch(entry: &FileEntry, found: u64) -> Damage {
     Damage::for_file(&entry.name, DamageReason::SizeMismatch { expected: entry.bytes, found })
 }
@@ -222,20 +223,21 @@ fn verify_blocks(
     Ok(first_block_is_valid)
 }
 
-/// Returns the length in bytes of block number `block` of a file. The last block may be shorter
+/// Returns the length in bytes of the block number `block` of a file. The last block may be shorter
 /// than the others.
 fn block_length(entry: &FileEntry, block: u64) -> usize {
     (entry.bytes - block * BLOCK_BYTES as u64).min(BLOCK_BYTES as u64) as usize
 }
 
-/// Lists the ranges up to `end` that the sorted ranges `stored` do not cover.
+/// Lists the byte ranges up to `end` that the sorted ranges `stored` do not cover.
 fn list_gaps(stored: &[Range<u64>], end: u64) -> Vec<Range<u64>> {
     let starts = std::iter::once(0).chain(stored.iter().map(|range| range.end));
     let ends = stored.iter().map(|range| range.start).chain([end]);
     starts.zip(ends).map(|(start, end)| start..end).filter(|gap| !gap.is_empty()).collect()
 }
 
-/// Computes the hashes of blocks of zeros, so that holes of sparse files need not be read.
+/// Computes the hashes of blocks that consist of zeros, so that holes of sparse files need not be
+/// read.
 #[derive(Default)]
 struct ZeroBlockHashes {
     /// The length and the hash of the last block.

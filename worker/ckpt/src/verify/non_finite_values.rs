@@ -5,8 +5,8 @@ use crate::error::Result;
 /// Number of elements that are read and checked for NaN and infinite values at a time.
 const CHUNK_ELEMENTS: u64 = 1 << 20;
 
-/// Reads every floating-point tensor, and returns one warning for each tensor with NaN or infinite
-/// values.
+/// Reads every floating-point tensor of a checkpoint, and returns one warning for each tensor with
+/// NaN or infinite values.
 pub(crate) fn find_non_finite_values(source: &dyn TensorSource) -> Result<Vec<String>> {
     let (mut lines, mut buffer) = (Vec::new(), Vec::new());
     for info in source.tensors().iter().filter(|i| i.dtype.is_float()) {

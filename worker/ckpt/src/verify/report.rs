@@ -1,4 +1,4 @@
-//! [`VerifyReport`]: the result of verifying checkpoints, for the user.
+//! [`VerifyReport`]: the result of verifying checkpoints that is reported to the user.
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub struct VerifyReport {
     pub notes: Vec<String>,
 }
 
-/// The result of verifying one checkpoint.
+/// The result of verifying one checkpoint: its problems, and what was verified.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CheckpointReport {
     /// Directory of the checkpoint.
@@ -43,8 +43,8 @@ pub struct CheckpointReport {
 }
 
 impl VerifyReport {
-    /// Returns true if no problem was found in the checkpoints or their directory. Warnings do not
-    /// count as problems.
+    /// Returns true if no problem was found in the verified checkpoints or their directory.
+    /// Warnings do not count as problems.
     pub fn is_sound(&self) -> bool {
         self.problems.is_empty() && self.checkpoints.iter().all(|c| c.problems.is_empty())
     }
@@ -57,7 +57,7 @@ impl VerifyReport {
     }
 }
 
-/// Converts an error of opening or reading the file `file` to damage for the report.
+/// Converts an error of opening or reading the file `file` to a damage entry of the report.
 pub(super) fn convert_to_damage(file: &str, e: CkptError) -> Damage {
     match e {
         CkptError::Damaged { damage, .. } => *damage,

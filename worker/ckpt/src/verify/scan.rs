@@ -1,12 +1,12 @@
-//! Checks every file of a directory separately, also if no checkpoint can be opened there. Verifies
-//! the CRC-32s of zip containers and the headers of safetensors files.
+//! Checks the files of a directory one by one, also if they cannot be opened together as a
+//! checkpoint. Verifies the CRC-32s of zip containers and the headers of safetensors files.
 use crate::codec::disk::{Directory, FILES_MAX, path_exists};
 use crate::codec::{safetensors, torch_legacy, zip};
 use crate::error::{CkptError, Damage, DamageReason, Result};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Number of levels of subdirectories that are scanned if a checkpoint cannot be opened.
+/// Number of levels of subdirectories whose files are checked if a checkpoint cannot be opened.
 pub(crate) const SCAN_DEPTH: u32 = 3;
 /// Number of bytes of a zip member that are read and checked at a time.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -27,9 +27,9 @@ pub(crate) struct ScanReport {
     pub(crate) unchecked: Vec<String>,
 }
 
-/// Checks the files with a known suffix in the directory `path` and in `depth` levels of
-/// subdirectories. Skips the files for which `is_known` is true. Names in the result are relative
-/// to `path`.
+/// Checks each file with a known suffix in the directory `path` and in `depth` levels of
+/// subdirectories by itself. Skips the files for which `is_known` is true. Names in the result are
+/// relative to `path`.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed, or if there are more than [`FILES_MAX`] files with a
@@ -95,8 +95,8 @@ fn append_checkable_files(
     Ok(())
 }
 
-/// Checks one file: every member of a zip container, or the header of a safetensors file. Returns
-/// the damage, or `None` if the file is valid.
+/// Checks the content of one file: every member of a zip container, or the header of a safetensors
+/// file. Returns the damage, or `None` if the file is valid.
 ///
 /// # Errors
 /// Fails if the file cannot be opened or read.
@@ -107,9 +107,9 @@ pub(crate) fn check_file(directory: &Directory, name: &str) -> Result<Option<Dam
     }
 }
 
-/// Checks one file, and adds the numbers of its bytes and members to `report`. Returns the damage,
-/// or `None` if the file is valid. Bare pickles and legacy torch files have no checksums and always
-/// pass.
+/// Checks the content of one file, and adds the numbers of its bytes and members to `report`.
+/// Returns the damage, or `None` if the file is valid. Bare pickles and legacy torch files have no
+/// checksums and always pass.
 fn check_and_count_file(
     directory: &Directory,
     name: &str,
