@@ -5,29 +5,32 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Whether this process counts the fault points that it passes.
+/// True while this process numbers the fault points (places at which a test can kill it) that it
+/// passes.
 static ARE_POINTS_ARMED: AtomicBool = AtomicBool::new(false);
-/// The number of the fault point at which the process is killed.
+/// The number of the fault point at which this process kills itself with SIGKILL, for a test.
 static KILL_POINT_NUMBER: AtomicU64 = AtomicU64::new(0);
-/// The names of the fault points that were passed, in order.
+/// The names of the fault points (places at which a test can kill the process) that were passed, in
+/// order.
 static PASSED_POINTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
-/// Starts to number the fault points that this process passes, from 1. The fault point with the
-/// number `n` kills the process with SIGKILL. If `n` is 0, points are only counted.
+/// Starts to number the fault points (places at which a test can kill the process) that this
+/// process passes, from 1. The fault point with the number `n` kills the process with SIGKILL. If
+/// `n` is 0, points are only counted.
 pub fn arm_fault_points(n: u64) {
     KILL_POINT_NUMBER.store(n, Ordering::Relaxed);
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clear();
     ARE_POINTS_ARMED.store(true, Ordering::Release);
 }
 
-/// Returns the number of fault points that were passed since the call of [`arm_fault_points`], or 0
-/// without such a call.
+/// Returns the number of fault points (places at which a test can kill the process) that were
+/// passed since the call of [`arm_fault_points`], or 0 without such a call.
 pub fn count_passed_points() -> u64 {
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).len() as u64
 }
 
-/// Returns the names of the fault points that were passed since the call of [`arm_fault_points`],
-/// in order.
+/// Returns the names of the fault points (places at which a test can kill the process) that were
+/// passed since the call of [`arm_fault_points`], in order.
 pub fn list_passed_points() -> Vec<&'static str> {
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
@@ -43,8 +46,8 @@ pub fn pass_fault_point(name: &'static str) {
 }
 
 #[cold]
-/// Adds a fault point to the list of passed points, and kills the process with SIGKILL if
-/// [`arm_fault_points`] selected its number.
+/// Adds a fault point to the list of passed points, and kills this process with SIGKILL if its
+/// number is the one that [`arm_fault_points`] selected.
 fn record_passed_point(name: &'static str) {
     let mut passed = PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner);
     passed.push(name);
@@ -53,7 +56,8 @@ fn record_passed_point(name: &'static str) {
     }
 }
 
-/// Runs `op` between two fault points, both with the name `name`, and returns its result.
+/// Runs `op` between two places, both with the name `name`, at which a test can kill the process,
+/// and returns the result.
 pub(crate) fn run_between_fault_points<T>(name: &'static str, op: impl FnOnce() -> T) -> T {
     pass_fault_point(name);
     let result = op();

@@ -1,7 +1,7 @@
 //! File names, sizes and limits of checkpoint formats, which both readers and error messages use.
 
-/// Name of the file with the manifest of a native checkpoint. A directory without this file is not
-/// a native checkpoint.
+/// Name of the file with the manifest (table of contents) of a native checkpoint. A directory
+/// without this file is not a native checkpoint.
 pub(crate) const MANIFEST_FILE: &str = "manifest.json";
 /// Name of the file with the configuration of a LoRA adapter.
 pub(crate) const ADAPTER_CONFIG_FILE: &str = "adapter_config.json";

@@ -19,17 +19,18 @@ impl Hash {
     }
 }
 
-/// Computes the BLAKE3 hash of bytes that arrive in parts.
+/// Computes the BLAKE3 hash of a sequence of bytes that arrives in parts.
 #[derive(Default)]
 pub(crate) struct FileHasher(blake3::Hasher);
 
 impl FileHasher {
-    /// Adds the next bytes. Parts of at least 16 KiB are hashed faster than smaller ones.
+    /// Adds the next bytes of the sequence. Parts of at least 16 KiB are hashed faster than smaller
+    /// ones.
     pub(crate) fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
-    /// Returns the hash of all bytes.
+    /// Returns the hash of all bytes that were added.
     pub(crate) fn finish(&self) -> Hash {
         Hash(*self.0.finalize().as_bytes())
     }

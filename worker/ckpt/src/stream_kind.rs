@@ -1,5 +1,5 @@
-//! [`StreamKind`]: which random generator a state belongs to: Python's, NumPy's, or torch's on CPU
-//! or GPU.
+//! [`StreamKind`]: a random generator whose state is saved: Python's, NumPy's, or torch's on CPU or
+//! GPU.
 use serde::Serialize;
 use std::fmt;
 
@@ -22,8 +22,8 @@ impl StreamKind {
     pub const ALL: [StreamKind; 4] =
         [StreamKind::Python, StreamKind::Numpy, StreamKind::TorchCpu, StreamKind::TorchCuda];
 
-    /// Returns the name of the random generator that tables show. The name is also hashed into the
-    /// seed of a new stream, so it must never change.
+    /// Returns the name of the random generator that tables show to the user. The name is also
+    /// hashed into the seed of a new stream, so it must never change.
     pub fn name(self) -> &'static str {
         match self {
             StreamKind::Python => "python",

@@ -14,7 +14,8 @@ use crate::save::output_record::GATHER_MARKER;
 use diagnostic::{Diagnostic, Result};
 use std::path::Path;
 
-/// Makes the diagnostic of an input that a parser rejected.
+/// Creates the diagnostic (an error in the form that users see) for an input that a parser
+/// rejected.
 fn make_rejection_diagnostic(reason: impl Into<crate::DamageReason>) -> Diagnostic {
     CkptError::damaged(Path::new("."), "input", reason).into()
 }
@@ -77,7 +78,7 @@ pub fn parse_adapter_config(bytes: &[u8]) -> Result<()> {
         .map_err(make_rejection_diagnostic)
 }
 
-/// Parses the index of a model's shards, such as `model.safetensors.index.json`.
+/// Parses the index of a model's weights files, such as `model.safetensors.index.json`.
 pub fn parse_weight_index(bytes: &[u8]) -> Result<()> {
     weights::parse_weight_map(bytes).map(drop).map_err(|reason| make_rejection_diagnostic(*reason))
 }
@@ -95,7 +96,7 @@ pub fn parse_manifest(bytes: &[u8]) -> Result<()> {
     Manifest::parse(Path::new("."), text).map(drop).map_err(Into::into)
 }
 
-/// Parses the record of a gather after writing the matching hash into the text.
+/// Parses the list of files that a gather wrote after writing the matching hash into the text.
 pub fn parse_output_record(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
     JsonSeal::INDENTED.seal(&mut text);

@@ -183,22 +183,25 @@ impl CkptError {
         move |error| CkptError::Io { action, path, source: error.into() }
     }
 
-    /// Wraps `problem`, a problem of the data that a save was given, in [`CkptError::InvalidSave`].
+    /// Creates the error [`CkptError::InvalidSave`] for `problem`, what is wrong with the data that
+    /// the caller asked to save.
     pub(crate) fn invalid_save(problem: impl Into<SaveProblem>) -> CkptError {
         CkptError::InvalidSave(problem.into())
     }
 
-    /// Wraps `problem`, a problem of an option, in [`CkptError::InvalidOption`].
+    /// Creates the error [`CkptError::InvalidOption`] for `problem`, what is wrong with an option
+    /// that the caller passed.
     pub(crate) fn invalid_option(problem: OptionProblem) -> CkptError {
         CkptError::InvalidOption { problem }
     }
 
-    /// Returns the error [`CkptError::Internal`]. `what` describes the unexpected state.
+    /// Creates the error [`CkptError::Internal`], which reports a bug of this crate. `what`
+    /// describes the unexpected state.
     pub(crate) fn internal(what: &'static str) -> CkptError {
         CkptError::Internal { what }
     }
 
-    /// Returns the error [`CkptError::Damaged`] for the file `file` of the checkpoint at `path`,
+    /// Creates the error [`CkptError::Damaged`] for the file `file` of the checkpoint at `path`,
     /// without naming a block or tensors.
     pub(crate) fn damaged(
         path: &Path,
@@ -208,19 +211,19 @@ impl CkptError {
         CkptError::from_damage(path, Damage::for_file(file, reason))
     }
 
-    /// Returns the error [`CkptError::Damaged`] for the damage `damage` of the checkpoint at
-    /// `path`.
+    /// Creates the error [`CkptError::Damaged`] from `damage`, the description of a damaged file of
+    /// the checkpoint at `path`.
     pub(crate) fn from_damage(path: &Path, damage: Damage) -> CkptError {
         CkptError::Damaged { path: path.to_owned(), damage: Box::new(damage) }
     }
 
-    /// Returns the error that the checkpoint at `path` has no tensor `name` with the role `role`.
+    /// Creates the error that the checkpoint at `path` has no tensor `name` with the role `role`.
     pub(crate) fn no_such_tensor(path: &Path, role: TensorRole, name: &str) -> CkptError {
         CkptError::NoSuchTensor { path: path.to_owned(), tensor: tensor_label(role, name) }
     }
 
-    /// Returns the error that elements of `tensor` up to the index `requested` were requested,
-    /// although it has only `elements` elements. `tensor` is `role/name`.
+    /// Creates the error that a read of `tensor` goes up to the element index `requested`, although
+    /// the tensor has only `elements` elements. `tensor` is `role/name`.
     pub(crate) fn range_outside_tensor(
         path: &Path,
         tensor: String,
@@ -230,22 +233,24 @@ impl CkptError {
         CkptError::RangeOutsideTensor { path: path.to_owned(), tensor, elements, requested }
     }
 
-    /// Returns the error that the part `part` of the checkpoint at `path` is missing.
+    /// Creates the error that the part `part` of the checkpoint at `path`, such as a file, is
+    /// missing.
     pub(crate) fn missing(path: &Path, part: impl Into<MissingPart>) -> CkptError {
         CkptError::Missing { path: path.to_owned(), part: part.into() }
     }
 
-    /// Returns the error that the feature `feature` of the checkpoint at `path` is not supported.
+    /// Creates the error that the checkpoint at `path` has a property, `feature`, that the
+    /// operation does not support.
     pub(crate) fn unsupported(path: &Path, feature: impl Into<UnsupportedFeature>) -> CkptError {
         CkptError::Unsupported { path: path.to_owned(), feature: feature.into() }
     }
 
-    /// Returns the error that the directory at `path` is not a checkpoint that can be read.
+    /// Creates the error that the directory at `path` is not a checkpoint that can be read.
     pub(crate) fn not_a_checkpoint(path: &Path, diagnosis: Diagnosis) -> CkptError {
         CkptError::NotACheckpoint { path: path.to_owned(), diagnosis }
     }
 
-    /// Returns the error that the output path `path` cannot be used.
+    /// Creates the error that the output path `path` cannot be used.
     pub(crate) fn output_rejected(path: &Path, problem: OutputProblem) -> CkptError {
         CkptError::OutputRejected { path: path.to_owned(), problem }
     }

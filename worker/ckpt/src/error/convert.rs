@@ -130,8 +130,8 @@ impl ConvertError {
         }
     }
 
-    /// Returns advice on how to convert the source checkpoint nevertheless. Returns `None` for
-    /// errors without advice.
+    /// Returns advice on how the user can convert the source checkpoint despite this error. Returns
+    /// `None` for errors without advice.
     pub(crate) fn help(&self) -> Option<&'static str> {
         use ConvertError::*;
         Some(match self {

@@ -15,7 +15,7 @@ use crate::tensor::{CoverageError, InvalidTensorName};
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// A damaged file of a checkpoint.
+/// A damaged file of a checkpoint, with what is wrong and which tensors are affected.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Damage {
     /// Name of the file in the checkpoint directory.
@@ -29,13 +29,13 @@ pub struct Damage {
     pub reason: DamageReason,
 }
 
-/// Serializes why a file is damaged as a message text, for the field `why`.
+/// Serializes the reason why a file is damaged as a text, for the field `why`.
 fn serialize_as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&shorten_text(reason.to_string()))
 }
 
 impl Damage {
-    /// Describes the damage of the file `file`, without naming a block or tensors.
+    /// Describes the damage of the file `file` of a checkpoint, without naming a block or tensors.
     pub(crate) fn for_file(file: impl Into<String>, reason: impl Into<DamageReason>) -> Damage {
         Damage { file: file.into(), block: None, tensors: Vec::new(), reason: reason.into() }
     }

@@ -5,7 +5,7 @@ use crate::tensor::{Dtype, TensorRole};
 use diagnostic::Code;
 use diagnostic::codes::checkpoint as codes;
 
-/// Why DeepSpeed's files are rejected.
+/// Why the files of a DeepSpeed checkpoint are rejected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeepSpeedError {
@@ -145,7 +145,8 @@ pub enum DeepSpeedError {
     InvalidLatest,
 }
 
-/// Why the flat arrays in DeepSpeed's files do not match the shapes of their parameters.
+/// Why the flat arrays in the files of a DeepSpeed checkpoint do not match the shapes of their
+/// parameters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {

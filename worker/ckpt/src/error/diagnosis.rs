@@ -1,9 +1,9 @@
-//! [`Diagnosis`]: the probable reason why a path has no readable checkpoint, with advice.
+//! [`Diagnosis`]: the probable reason why a path contains no readable checkpoint, with advice.
 use crate::format_constants::MANIFEST_FILE;
 use diagnostic::Code;
 use diagnostic::codes::checkpoint as codes;
 
-/// The probable reason why a path has no readable checkpoint.
+/// The probable reason why a path contains no readable checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Diagnosis {
@@ -123,7 +123,7 @@ pub enum Diagnosis {
 }
 
 impl Diagnosis {
-    /// Returns the stable code of this diagnosis.
+    /// Returns the stable code of this diagnosis, which `launch explain` documents.
     pub fn code(&self) -> Code {
         use Diagnosis::*;
         match self {
@@ -172,7 +172,8 @@ impl Diagnosis {
     }
 }
 
-/// Formats the names `candidates` as a list with commas. Appends "and N more" if `more` is not 0.
+/// Formats `candidates`, the names of checkpoints that the user may have meant, as a list with
+/// commas. Appends "and N more" if `more` is not 0.
 fn format_candidates(candidates: &[String], more: usize) -> String {
     match more {
         0 => candidates.join(", "),

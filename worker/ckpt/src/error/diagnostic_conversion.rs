@@ -1,4 +1,5 @@
-//! Converts a [`CkptError`] to a [`Diagnostic`]: chooses the code, the fields and the help texts.
+//! Converts a [`CkptError`] to a [`Diagnostic`] (an error in the form that users see): chooses the
+//! code, the fields and the help texts.
 use super::ckpt_error::CkptError;
 use super::damage::{Damage, DamageReason};
 use super::manifest::ManifestError;
@@ -102,7 +103,7 @@ fn io_error_help(error: &io::Error) -> Option<&'static str> {
 }
 
 impl MissingPart {
-    /// Returns the diagnostic code of an error about this missing part.
+    /// Returns the stable code of the error that this part of a checkpoint is missing.
     fn code(&self) -> Code {
         match self {
             MissingPart::LatestTarget { .. } => codes::CHECKPOINT_LATEST_DANGLING,
@@ -114,7 +115,7 @@ impl MissingPart {
 }
 
 impl DamageReason {
-    /// Returns the stable diagnostic code of this damage reason.
+    /// Returns the stable code of the error that a file is damaged for this reason.
     pub fn code(&self) -> Code {
         use DamageReason::*;
         match self {
@@ -151,7 +152,7 @@ impl DamageReason {
 }
 
 impl UnsupportedFeature {
-    /// Returns the diagnostic code of an error about this unsupported feature.
+    /// Returns the stable code of the error that this feature of a checkpoint is not supported.
     fn code(&self) -> Code {
         use UnsupportedFeature::*;
         match self {
@@ -168,7 +169,8 @@ impl UnsupportedFeature {
 }
 
 impl OutputProblem {
-    /// Returns the diagnostic code of an error about the rejected output path.
+    /// Returns the stable code of the error that an output path is rejected because of this
+    /// problem.
     fn code(&self) -> Code {
         match self {
             OutputProblem::InsideInput | OutputProblem::NoName => codes::CHECKPOINT_OUTPUT_INVALID,
@@ -176,7 +178,7 @@ impl OutputProblem {
         }
     }
 
-    /// Returns advice for the user about the rejected output path.
+    /// Returns advice for the user whose output path was rejected because of this problem.
     fn help(&self) -> Option<&'static str> {
         Some(match self {
             OutputProblem::NeedsForce { .. } => "add `--force` to replace the directory",

@@ -1,4 +1,4 @@
-//! [`MissingPart`]: a part of a checkpoint that is missing, for errors.
+//! [`MissingPart`]: the part of a checkpoint that an error reports as missing.
 use super::text::{format_names, format_ranks};
 use diagnostic::quantity::format_count;
 use serde::Serialize;
@@ -97,8 +97,10 @@ pub enum MissingPart {
     Other(String),
 }
 
-/// Formats missing shards and the hosts that have them as a list, of which at most three are shown.
+/// Formats a list of missing rank files (shards) and the hosts that store them, of which at most
+/// three are shown.
 pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
+    /// The largest number of rank files that the list shows.
     const SHARDS_LISTED_MAX: usize = 3;
     let list: Vec<String> =
         shards.iter().take(SHARDS_LISTED_MAX).map(|s| format!("{} on host {}", s.file, s.host)).collect();
@@ -108,8 +110,8 @@ pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
     }
 }
 
-/// Formats a remark at the end of a message, which lists the checkpoints that could be used
-/// instead. The remark is empty if there are none.
+/// Formats the end of an error message, which lists the checkpoints that could be used instead. The
+/// remark is empty if there are none.
 fn format_available_checkpoints(present: &[String]) -> String {
     match present.is_empty() {
         true => String::new(),

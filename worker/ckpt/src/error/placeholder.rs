@@ -1,5 +1,5 @@
-//! [`PlaceholderFile`]: a small file that a failed download or checkout left in place of a weights
-//! file.
+//! [`PlaceholderFile`]: a small file that a failed download or checkout (such as of Git LFS) left
+//! in place of the real file.
 
 /// A small file that a failed download or checkout left in place of the real file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -8,7 +8,7 @@ use crate::format_constants::{
 use crate::stream_kind::StreamKind;
 use diagnostic::{Code, codes::checkpoint as codes};
 
-/// Why the content of a file with random generator states (RNG) is rejected.
+/// Why the content of a file with the states of random generators (RNG) is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RngStateError {
@@ -109,7 +109,8 @@ pub enum RngStateError {
     Read(#[from] ReadFailure),
 }
 
-/// A contradiction between the files with random generator states (RNG) in a checkpoint directory.
+/// A contradiction between the files with the states of random generators (RNG) in a checkpoint
+/// directory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RngFilesError {
@@ -140,10 +141,11 @@ pub enum RngFilesError {
     OtherProgram,
 }
 
-/// The largest number of ranks that the message of [`ReconcileError::NotReplicated`] lists.
+/// The largest number of ranks that the message about differing random generator states
+/// ([`ReconcileError::NotReplicated`]) lists.
 const CONFLICTING_RANKS_LISTED_MAX: usize = 8;
 
-/// Why the random generator states of the ranks that saved a checkpoint cannot be assigned to
+/// Why the states of random generators that N ranks saved in a checkpoint cannot be assigned to
 /// another number of ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

@@ -1,10 +1,10 @@
-//! [`SaveProblem`]: why the data that a save was given are not one complete checkpoint.
+//! [`SaveProblem`]: why the data that are to be saved do not make up one complete checkpoint.
 use super::manifest::ManifestError;
 use super::pickle::EncodeError;
 use super::safetensors::SafetensorsError;
 use crate::tensor::{Dtype, TensorRole};
 
-/// Why the data that a save was given are not one complete checkpoint.
+/// Why the data that are to be saved do not make up one complete checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveProblem {

@@ -1,11 +1,11 @@
-//! [`UnsupportedFeature`]: the property of a checkpoint that an operation does not support, for
-//! error messages.
+//! [`UnsupportedFeature`]: a property of a checkpoint that an operation does not support, for error
+//! messages.
 use super::adapter_config::AdapterConfigError;
 use super::convert::ConvertError;
 use super::rng_files::{ReconcileError, RescaleError};
 use crate::tensor::Dtype;
 
-/// The property of a checkpoint that an operation does not support.
+/// A property of a checkpoint that the requested operation does not support.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum UnsupportedFeature {

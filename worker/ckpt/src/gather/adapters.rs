@@ -1,6 +1,5 @@
-//! Two views of a checkpoint with LoRA adapters, for gathering its weights. One view has only the
-//! adapters, for a PEFT directory. The other one is the model whose matrices contain the adapters
-//! (merged).
+//! Presents a checkpoint with LoRA adapters as one that has only the adapters (for a PEFT
+//! directory), or as one whose matrices contain them (merged), for gathering its weights.
 use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TextFile, TrainingState};
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
 use crate::format_constants::ADAPTER_CONFIG_FILE;
@@ -21,7 +20,8 @@ pub(super) struct AdapterView<'a> {
     content: ViewContent,
 }
 
-/// Which tensors an [`AdapterView`] presents: the adapters, or the merged model.
+/// Which tensors the view of a checkpoint with LoRA adapters ([`AdapterView`]) presents: the
+/// adapters, or the merged model.
 enum ViewContent {
     /// The adapters alone, with the tensor names of PEFT's files, and the text files next to them.
     Adapters { texts: Vec<TextFile> },
@@ -79,8 +79,9 @@ struct AdapterShape {
     out_features: usize,
 }
 
-/// Returns the shape of each LoRA adapter of `inner`, with the name of the adapted matrix as its
-/// key. Fails if the shape of an adapter does not match its matrix or the rank in `config`.
+/// Returns the shape of each LoRA adapter of the checkpoint `inner`, with the name of the adapted
+/// matrix as its key. Fails if the shape of an adapter does not match its matrix or the rank in
+/// `config`.
 fn collect_adapters(
     inner: &dyn TensorSource,
     config: &AdapterConfig,
@@ -113,9 +114,9 @@ fn collect_adapters(
 }
 
 impl AdapterShape {
-    /// Adds the LoRA adapter of the matrix `name`, `scale` × B · A, to `values`, which are elements
-    /// of the matrix starting at element `start`. Reads the adapter from `source`. Transposes B · A
-    /// if the matrix is `[in, out]`.
+    /// Adds the contribution of the LoRA adapter of the matrix `name`, `scale` × B · A, to
+    /// `values`, which are elements of the matrix starting at element `start`. Reads the adapter
+    /// from `source`. Transposes B · A if the matrix is `[in, out]`.
     fn add_to_matrix(
         &self,
         source: &dyn TensorSource,
@@ -156,10 +157,9 @@ impl AdapterShape {
     }
 }
 
-/// Computes a part of one row of a matmul and adds `scale` × the result to `values`, the columns
-/// `range` of the row. `left` is the same row of the left matrix, and `right` is the whole right
-/// matrix with `columns` columns. `sums` is scratch memory with at least as many elements as
-/// `range`, and is overwritten.
+/// Computes a range of one row of a matrix product and adds it, multiplied by `scale`, to `values`.
+/// `left` is the same row of the left matrix, and `right` is the whole right matrix with `columns`
+/// columns. `sums` is scratch memory with at least as many elements as `range`, and is overwritten.
 fn add_matmul_row(
     values: &mut [f32],
     sums: &mut [f32],

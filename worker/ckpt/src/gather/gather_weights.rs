@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-/// The result of gathering a checkpoint's weights, for the user.
+/// The result of gathering a checkpoint's weights that is reported to the user.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct GatherReport {
     /// The output directory.
@@ -114,8 +114,8 @@ fn write_text_files(dir: &Path, files: &[GatheredFile], texts: &[(String, String
     Ok(())
 }
 
-/// Lists all written files with their sizes and hashes, for the record that the gather writes to
-/// the output directory.
+/// Lists all written files with their sizes and hashes, for the record of the gather in the output
+/// directory.
 fn list_files_for_record(files: &[GatheredFile], texts: &[(String, String)]) -> Vec<RecordedFile> {
     let weights = files.iter().map(|f| (&f.name, RecordedContent { bytes: f.bytes, blake3: f.blake3 }));
     let texts = texts.iter().map(|(name, text)| (name, RecordedContent::from_text(text.as_bytes())));

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 /// to whole blocks.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// The hidden directory to which a gather writes, and the final path of that directory. Dropping
-/// this value removes the hidden directory.
+/// The hidden directory to which a gather (of a checkpoint's weights) writes, and the final path of
+/// that directory. Dropping this value removes the hidden directory.
 pub(super) struct GatherOutput {
     pub(super) dir: PathBuf,
     pub(super) path: PathBuf,
@@ -19,9 +19,9 @@ pub(super) struct GatherOutput {
 }
 
 impl GatherOutput {
-    /// Creates and locks the hidden directory next to `out`, after removing the hidden directories
-    /// of interrupted gathers. `source` is the path of the checkpoint, `bytes` the size of the
-    /// tensors.
+    /// Creates and locks the hidden directory next to `out` to which a gather writes, after
+    /// removing the hidden directories of interrupted gathers. `source` is the path of the
+    /// checkpoint, `bytes` the size of the tensors.
     ///
     /// # Errors
     /// Fails if `out` can't be replaced, another gather is writing to `out`, or the file system has

@@ -12,12 +12,15 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::Path;
 
-/// Maximum number of elements that a gather converts at a time: 4 MiB of F32.
+/// Maximum number of elements that a gather of weights converts at a time: 4 MiB of F32.
 const WINDOW_ELEMENTS: usize = 1 << 20;
+/// Name of the file with the model's config in a Hugging Face directory.
 const CONFIG_FILE: &str = "config.json";
-/// What the names of all weight files begin with.
+/// What the names of all files with weights begin with.
 pub(super) const MODEL_STEM: &str = "model";
+/// Name of the file with the settings of text generation in a Hugging Face directory.
 pub(super) const GENERATION_CONFIG_FILE: &str = "generation_config.json";
+/// Name of the file that lists the weight file of each tensor in a Hugging Face directory.
 const WEIGHT_INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// Options of [`crate::gather_weights`], such as the dtype and the size of files.
@@ -59,7 +62,7 @@ pub(super) fn encode_pretty_json(value: &impl serde::Serialize) -> Result<String
     Ok(text + "\n")
 }
 
-/// Which tensors a gather writes, and to which files.
+/// Which tensors of a checkpoint a gather of its weights writes, and to which files.
 pub(super) struct GatherPlan {
     pub(super) dtype: Dtype,
     pub(super) tensors: Vec<TensorInfo>,
@@ -107,7 +110,7 @@ impl GatherPlan {
         Ok(GatherPlan { dtype, tensors, files, bytes: sum_sizes(&sizes), integer_buffers: left_out })
     }
 
-    /// Encodes the safetensors header of the planned file with index `file`.
+    /// Encodes the safetensors header of the planned weight file number `file`.
     pub(super) fn encode_header(&self, file: usize) -> Result<Vec<u8>> {
         let tensor = |&i: &usize| {
             let t = &self.tensors[i];
@@ -117,8 +120,8 @@ impl GatherPlan {
         safetensors::encode_header(&[("format", "pt".to_owned())], &planned).map_err(CkptError::invalid_save)
     }
 
-    /// Divides the tensors of one file into groups of at most [`WINDOW_ELEMENTS`] elements, in the
-    /// order in which they are written.
+    /// Divides the tensors of one planned weight file into groups of at most [`WINDOW_ELEMENTS`]
+    /// elements, in the order in which they are written.
     pub(super) fn divide_into_windows(&self, file: usize) -> Vec<GatherWindow> {
         let mut windows = vec![GatherWindow::default()];
         for &tensor in &self.files[file].1 {
@@ -137,8 +140,8 @@ impl GatherPlan {
         windows
     }
 
-    /// Returns the names and contents of all text files that the gather writes: configs, index, and
-    /// files that the checkpoint stores.
+    /// Returns the names and contents of all text files that the gather writes: configs, the index
+    /// of weight files, and text files that the checkpoint stores.
     ///
     /// # Errors
     /// Fails if the checkpoint stores a file with the name of the record ([`GATHER_MARKER`]).
@@ -158,8 +161,9 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Returns the names and contents of the config files: `config.json` with the gathered dtype,
-    /// and `generation_config.json` if the checkpoint does not store this file.
+    /// Returns the names and contents of the config files that the gather writes: `config.json`
+    /// with the dtype of the gathered weights, and `generation_config.json` if the checkpoint does
+    /// not store this file.
     fn make_config_files(
         &self,
         checkpoint: &dyn TensorSource,
@@ -181,7 +185,7 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Returns the content of [`WEIGHT_INDEX_FILE`]: the file of each tensor by its name, and the total
+    /// Returns the content of [`WEIGHT_INDEX_FILE`]: the file name of each tensor, and the total
     /// numbers of parameters and bytes.
     fn make_weight_index(&self) -> Value {
         let file_of = |(name, group): &(String, Vec<usize>)| {
@@ -192,8 +196,8 @@ impl GatherPlan {
         json!({"metadata": {"total_parameters": parameters, "total_size": self.bytes}, "weight_map": map})
     }
 
-    /// Checks the written files in `dir` against the plan. Fails if their headers do not list
-    /// exactly the planned tensors with their dtypes, shapes and sizes.
+    /// Checks that the weight files in `dir` contain what the plan of the gather states. Fails if
+    /// their headers do not list exactly the planned tensors with their dtypes, shapes and sizes.
     pub(super) fn check_written_files(&self, dir: &Path, files: &[GatheredFile]) -> Result<()> {
         let directory = Directory::open(dir)?;
         let mut found: HashMap<String, (Dtype, Vec<u64>)> = HashMap::new();
@@ -225,7 +229,8 @@ impl GatherPlan {
     }
 }
 
-/// Consecutive elements of one output file, from one or more tensors, which are converted together.
+/// Consecutive elements of one weight file of the gather, from one or more tensors, which are
+/// converted together.
 #[derive(Default)]
 pub(super) struct GatherWindow {
     /// Indices of tensors, each with a range of the tensor's elements.
@@ -235,8 +240,8 @@ pub(super) struct GatherWindow {
 }
 
 impl GatherWindow {
-    /// Adds the names of tensors that have NaN or infinite values among `values`, the elements of
-    /// this window, to `names`.
+    /// Adds the names of the tensors with NaN or infinite elements in this group of elements, which
+    /// has the values `values`, to `names`.
     pub(super) fn collect_non_finite_names(
         &self,
         plan: &GatherPlan,
@@ -260,8 +265,9 @@ fn sort_keys(map: &Map<String, Value>) -> BTreeMap<&String, &Value> {
     map.iter().collect()
 }
 
-/// Derives the generation config from a model config as transformers does. The result contains the
-/// special tokens of the model config. Returns `None` if the model config has no special tokens.
+/// Derives the content of `generation_config.json` from a model config as transformers does. The
+/// result contains the special tokens of the model config. Returns `None` if the model config has
+/// no special tokens.
 fn derive_generation_config(config: &Map<String, Value>) -> Option<BTreeMap<String, Value>> {
     let mut generation: BTreeMap<String, Value> = ["bos_token_id", "eos_token_id", "pad_token_id"]
         .into_iter()
@@ -280,10 +286,10 @@ fn sum_sizes(sizes: &[u64]) -> u64 {
     sizes.iter().fold(0, |sum, size| sum.saturating_add(*size))
 }
 
-/// Splits items with the sizes `sizes` into groups of at most `max` bytes, by the algorithm of
-/// transformers. An item larger than `max` is alone in its group, and the group of its neighbours
-/// continues after the item. Returns the indices of the items of each group, and at least one
-/// group.
+/// Divides items with the sizes `sizes` into groups (files) of at most `max` bytes, by the
+/// algorithm of transformers. An item larger than `max` is alone in its group, and the group of its
+/// neighbours continues after the item. Returns the indices of the items of each group, and at
+/// least one group.
 fn split_by_size(sizes: &[u64], max: u64) -> Vec<Vec<usize>> {
     let (mut groups, mut current, mut filled) = (Vec::new(), Vec::new(), 0u64);
     for (i, &size) in sizes.iter().enumerate() {

@@ -32,15 +32,16 @@ fn split_layer_prefix(name: &str) -> Option<(&str, &str)> {
     Some(name.split_at(end))
 }
 
-/// Finds the position of a tensor's module in [`LAYER_MODULES`]. `rest` is the tensor's name after
-/// the prefix of its layer.
+/// Returns the position, in [`LAYER_MODULES`], of the module to which a tensor of a decoder layer
+/// belongs. `rest` is the tensor's name after the prefix of its layer.
 fn find_module_position(rest: &str) -> Option<usize> {
     LAYER_MODULES.iter().position(|module| rest.starts_with(module))
 }
 
-/// Parses the name of an expert's matrix into the part before `.experts.`, the number of the
-/// expert, and the position of the matrix in the order of transformers. `down_proj` is first, since
-/// it precedes `gate_up_proj` alphabetically. Returns `None` for other tensors.
+/// Parses the name of an expert's matrix, which transformers would write as a part of a tensor with
+/// all experts: into the part before `.experts.`, the number of the expert, and the position of the
+/// matrix in the order of transformers. `down_proj` is first, since it precedes `gate_up_proj`
+/// alphabetically. Returns `None` for other tensors.
 fn parse_split_expert(name: &str) -> Option<(&str, u64, usize)> {
     let (before, number, matrix) = parse_expert_matrix_name(name)?;
     Some((before, number, (matrix + 1) % 3))
@@ -63,9 +64,10 @@ fn parse_name_part(text: &str) -> NamePart<'_> {
     }
 }
 
-/// Computes the key by which the tensors of a mixture of experts are sorted. The key begins with
-/// the name of the tensor, or of the fused tensor from which an expert's matrix comes. The position
-/// of the matrix and the number of the expert follow.
+/// Computes the key by which the tensors of a model are sorted as transformers sorts those of a
+/// mixture-of-experts model. The key begins with the name of the tensor, or of the fused tensor
+/// from which an expert's matrix comes. The position of the matrix and the number of the expert
+/// follow.
 fn compute_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
     let (fused, which, number) = match parse_split_expert(name) {
         Some((before, number, which)) => (before, which, number),
@@ -105,9 +107,9 @@ pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<Tenso
     positioned.into_iter().map(|(_, t)| t).collect()
 }
 
-/// Groups sorted tensors into ranges, each of which must be written to a single file (shard). The
-/// experts' matrices of a layer form three ranges, for down, gate and up. Every other tensor is a
-/// range by itself.
+/// Groups sorted tensors into ranges whose tensors must be written to one file, such as the
+/// matrices of all experts of a layer. The experts' matrices of a layer form three ranges, for
+/// down, gate and up. Every other tensor is a range by itself.
 pub(super) fn group_inseparable_tensors(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
     let fused =
         |t: &TensorInfo| parse_split_expert(&t.name).map(|(before, _, which)| (before.to_owned(), which));

@@ -1,5 +1,5 @@
-//! Copies weights from a checkpoint to files. Several threads read ahead, and the calling thread
-//! converts the elements and writes the files.
+//! Copies weights from a checkpoint to weight files. Several threads read ahead, and the calling
+//! thread converts the elements and writes the files.
 use super::plan::{GatherPlan, GatherWindow, GatheredFile};
 use crate::catalog::{TensorSource, build_span_requests};
 use crate::codec::disk::{FileWriter, HashMode, IoMode};
@@ -11,14 +11,15 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Number of buffers that circulate between the reading threads and the converting thread.
+/// Number of buffers that circulate between the threads that read and the thread that converts and
+/// writes.
 const WINDOW_COUNT: usize = 6;
 /// Number of threads that read the checkpoint. The disk serves one thread while another one
 /// verifies its bytes.
 const READER_COUNT: usize = 3;
 
-/// A message from a reading thread: the number of a window (a group of elements), and the window
-/// with its elements or an error.
+/// A message from a reading thread of a gather: the number of a window (a group of elements), and
+/// the window with its elements or an error.
 type WindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
 
 /// Writes the planned weight files to the directory `dir`. Returns the files, and the names of
@@ -89,7 +90,8 @@ fn lock_mutex<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Receives windows (groups of elements) that several threads read, and returns them in order.
+/// Receives windows (groups of elements) that several threads read in any order, and returns them
+/// in their order in the output.
 struct OrderedWindows {
     inbox: Receiver<WindowResult>,
     next_window: usize,
@@ -97,7 +99,8 @@ struct OrderedWindows {
 }
 
 impl OrderedWindows {
-    /// Waits for the next window (group of elements) in order, and returns it with its elements.
+    /// Waits for the window (group of elements) that comes next in the output, and returns it with
+    /// its elements.
     ///
     /// # Errors
     /// Fails if reading this window failed, or the reading threads ended early.
@@ -114,8 +117,8 @@ impl OrderedWindows {
     }
 }
 
-/// Reads the elements of `window` from the checkpoint to a buffer, and returns both. The bytes are
-/// verified later, by [`TensorSource::verify_reads`].
+/// Reads the elements of `window` (a group of elements of one output file) from the checkpoint to a
+/// buffer, and returns both. The bytes are verified later, by [`TensorSource::verify_reads`].
 fn read_window(
     checkpoint: &dyn TensorSource,
     plan: &GatherPlan,
@@ -127,8 +130,8 @@ fn read_window(
     Ok((window, buffer))
 }
 
-/// Converts `values`, the elements of a window, to the dtype of `plan`, and passes their bytes to
-/// `writer`.
+/// Converts `values`, the elements of a window (a group of elements of one output file), to the
+/// dtype of `plan`, and passes their bytes to `writer`.
 ///
 /// # Errors
 /// Fails with [`CkptError::ValueOverflow`] if a finite value is outside of the range of the dtype.

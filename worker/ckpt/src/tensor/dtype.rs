@@ -62,7 +62,7 @@ impl Dtype {
         }
     }
 
-    /// Returns the name of this type in PyTorch and in `config.json`, such as `bfloat16`.
+    /// Returns the name of this element type in PyTorch and in `config.json`, such as `bfloat16`.
     pub fn torch_name(self) -> &'static str {
         use Dtype::*;
         match self {

@@ -39,9 +39,9 @@ pub(crate) fn find_coverage_error(
     (done < total).then_some(CoverageError::Gap(done..total))
 }
 
-/// Finds which items of `sorted` overlap the range `wanted`. `range_of` returns the range of an
-/// item. The caller must sort the items by range, and the ranges must have no gaps. Yields the
-/// index of each item whose range overlaps `wanted`, and the intersection.
+/// Finds those items of `sorted` whose ranges overlap the range `wanted`. `range_of` returns the
+/// range of an item. The caller must sort the items by range, and the ranges must have no gaps.
+/// Yields the index of each item whose range overlaps `wanted`, and the intersection.
 pub(crate) fn intersect_ranges<'a, T>(
     sorted: &'a [T],
     range_of: impl Fn(&T) -> Range<u64> + 'a,
@@ -58,7 +58,7 @@ pub(crate) fn intersect_ranges<'a, T>(
         .filter(|(_, r)| r.start < r.end)
 }
 
-/// Finds the blocks of `block` bytes that contain at least one byte of the ranges `bytes`, which
+/// Lists the blocks of `block` bytes that contain at least one byte of the ranges `bytes`, which
 /// may have any order. Returns the indices of the blocks as sorted ranges, of which no two overlap
 /// or touch.
 pub(crate) fn find_covering_blocks(mut bytes: Vec<Range<u64>>, block: u64) -> Vec<Range<u64>> {

@@ -4,7 +4,7 @@ use super::role::TensorRole;
 /// Maximum length of a tensor's name in bytes.
 const TENSOR_NAME_MAX: usize = 1024;
 
-/// Error: the name of a tensor is empty, longer than 1024 bytes, or has control characters.
+/// The error that the name of a tensor is empty, longer than 1024 bytes, or has control characters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name:?} is not a valid tensor name (1 to {TENSOR_NAME_MAX} bytes, no control characters)")]
 pub struct InvalidTensorName {
@@ -20,7 +20,7 @@ pub(crate) fn check_tensor_name(name: &str) -> std::result::Result<(), InvalidTe
     Ok(())
 }
 
-/// Formats the label `role/name` of a tensor, which messages and keys contain.
+/// Formats the label `role/name` of a tensor, which error messages and keys of files contain.
 pub(crate) fn tensor_label(role: TensorRole, name: &str) -> String {
     format!("{role}/{name}")
 }

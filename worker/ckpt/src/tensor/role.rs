@@ -38,7 +38,7 @@ impl TensorRole {
         TensorRole::Buffer,
     ];
 
-    /// Returns the name of the role in files and tables, such as `exp_avg`.
+    /// Returns the name of the role in files and tables, such as `exp_avg` for Adam's first moment.
     pub fn name(self) -> &'static str {
         match self {
             TensorRole::Weight => "weight",
@@ -59,8 +59,8 @@ impl TensorRole {
         !matches!(self, TensorRole::Weight | TensorRole::Buffer)
     }
 
-    /// Returns the shape that a tensor with this role has for a weight with the shape `weight`.
-    /// Returns `None` if optimizers keep no such state for the weight.
+    /// Returns the shape that a tensor with this role has if it belongs to a weight with the shape
+    /// `weight`. Returns `None` if optimizers keep no such state for the weight.
     pub fn state_shape<N>(self, weight: &[N]) -> Option<&[N]> {
         match (self, weight) {
             (TensorRole::ExpAvgSqRow, [_, _]) => Some(&weight[..1]),
@@ -72,8 +72,8 @@ impl TensorRole {
         }
     }
 
-    /// Returns the key of this state in the `state_dict` of torch's optimizers. Returns `None` for
-    /// weights, buffers, and states that launch stores only in native checkpoints.
+    /// Returns the key of this optimizer state in the `state_dict` of torch's optimizers. Returns
+    /// `None` for weights, buffers, and states that launch stores only in native checkpoints.
     pub(crate) fn torch_key(self) -> Option<&'static str> {
         match self {
             TensorRole::ExpAvg | TensorRole::ExpAvgSq => Some(self.name()),

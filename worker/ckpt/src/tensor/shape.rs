@@ -18,8 +18,9 @@ pub(crate) fn count_elements(shape: &[u64]) -> Option<u64> {
     Some(if shape.contains(&0) { 0 } else { nonzero })
 }
 
-/// Deserializes the shape of a tensor. Fails at the first dimension beyond [`DIMENSIONS_MAX`], so
-/// that an untrusted file cannot make a long list.
+/// Deserializes the shape of a tensor, which may have at most [`DIMENSIONS_MAX`] dimensions. Fails
+/// at the first dimension beyond [`DIMENSIONS_MAX`], so that an untrusted file cannot make a long
+/// list.
 pub(crate) fn deserialize_shape<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<u64>, D::Error> {
     /// A serde visitor that collects the dimensions of a shape, and fails if there are too many.
     struct ShapeVisitor;
