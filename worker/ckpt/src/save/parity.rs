@@ -193,8 +193,8 @@ impl<'m> CheckpointFiles<'m> {
         }
     }
 
-    /// Returns the size in bytes of a rank's file (shard), as the manifest states it. Returns
-    /// `None` if the file can't be opened.
+    /// Returns the actual size in bytes of the file of rank `shard`. Returns `None` if the file
+    /// can't be opened.
     fn shard_size(&self, shard: usize) -> Option<u64> {
         self.shards.get(shard).and_then(read_file_size)
     }
