@@ -68,8 +68,8 @@ pub fn all_gather_results<T: Serialize + DeserializeOwned>(
     decode_reports(&queue.run_and_wait(move |comm| comm.all_gather_bytes(&bytes))?)
 }
 
-/// Exchanges the errors of all ranks, and returns on every rank the error of the lowest rank that
-/// has one, or `None`.
+/// Exchanges the errors of all ranks (`mine` on this rank), and returns on every rank the error of
+/// the lowest rank that has one, or `None`.
 ///
 /// Collective: every rank must call it.
 pub fn exchange_first_error(queue: &CollectiveQueue, mine: Option<Error>) -> Result<Option<Error>> {
@@ -90,12 +90,13 @@ fn encode_report<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
     })
 }
 
-/// Decodes the values and errors of all ranks. Fails if the bytes of a rank are not valid.
+/// Decodes the values or errors that all ranks have sent to this rank. Fails if the bytes of a rank
+/// are not valid.
 fn decode_reports<T: DeserializeOwned>(reports: &[Vec<u8>]) -> Result<Vec<Result<T>>> {
     reports.iter().enumerate().map(|(rank, report)| decode_report(rank, report)).collect()
 }
 
-/// Decodes the value or error of `rank`. Fails if the bytes are not valid.
+/// Decodes the value or error that `rank` has sent to this rank. Fails if the bytes are not valid.
 fn decode_report<T: DeserializeOwned>(rank: usize, report: &[u8]) -> Result<Result<T>> {
     rmp_serde::from_slice(report).map_err(|e| {
         let message = format!("cannot decode the report of rank {rank}");

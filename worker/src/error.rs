@@ -7,7 +7,8 @@ use protocol::exit::WorkerExit;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// The reason why a rank ended: a [`Diagnostic`], and whether this rank or another one is at fault.
+/// The reason why a rank of the built-in training ended: a [`Diagnostic`], and whether this rank or
+/// another one is at fault.
 ///
 /// Ranks exchange their errors (see [`crate::consensus`]), so this type is serializable.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -50,7 +51,7 @@ impl Error {
         self.diagnostic.code()
     }
 
-    /// Returns the exit status with which this error ends the worker process.
+    /// Returns the exit status with which a worker process that fails with this error ends.
     pub fn to_worker_exit(&self) -> WorkerExit {
         if self.aborted {
             return WorkerExit::Aborted;
@@ -118,8 +119,8 @@ pub(crate) fn to_unwritable_checkpoint_error(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Cluster).into()
 }
 
-/// Combines all mistakes in the job's `train` section into one error. Several mistakes become
-/// details of a summary.
+/// Combines all errors that were found in the job's `train` section into one error. Several
+/// mistakes become details of a summary.
 pub(crate) fn combine_train_mistakes(mut mistakes: Vec<Diagnostic>) -> Error {
     if mistakes.len() == 1 {
         return mistakes.remove(0).into();

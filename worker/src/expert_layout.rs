@@ -13,7 +13,7 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::{ExpertPlacement, ExpertsSpec};
 use std::{collections::BTreeMap, ops::Range};
 
-/// The key of job.yaml for the section about experts.
+/// The key of job.yaml for the section about experts of mixture-of-experts models.
 const EXPERTS_KEY: &str = "train.experts";
 /// The key of job.yaml for the number of ranks among which the experts of a layer are divided.
 const PARALLEL_SIZE_KEY: &str = "train.experts.expert_parallel_size";
@@ -30,8 +30,8 @@ pub struct ExpertLayout {
 }
 
 impl ExpertLayout {
-    /// Creates the layout that `train.experts` describes, for a model that is trained on `world`
-    /// ranks. Returns `None` if the model has no experts.
+    /// Creates the assignment of experts to ranks that `train.experts` describes, for a model that
+    /// is trained on `world` ranks. Returns `None` if the model has no experts.
     ///
     /// # Errors
     ///
@@ -64,8 +64,8 @@ impl ExpertLayout {
         Ok(Some(ExpertLayout { parallel, layers: placed? }))
     }
 
-    /// Creates the layout in which every rank has every expert. Returns `None` if the model has no
-    /// experts.
+    /// Creates the assignment in which every rank has every expert. Returns `None` if the model has
+    /// no experts.
     pub fn for_replicated_experts(model: &Model) -> Option<Self> {
         let sparse = MoeModel::from_model(model)?;
         let ranks = vec![(0..sparse.expert_shape().experts).collect()];
@@ -73,14 +73,14 @@ impl ExpertLayout {
         Some(ExpertLayout { parallel: 1, layers })
     }
 
-    /// Returns the experts of `layer` that the rank number `index` of each expert-parallel group
-    /// has, in ascending order.
+    /// Returns the experts of `layer` that the rank with index `index` in each expert-parallel
+    /// group has, in ascending order.
     pub fn list_experts_on(&self, layer: usize, index: usize) -> &[usize] {
         self.layers.get(&layer).map_or(&[], |ranks| &ranks[index])
     }
 
-    /// Returns the experts of `layer` in the order in which rows are dispatched to them, which is
-    /// rank by rank.
+    /// Returns the experts of `layer` in the order in which rows are sent to them: those of the
+    /// first rank of a group first.
     pub fn list_experts_in_dispatch_order(&self, layer: usize) -> Vec<usize> {
         self.layers.get(&layer).map(|ranks| ranks.concat()).unwrap_or_default()
     }
@@ -102,8 +102,8 @@ fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize
         .with_field(things, count)
 }
 
-/// Determines which experts of `layer` each rank of an expert-parallel group gets. Fails if the
-/// job's placement is not valid.
+/// Determines which experts of `layer` each rank of an expert-parallel group gets, from the job's
+/// `train.experts`. Fails if the job's placement is not valid.
 fn place_experts(spec: &ExpertsSpec, sparse: MoeModel, layer: usize) -> diagnostic::Result<Vec<Vec<usize>>> {
     let (experts, parallel) = (sparse.expert_shape().experts, spec.expert_parallel_size as usize);
     let named = match &spec.placement {
@@ -146,8 +146,9 @@ fn place_experts(spec: &ExpertsSpec, sparse: MoeModel, layer: usize) -> diagnost
     Ok(ranks)
 }
 
-/// Builds the parameter units of the model without experts, followed by the units of the experts.
-/// Each MoE layer has one unit of experts for each rank of an expert-parallel group.
+/// Builds the parameter units of the model (parameters that are gathered together): those without
+/// experts, followed by the units of the experts. Each MoE layer has one unit of experts for each
+/// rank of an expert-parallel group.
 pub fn build_units_with_experts(model: &Model, layout: Option<&ExpertLayout>) -> Vec<ParamUnit> {
     let mut units = model.param_units();
     let (Some(sparse), Some(layout)) = (MoeModel::from_model(model), layout) else { return units };
@@ -169,8 +170,8 @@ pub fn build_units_with_experts(model: &Model, layout: Option<&ExpertLayout>) ->
     units
 }
 
-/// The order in which the tokens of one micro-batch are dispatched: by expert, and for each expert
-/// in the order of the tokens.
+/// Which rows (tokens, each once per chosen expert) a rank sends in one micro-batch, ordered by
+/// expert, and for each expert by token.
 #[derive(Default)]
 pub struct SendPlan {
     /// For each dispatched row, the index of its token.
@@ -183,9 +184,9 @@ pub struct SendPlan {
 }
 
 impl SendPlan {
-    /// Replaces this plan by one that dispatches each token to its chosen experts. `chosen`
-    /// contains `per_token` experts for each token, and `order` lists all experts in the order in
-    /// which their rows are dispatched.
+    /// Replaces this plan by one that sends each token of a micro-batch to the experts that the
+    /// router chose for it. `chosen` contains `per_token` experts for each token, and `order` lists
+    /// all experts in the order in which their rows are dispatched.
     pub fn sort_choices(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
         let mut position = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, &e)| position[e] = i);
@@ -203,9 +204,9 @@ impl SendPlan {
         }
     }
 
-    /// Returns for each dispatched row the number of the router's choice for which the row is sent.
-    /// A choice is a token with one of its experts, and choices are numbered token by token, best
-    /// expert first.
+    /// Returns for each row that the plan sends the number of the router's choice (a token with one
+    /// of its experts) that caused it. A choice is a token with one of its experts, and choices are
+    /// numbered token by token, best expert first.
     pub fn list_choices(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
         (0..).zip(&self.choice_rows).for_each(|(choice, &row)| choices[row as usize] = choice);
@@ -221,8 +222,8 @@ impl SendPlan {
     }
 }
 
-/// How many rows a rank receives for each of its experts from each rank of its expert-parallel
-/// group.
+/// How many token rows a rank receives for each of its experts from each rank of its
+/// expert-parallel group.
 #[derive(Default)]
 pub struct RecvPlan {
     experts: usize,
@@ -231,36 +232,37 @@ pub struct RecvPlan {
 }
 
 impl RecvPlan {
-    /// Creates a plan for receiving rows for `experts` experts. `counts` are the numbers of rows,
-    /// ordered by sender, then by expert.
+    /// Creates a plan for receiving token rows for `experts` experts. `counts` are the numbers of
+    /// rows, ordered by sender, then by expert.
     pub fn new(experts: usize, counts: Vec<usize>) -> Self {
         RecvPlan { experts, counts }
     }
 
-    /// Returns the number of rows that this rank receives from all senders.
+    /// Returns the number of token rows that this rank receives from all senders.
     pub fn count_rows(&self) -> usize {
         self.counts.iter().sum()
     }
 
-    /// Returns the number of ranks from which this rank receives rows.
+    /// Returns the number of ranks from which this rank receives token rows.
     fn count_senders(&self) -> usize {
         self.counts.len().checked_div(self.experts).unwrap_or(0)
     }
 
-    /// Returns the number of rows that the sender number `sender` sends.
+    /// Returns the number of token rows that this rank receives from the sender number `sender`.
     pub fn count_rows_from(&self, sender: usize) -> usize {
         let first = sender * self.experts;
         self.counts.get(first..first + self.experts).map_or(0, |c| c.iter().sum())
     }
 
-    /// Returns the numbers of received rows, ordered by expert, then by sender.
+    /// Returns how many token rows each sender sends for each expert, ordered by expert, then by
+    /// sender.
     fn sort_counts_by_expert(&self) -> Vec<usize> {
         let of_expert = |e: usize| (0..self.count_senders()).map(move |s| self.counts[s * self.experts + e]);
         (0..self.experts).flat_map(of_expert).collect()
     }
 
-    /// Computes for each expert the range of its rows, if the received rows are sorted by expert
-    /// and then by sender.
+    /// Computes for each expert the range of its token rows, if the received rows are sorted by
+    /// expert and then by sender.
     pub fn compute_expert_ranges(&self) -> Vec<Range<usize>> {
         let counts = self.sort_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
@@ -272,7 +274,7 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Computes for each expert the range of its rows from `sender`, if the received rows are
+    /// Computes for each expert the range of its token rows from `sender`, if the received rows are
     /// sorted by expert and then by sender.
     pub fn compute_expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
         let counts = self.sort_counts_by_expert();
@@ -284,7 +286,7 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Lists the blocks of received rows, in which all rows have one sender and one expert.
+    /// Lists the blocks of received token rows, in which all rows have one sender and one expert.
     ///
     /// Each item is the block's range in the order in which rows are received (by sender, then by
     /// expert), and the index of the block's first row after rows are sorted by expert, then by
@@ -300,8 +302,8 @@ impl RecvPlan {
     }
 }
 
-/// Computes the index at which each of several consecutive parts begins: the exclusive prefix sums
-/// of `counts`.
+/// Returns the index at which each of several consecutive parts with the lengths `counts` begins
+/// (exclusive prefix sums).
 fn compute_start_offsets(counts: &[usize]) -> Vec<usize> {
     let next = |offset: &mut usize, n: &usize| {
         let start = *offset;

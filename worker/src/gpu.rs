@@ -26,8 +26,8 @@ pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Pat
     }
 }
 
-/// Finds the directories under which Python packages are installed: those of the first `python3` on
-/// the PATH, before and after resolving links, and that of the user's own packages (`~/.local`).
+/// Finds the installation prefixes of Python packages: those of the first `python3` on the PATH,
+/// before and after resolving links, and that of the user's packages (`~/.local`).
 fn find_python_prefixes() -> Vec<PathBuf> {
     let path = std::env::var_os(env::PATH).unwrap_or_default();
     let python = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|file| file.is_file());
@@ -41,7 +41,7 @@ fn find_python_prefixes() -> Vec<PathBuf> {
     prefixes
 }
 
-/// Tries to open each library that training on GPUs opens, including NCCL for several GPUs. Returns
+/// Tries to open each library that training on GPUs needs, such as cuBLASLt and NCCL, and returns
 /// the version or the error of each.
 pub(crate) fn probe_libraries(paths: &LibrarySearchPaths) -> Vec<LibraryReport> {
     let report = |name: &str, required, result: diagnostic::Result<_>| LibraryReport {
@@ -66,7 +66,7 @@ pub(crate) fn find_kernel_cache_directory() -> Option<PathBuf> {
     Some(cache.join("launch/kernels"))
 }
 
-/// Returns which implementation of attention the job selects for GPUs.
+/// Returns the implementation of attention on GPUs that the job's `train` section selects.
 pub(crate) fn select_attention_backend(train: &TrainSpec) -> AttentionBackend {
     match train.attention {
         AttentionKernels::Cudnn => AttentionBackend::Cudnn,
@@ -75,7 +75,8 @@ pub(crate) fn select_attention_backend(train: &TrainSpec) -> AttentionBackend {
     }
 }
 
-/// Converts the error of a GPU, or of a library for GPUs, to a diagnostic with exit code 3.
+/// Converts the error of a GPU, or of a library for GPUs, to a diagnostic with exit code 3, which
+/// means that the cluster is at fault.
 pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
     let diagnostic = Diagnostic::from(error).with_category(Category::Cluster);
     let message = format!("cannot use a GPU: {}", diagnostic.message());
@@ -86,7 +87,8 @@ pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
 pub(crate) const HOST_MEMORY_HELP: &str =
     "set `cluster.comm_backend: host`, whose collectives use host memory";
 
-/// Converts an error of NCCL to a diagnostic with exit code 3.
+/// Converts an error of NCCL to a diagnostic with exit code 3, which means that the cluster is at
+/// fault.
 pub(crate) fn to_unusable_nccl_error(error: NcclError) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Cluster).with_help(HOST_MEMORY_HELP)
 }

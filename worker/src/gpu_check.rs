@@ -31,7 +31,7 @@ use std::path::PathBuf;
 use throughput::measure_model;
 use timed_models::{describe_timed_models_as_json, find_model_by_number};
 
-/// The options of `launch gpu-check`.
+/// The options of the command `launch gpu-check`.
 #[derive(Clone, Debug)]
 pub struct GpuCheckOptions {
     /// The index of the GPU.
@@ -42,7 +42,8 @@ pub struct GpuCheckOptions {
     pub task: GpuCheckTask,
 }
 
-/// The work that `launch gpu-check` does.
+/// What a process of `launch gpu-check` does: check the GPU, list the parts of the check, run one
+/// part, or measure models.
 #[derive(Clone, Debug)]
 pub enum GpuCheckTask {
     /// Compares operations and training with the CPU, and measures their speed.

@@ -31,7 +31,8 @@ const NO_DECAY_KEY: &str = "train.optimizer.no_decay";
 pub const LORA_FROM_KEY: &str = "train.lora.from";
 
 /// Adds the job's LoRA adapters to the model and sets the precision of its matmuls. Returns the
-/// model's parameter units, in which each parameter is marked as trained or frozen.
+/// model's parameter units (parameters that are gathered together), in which each parameter is
+/// marked as trained or frozen.
 ///
 /// # Errors
 ///
@@ -111,7 +112,7 @@ pub fn find_first_backward_layer(units: &[ParamUnit]) -> usize {
     find_first_trained_unit(units.iter()).saturating_sub(1).min(layers)
 }
 
-/// The compiled name patterns of one key of job.yaml.
+/// The compiled glob patterns for parameter names of one key of job.yaml.
 struct NamePatterns(Vec<GlobMatcher>);
 
 impl NamePatterns {
@@ -161,13 +162,13 @@ impl NamePatterns {
     }
 
     /// Returns whether one of the patterns matches the parameter's name or, for a tied matrix, its
-    /// alias.
+    /// second name.
     fn matches(&self, name: &str, ties: &[TiedWeight]) -> bool {
         self.0.iter().any(|p| matches_name_or_alias(p, name, ties))
     }
 }
 
-/// Returns whether `pattern` matches the parameter's name or, for a tied matrix, its alias.
+/// Returns whether `pattern` matches the parameter's name or, for a tied matrix, its second name.
 fn matches_name_or_alias(pattern: &GlobMatcher, name: &str, ties: &[TiedWeight]) -> bool {
     let matches_alias = |t: &TiedWeight| t.target == name && pattern.is_match(&t.alias);
     pattern.is_match(name) || ties.iter().any(matches_alias)
@@ -191,7 +192,8 @@ pub struct GroupHyperparams {
     pub weight_decay: f64,
 }
 
-/// The optimizer's parameter groups, each of which has at least one trained parameter.
+/// The optimizer's parameter groups (parameters with equal optimizer settings), and the group of
+/// each parameter.
 pub struct ParamGroups {
     /// The hyper-parameters of each group.
     pub hyperparams: Vec<GroupHyperparams>,
@@ -200,7 +202,8 @@ pub struct ParamGroups {
     pub group_indices: Vec<Vec<usize>>,
 }
 
-/// Assigns each trained parameter to a group.
+/// Assigns each trained parameter to a parameter group of the optimizer, by the name patterns of
+/// the job.
 ///
 /// # Errors
 ///
@@ -245,8 +248,8 @@ pub fn assign_groups(
     Ok(ParamGroups { hyperparams: groups, group_indices: group_of })
 }
 
-/// Determines the optimizer settings of a parameter that `rule`, an index into `optimizer.groups`,
-/// selects.
+/// Determines the optimizer settings of a parameter group from the job's optimizer and the group
+/// `rule` in `train.optimizer.groups`.
 fn resolve_group_hyperparams(spec: &OptimizerSpec, rule: Option<usize>, no_decay: bool) -> GroupHyperparams {
     let default_decay = if no_decay { 0.0 } else { spec.weight_decay };
     let default_name = if no_decay { "no_decay" } else { "decay" };

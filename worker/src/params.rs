@@ -52,10 +52,10 @@ pub struct OwnerRanks {
 }
 
 impl OwnerRanks {
-    /// The ownership of a unit in which every rank is an owner.
+    /// The owner ranks of a parameter unit that is sharded among all ranks.
     pub const ALL: OwnerRanks = OwnerRanks { first: 0, stride: 1 };
 
-    /// Returns whether `rank` owns a part of the unit.
+    /// Returns whether `rank` owns a part of the parameter unit.
     pub fn contains(&self, rank: usize) -> bool {
         rank % self.stride == self.first
     }
@@ -71,7 +71,8 @@ impl OwnerRanks {
     }
 }
 
-/// A parameter unit: tensors that are gathered, used and released together, in one flat vector.
+/// A parameter unit: parameter tensors of a model that are gathered, used and released together, as
+/// one flat vector.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamUnit {
     /// The name for messages, such as `layer 3`.
@@ -132,12 +133,13 @@ impl ParamUnit {
         }
     }
 
-    /// Returns the layer whose experts the unit contains, or `None` for a unit without experts.
+    /// Returns the layer whose experts the parameter unit contains, or `None` for a unit without
+    /// experts.
     pub fn expert_layer(&self) -> Option<usize> {
         self.experts.as_ref().map(|e| e.layer)
     }
 
-    /// Returns whether the unit contains experts.
+    /// Returns whether the parameter unit contains experts.
     pub fn holds_experts(&self) -> bool {
         self.experts.is_some()
     }
@@ -150,17 +152,17 @@ impl ParamUnit {
         self.trained = self.params.iter().map(|p| trained(&p.name)).collect();
     }
 
-    /// Returns whether tensor `i` is trained.
+    /// Returns whether tensor number `i` of the unit is trained.
     pub fn is_trained(&self, i: usize) -> bool {
         self.trained[i]
     }
 
-    /// Returns whether at least one tensor is trained.
+    /// Returns whether at least one tensor of the unit is trained.
     pub fn has_any_trained(&self) -> bool {
         self.trained.contains(&true)
     }
 
-    /// Returns whether every tensor is trained.
+    /// Returns whether every tensor of the unit is trained.
     pub fn is_all_trained(&self) -> bool {
         !self.trained.contains(&false)
     }
@@ -188,8 +190,8 @@ impl ParamUnit {
         self.compute_trained_offset(flat.start)..self.compute_trained_offset(flat.end)
     }
 
-    /// Lists the parts of trained tensors inside the range `flat` of the flat vector. See
-    /// [`ParamUnit::list_segments`].
+    /// Lists the parts of trained tensors that are inside the range `flat` of the unit's flat
+    /// vector, in order.
     pub fn list_trained_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         let mut segments = self.list_segments(flat);
         segments.retain(|s| self.trained[s.param]);
@@ -201,8 +203,8 @@ impl ParamUnit {
         self.params.iter().zip(&self.trained).filter(|(_, trained)| **trained).map(|(p, _)| p)
     }
 
-    /// Moves the elements of the trained tensors to the front of `flat_vector`, which thus becomes
-    /// a trained vector.
+    /// Moves the elements of the trained tensors to the front of `flat_vector`, the unit's flat
+    /// vector, and so removes the frozen ones from between them.
     pub fn pack_trained(&self, ops: &dyn Ops, mut flat_vector: ViewMut) {
         let mut end = 0;
         for s in self.list_trained_segments(0..self.len()) {
@@ -212,7 +214,7 @@ impl ParamUnit {
         }
     }
 
-    /// Returns the number of elements of the flat vector.
+    /// Returns the number of elements of all tensors of the unit.
     pub fn len(&self) -> usize {
         *self.offsets.last().unwrap_or(&0)
     }
@@ -227,7 +229,8 @@ impl ParamUnit {
         self.offsets[i]..self.offsets[i + 1]
     }
 
-    /// Lists the parts of tensors inside the range `flat` of the flat vector, in order.
+    /// Lists the parts of tensors that are inside the range `flat` of the unit's flat vector, in
+    /// order.
     pub fn list_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         (0..self.params.len())
             .filter_map(|i| {
@@ -253,7 +256,7 @@ pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize
     tensors(false).chain(of_experts).collect()
 }
 
-/// A part of one tensor, inside a range of the flat vector of its parameter unit.
+/// A part of one tensor that is inside a range of its parameter unit's flat vector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The index of the tensor in [`ParamUnit::params`].

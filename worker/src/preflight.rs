@@ -24,7 +24,8 @@ mod gradient_memory;
 mod memory_estimator;
 mod parameter_memory;
 
-/// The preflight checks of the built-in training runtime, passed to the launcher by `main`.
+/// The preflight checks of the built-in training runtime, which the executable passes to the
+/// launcher.
 pub struct TrainPreflight;
 
 impl Preflight for TrainPreflight {
@@ -46,8 +47,8 @@ impl Preflight for TrainPreflight {
     }
 }
 
-/// Adds every error and warning about the `train` section to the report. Checks that need the
-/// result of a failed check are skipped.
+/// Checks the `train` section of a job, and adds every error and warning to the report. Checks that
+/// need the result of a failed check are skipped.
 fn check_train_section(
     job: &JobSpec,
     train: &TrainSpec,
@@ -137,7 +138,8 @@ fn check_model(
     Ok((train, model, units))
 }
 
-/// Returns a warning if a step has fewer micro-batches than there are workers.
+/// Returns a warning if a step has fewer micro-batches than there are workers, so that some workers
+/// have no work.
 fn find_idle_worker_warning(train: &TrainSpec, world: u32) -> Option<Diagnostic> {
     let micro_batch_count = train.batch.global / train.batch.micro;
     (micro_batch_count < world).then(|| {

@@ -30,8 +30,8 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// Returns the name of this purpose, which is hashed into the random generator's key. A changed
-    /// name changes the numbers of every run.
+    /// Returns the name of this purpose of random numbers, which is hashed into the random
+    /// generator's key. A changed name changes the numbers of every run.
     pub fn name(self) -> &'static str {
         match self {
             Purpose::Init => "init",
@@ -80,9 +80,9 @@ impl RandomStream {
         self.key
     }
 
-    /// Computes one random word for each of the four elements from `4 * block` to `4 * block + 3`,
-    /// for the given sample and optimizer step. Other blocks, samples and steps never have the same
-    /// counter.
+    /// Computes one random 32-bit word for each of the four elements from `4 * block` to `4 * block
+    /// + 3`, for the given sample and optimizer step. Other blocks, samples and steps never have
+    /// the same counter.
     ///
     /// # Panics
     ///

@@ -95,8 +95,9 @@ pub fn main() -> u8 {
     }
 }
 
-/// Runs this rank in one attempt, with the resources that the process has kept from an earlier
-/// attempt. Returns when the attempt has no threads and no communicator any more.
+/// Runs this rank in one attempt (one start of all workers of the run), with the resources that the
+/// process has kept from an earlier attempt. Returns when the attempt has no threads and no
+/// communicator any more.
 fn run_attempt(session: &AgentSession, init: &WorkerInit, kept: &mut KeptResources) -> Result<WorkerExit> {
     let _span =
         tracing::info_span!(target: "worker", "rank", rank = init.rank, attempt = init.attempt).entered();
@@ -125,7 +126,8 @@ fn run_attempt(session: &AgentSession, init: &WorkerInit, kept: &mut KeptResourc
     }
 }
 
-/// Reports an error that ends this process. Returns the exit code of the process.
+/// Reports the error of this worker, if there is one, to the agent and on stderr, and returns the
+/// exit code of the process.
 fn end_process(session: &AgentSession, result: Result<WorkerExit>) -> u8 {
     match result {
         Ok(exit) => exit.exit_code(),
@@ -160,8 +162,8 @@ fn ignore_signals() {
     }
 }
 
-/// Builds the trainer of a connected rank, resumes, trains, and gathers the weights. Collective:
-/// every rank must call it.
+/// Builds the trainer of a rank that is connected to the others, resumes or starts the run, trains,
+/// and gathers the weights. Collective: every rank must call it.
 fn train_as_rank(
     session: &AgentSession,
     init: &WorkerInit,
@@ -232,9 +234,9 @@ fn train_as_rank(
     Ok(exit)
 }
 
-/// Connects the communicator for data in the memory of `device`, and records its calls in the
-/// status of this rank. `hosts` transfers data between host memories. Collective: every rank must
-/// call it.
+/// Connects the communicator for collectives between the devices of all ranks, and records its
+/// calls in the status of this rank. `hosts` transfers data between host memories. Collective:
+/// every rank must call it.
 fn connect_observed_collectives(
     device: &RankDevice,
     (session, init): (&AgentSession, &WorkerInit),
@@ -244,8 +246,9 @@ fn connect_observed_collectives(
     Ok(Arc::new(ObservedComm::new(comm, session.status.clone())))
 }
 
-/// Opens the samples of the run, unless an earlier attempt in this process has opened them. Then
-/// sends the warnings about the data to the controller. Collective: every rank must call it.
+/// Opens the training and evaluation samples of the run, unless an earlier attempt in this process
+/// has opened them. Then sends the warnings about the data to the controller. Collective: every
+/// rank must call it.
 fn open_samples<'a>(
     opened: &'a mut Option<SampleSets>,
     (session, init): (&AgentSession, &WorkerInit),
@@ -327,8 +330,9 @@ fn make_train_paths_absolute(init: &WorkerInit) -> Result<TrainSpec> {
     })
 }
 
-/// Loads the checkpoint that the job names, or initialises the model. Returns the resume point, or
-/// `None` if the run starts at step 0. Collective: every rank must call it.
+/// Loads the checkpoint from which the job resumes or, if there is none, the pretrained model or
+/// random initial weights. Returns the resume point, or `None` if the run starts at step 0.
+/// Collective: every rank must call it.
 fn resume_or_initialise(
     session: &AgentSession,
     init: &WorkerInit,
@@ -380,8 +384,8 @@ fn find_checkpoint_root(init: &WorkerInit) -> PathBuf {
     init.workdir.join(dir)
 }
 
-/// Detects which ranks share the checkpoint directory. If hosts have separate directories,
-/// completes a commit that was interrupted. Collective: every rank must call it.
+/// Detects which ranks see the same checkpoint directory, and completes commits of host-local
+/// checkpoints that were interrupted. Collective: every rank must call it.
 fn detect_checkpoint_layout(
     session: &AgentSession,
     init: &WorkerInit,

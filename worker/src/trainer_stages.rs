@@ -32,8 +32,8 @@ use initial_values::initialise_unit;
 use jobspec::{Precision, TrainSpec};
 use std::sync::Arc;
 
-/// Stage 1 of building a trainer: the `train` section, completed by what the tokenizer and the
-/// named directories determine.
+/// Stage 1 of building a trainer: the job's `train` section, completed with the vocabulary size and
+/// the settings in the directories that it names.
 pub struct ResolvedSpec {
     train: TrainSpec,
 }
@@ -170,13 +170,14 @@ impl ShardedModel {
 }
 
 impl UninitializedTrainer {
-    /// Returns the `train` section, completed by what the tokenizer and the named directories
-    /// determine.
+    /// Returns the job's `train` section, completed with the vocabulary size and the settings in
+    /// the directories that it names.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }
 
-    /// Fills the parameters whose names `selects` accepts with random initial values.
+    /// Fills the parameters whose names `selects` accepts with random initial values, as for a new
+    /// model.
     pub fn initialise_params(&self, selects: impl Fn(&str) -> bool) {
         let (engine, ops) = (&self.trainer.engine, self.trainer.ops.as_ref());
         for u in 0..engine.shards.len() {

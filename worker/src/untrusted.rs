@@ -8,22 +8,24 @@
 use crate::{data, model};
 use std::error::Error;
 
-/// The result of reading an untrusted input, which is success or the first error.
+/// The result of passing an untrusted input to a reader: success, or the error with which the
+/// reader rejected it.
 pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 
-/// The length of the sequences for which a model is built, in tokens.
+/// The sequence length, in tokens, for which a model is built from an untrusted config.json.
 const SEQ_LEN: u32 = 64;
-/// The largest reply of a sandbox process, in bytes.
+/// The largest reply in bytes that is accepted from a sandbox process.
 const MAX_REPLY_BYTES: u64 = 1 << 20;
 
-/// Builds the model of a config.json, without memory for parameters, and lists its parameters.
+/// Builds a model from the untrusted config.json `bytes`, without memory for parameters, and lists
+/// its parameters.
 pub fn parse_model_config(bytes: &[u8]) -> ParseResult {
     let model = model::build_model_from_text(bytes, SEQ_LEN)?;
     drop(model.param_units());
     Ok(())
 }
 
-/// Parses a line of a JSON lines file as a text and as a chat.
+/// Parses an untrusted line of a JSON lines file as a text and as a chat.
 pub fn parse_record(bytes: &[u8]) -> ParseResult {
     let line = str::from_utf8(bytes)?;
     let is_text = data::parse_text_record(line, "text").map(drop);
@@ -31,23 +33,23 @@ pub fn parse_record(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses the bytes that a sandbox process sends to its caller.
+/// Parses the untrusted bytes `bytes` as replies of a sandbox process.
 pub fn parse_sandbox_replies(bytes: &[u8]) -> ParseResult {
     sandbox::decode_frames(bytes, MAX_REPLY_BYTES)?;
     Ok(())
 }
 
-/// Compiles a chat template in a sandbox process, and renders chats with it.
+/// Compiles an untrusted chat template in a sandbox process, and renders chats with it.
 pub fn interpret_chat_template(bytes: &[u8]) -> ParseResult {
     Ok(data::interpret_chat_template(str::from_utf8(bytes)?)?)
 }
 
-/// Loads a tokenizer.json in a sandbox process, and tokenizes texts with it.
+/// Loads an untrusted tokenizer.json in a sandbox process, and tokenizes texts with it.
 pub fn interpret_tokenizer(bytes: &[u8]) -> ParseResult {
     Ok(data::interpret_tokenizer(str::from_utf8(bytes)?)?)
 }
 
-/// Reads the rows of a Parquet file in a sandbox process.
+/// Reads the rows of an untrusted Parquet file in a sandbox process.
 pub fn interpret_parquet(bytes: &[u8]) -> ParseResult {
     Ok(data::interpret_parquet(bytes)?)
 }

@@ -33,7 +33,8 @@ pub(crate) struct CheckpointCandidate {
 }
 
 impl CheckpointCandidate {
-    /// Creates a candidate that is identified only by its path.
+    /// Creates a candidate for a resume from the path of a checkpoint only, without the hash that
+    /// distinguishes different checkpoints of one step on several hosts.
     pub(crate) fn from_path(path: PathBuf) -> Self {
         CheckpointCandidate { path, hash: None }
     }
@@ -45,7 +46,8 @@ impl CheckpointCandidate {
     }
 }
 
-/// Commits a checkpoint on all hosts or on none. Then each host removes old checkpoints.
+/// Commits a host-local checkpoint, so that it appears under its final name on all hosts or on
+/// none. Then each host removes old checkpoints.
 ///
 /// Returns the path on this host and the number of bytes of all shards. Collective: every rank must
 /// call it.
@@ -100,8 +102,8 @@ pub(crate) fn commit_on_all_hosts(
     })
 }
 
-/// Completes commits that were interrupted on this host after the first phase, if another host
-/// completed the same commits. Collective: every rank must call it.
+/// Completes the commits of checkpoints that this host has only prepared (the first phase of a
+/// two-phase commit) and that another host has completed. Collective: every rank must call it.
 pub(crate) fn complete_interrupted_commits(
     queue: &CollectiveQueue,
     layout: &StorageTopology,
@@ -125,8 +127,8 @@ pub(crate) fn complete_interrupted_commits(
     require_on_all_ranks(queue, result.map_err(to_unwritable_checkpoint_error))
 }
 
-/// Lists the checkpoints that any host has in `root`, newest first. Collective: every rank must
-/// call it.
+/// Lists the checkpoints that any host has in its checkpoint directory `root`, newest first.
+/// Collective: every rank must call it.
 pub(crate) fn list_candidates(
     queue: &CollectiveQueue,
     layout: &StorageTopology,

@@ -64,13 +64,13 @@ impl HostMemoryCopies {
         Ok(HostMemoryCopies { store: MemoryStore::new(file), hosts, spec: spec.clone(), attempt })
     }
 
-    /// Returns the number of the current attempt.
+    /// Returns the number of the current attempt, which is one start of all workers within the run.
     pub(super) fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// Lists the training states of which hosts have copies in memory. Collective: every rank must
-    /// call it.
+    /// Lists the training states of which hosts have copies in memory: those that can be restored,
+    /// and those that cannot. Collective: every rank must call it.
     pub(super) fn list_states(&self, queue: &CollectiveQueue) -> Result<StateSelection> {
         let report = match self.hosts.is_leader(queue.comm().rank()) {
             true => self.list_local_copies().map(|copies| build_host_report(&copies)),
@@ -140,7 +140,7 @@ impl CompleteState {
     }
 }
 
-/// Builds the report in which a host describes its memory copies to the other hosts.
+/// Builds the list of the memory copies on this host, which the host sends to the other hosts.
 fn build_host_report(copies: &StoredCopies) -> HostCopies {
     let report = |copy: &ckpt::memory_store::StoredCopy| ReportedCopy {
         id: copy.id,
@@ -150,13 +150,14 @@ fn build_host_report(copies: &StoredCopies) -> HostCopies {
     HostCopies { copies: copies.complete.iter().map(report).collect(), incomplete: copies.incomplete.clone() }
 }
 
-/// Builds the error for descriptions of memory copies that ranks exchanged and that are invalid.
+/// Builds the error which reports that a rank sent an invalid list of its memory copies.
 fn build_exchange_error() -> Diagnostic {
     let message = "the descriptions of the memory copies that ranks exchanged are not valid";
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message)
 }
 
-/// The size and the duration of copying the training state of a step to memory.
+/// The size of the memory copy of one step's training state, and how long the copying and the
+/// exchange between hosts took.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyCost {
     /// The size of this rank's copy in bytes.
@@ -209,8 +210,8 @@ impl MemoryCopier {
         step.is_multiple_of(self.memory.spec.every)
     }
 
-    /// Copies the state of this rank to the memory of its host, and exchanges copies with other
-    /// hosts. Rank 0 passes the facts about the run. Collective: every rank must call it.
+    /// Copies the training state of this rank to the memory of its host, and exchanges copies with
+    /// other hosts. Rank 0 passes the facts about the run. Collective: every rank must call it.
     ///
     /// The copy overwrites the one before the last, of which all ranks have completed the
     /// successor, because they have completed a step since.
@@ -233,8 +234,8 @@ impl MemoryCopier {
         Ok(CopyCost { bytes, sent_bytes, copy_time: copied - began, exchange_time: copied.elapsed() })
     }
 
-    /// Copies the state of this rank to the memory of its host. Returns the size of the copy in
-    /// bytes.
+    /// Copies the training state of this rank to the memory of its host. Returns the size of the
+    /// copy in bytes.
     fn copy_to_host(&self, running: &mut RunningTrainer, facts: Option<RunFacts>) -> Result<u64> {
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
         let id = CopyId {
@@ -253,8 +254,8 @@ impl MemoryCopier {
         written.map_err(to_unwritable_checkpoint_error)
     }
 
-    /// Frees the memory copies of ranks that this host no longer serves, for example after a
-    /// restart on other hosts.
+    /// Frees the memory copies of ranks for which this host no longer has to keep copies, for
+    /// example after a restart on other hosts.
     ///
     /// May be called after all ranks have completed a copy in this attempt.
     fn free_other_copies(&self, rank: usize) -> Result<()> {

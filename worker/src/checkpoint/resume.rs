@@ -30,8 +30,9 @@ use protocol::event::Event;
 use std::path::{Path, PathBuf};
 use weight_match::list_weight_shapes;
 
-/// Loads the checkpoint that the job names. Returns `None` if the run starts at step 0. Collective:
-/// every rank must call it.
+/// Loads the training state from which the job resumes (`resume.from`) into the trainers of all
+/// ranks, from a checkpoint or from copies in memory. Returns `None` if the run starts at step 0.
+/// Collective: every rank must call it.
 ///
 /// Copies in memory are those of an earlier attempt of this run. A state in memory is preferred,
 /// unless `checkpoint.dir` has a newer checkpoint that is not damaged.
@@ -115,8 +116,8 @@ fn is_shard_unreachable(error: &Error) -> bool {
     error.code() == codes::RESUME_SHARD_UNREACHABLE
 }
 
-/// Builds the error for the case that no checkpoint of the job is usable. `skipped` has the newest
-/// checkpoint first.
+/// Builds the error which reports that no checkpoint in the directory `root` can be used to resume
+/// the job. `skipped` has the newest checkpoint first.
 fn build_no_usable_checkpoint_error(root: &Path, skipped: &[(PathBuf, Error)]) -> Error {
     let (_, newest) = &skipped[0];
     if skipped.iter().all(|(_, e)| is_shard_unreachable(e)) {

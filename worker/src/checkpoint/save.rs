@@ -49,8 +49,9 @@ pub struct RunMetadata {
 }
 
 impl RunMetadata {
-    /// Creates the metadata of a run that starts at step 0. `tokenizer` are the files of the
-    /// tokenizer, and `eod` is its end-of-document token.
+    /// Creates the part of the checkpoint metadata that does not change during a run, for a run
+    /// that starts at step 0. `tokenizer` are the files of the tokenizer, and `eod` is its
+    /// end-of-document token.
     pub fn new(
         trainer: &Trainer,
         train: &TrainSpec,
@@ -82,7 +83,8 @@ pub struct SavedCheckpoint {
     pub seconds: f64,
 }
 
-/// Writes the checkpoints of one run.
+/// Saves the checkpoints of one run: writes this rank's shard, in the background if possible, and
+/// commits each checkpoint with the other ranks.
 pub struct CheckpointSaver {
     root: PathBuf,
     spec: CheckpointSpec,
@@ -97,7 +99,8 @@ pub struct CheckpointSaver {
     is_resumed_from_memory: bool,
 }
 
-/// Pinned host memory to which background saves copy a GPU's values.
+/// The pinned host memory (staging memory) to which background saves copy a GPU's values: not
+/// allocated, being allocated, or ready.
 ///
 /// The memory is allocated once and in the background, because the driver takes seconds for many
 /// gigabytes.
@@ -150,8 +153,8 @@ impl CheckpointSaver {
         CheckpointSaver { memory, is_resumed_from_memory: is_resumed, ..self }
     }
 
-    /// Copies the current state to the memory of hosts if the job requires a copy after this step.
-    /// Returns the cost of the copy. Collective: every rank must call it.
+    /// Copies the training state to the memory of hosts if the job requires a memory copy after
+    /// this step. Returns the cost of the copy. Collective: every rank must call it.
     pub fn copy_to_memory_if_due(&mut self, running: &mut RunningTrainer) -> Result<Option<CopyCost>> {
         let Some(mut memory) = self.memory.take_if(|m| m.is_due(running.position.step)) else {
             return Ok(None);
@@ -172,14 +175,14 @@ impl CheckpointSaver {
         self.is_resumed_from_memory
     }
 
-    /// Returns whether the state must be saved although no step was done since the start. This is
-    /// the case after a resume from memory, or if the run has no checkpoint.
+    /// Returns whether a finished run must still save its training state even if it completed no
+    /// step. This is the case after a resume from memory, or if the run has no checkpoint.
     pub fn has_unsaved_state(&self) -> bool {
         self.is_resumed_from_memory || self.last.is_none()
     }
 
-    /// Starts to allocate the staging memory for background saves of a GPU. Without this call, the
-    /// first save allocates the memory.
+    /// Starts to allocate the pinned host memory (staging memory) to which background saves copy
+    /// the values of a GPU. Without this call, the first save allocates the memory.
     ///
     /// On a CPU each save allocates memory separately.
     pub fn allocate_staging(&mut self, running: &RunningTrainer) -> Result<()> {
@@ -194,7 +197,8 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Waits until the staging memory is allocated. Starts the allocation if necessary.
+    /// Waits until the staging memory, to which background saves copy the values of a GPU, is
+    /// allocated. Starts the allocation if necessary.
     pub fn wait_for_staging(&mut self, running: &RunningTrainer) -> Result<()> {
         self.allocate_staging(running)?;
         if matches!(self.staging, StagingMemory::Allocating(_)) {
@@ -217,8 +221,8 @@ impl CheckpointSaver {
         self.notice.take()
     }
 
-    /// Takes the staging memory for one background save. If the driver has no pinned memory,
-    /// returns pageable memory and records a notice.
+    /// Takes the host memory (staging memory) to which one background save copies the values of a
+    /// GPU. If the driver has no pinned memory, returns pageable memory and records a notice.
     fn take_staging(&mut self, running: &RunningTrainer) -> Result<Vec<Buf>> {
         self.allocate_staging(running)?;
         match std::mem::replace(&mut self.staging, StagingMemory::NotAllocated) {
@@ -238,17 +242,19 @@ impl CheckpointSaver {
         self.last.as_deref()
     }
 
-    /// Returns whether a checkpoint was begun and is not finished.
+    /// Returns whether the save of a checkpoint has begun and is not finished yet.
     pub fn is_pending(&self) -> bool {
         self.pending.is_some()
     }
 
-    /// Returns whether the background thread of this rank is still writing.
+    /// Returns whether the background thread of this rank is still writing this rank's shard of a
+    /// checkpoint.
     pub fn is_writing(&self) -> bool {
         self.find_background_write().is_some_and(BackgroundWrite::is_running)
     }
 
-    /// Returns the background thread that writes the pending checkpoint.
+    /// Returns the background thread that writes this rank's shard of the pending checkpoint, if
+    /// there is one.
     fn find_background_write(&self) -> Option<&BackgroundWrite> {
         match &self.pending.as_ref()?.writer {
             ShardWrite::Background(write) => Some(write),
@@ -282,15 +288,16 @@ impl CheckpointSaver {
         Ok(Some(facts.step))
     }
 
-    /// Keeps the staging memory of a background save for the next save, on a GPU.
+    /// Keeps the host buffers of a finished background save for the next save, if the trainer uses
+    /// a GPU.
     fn keep_staging_for_next_save(&mut self, running: &RunningTrainer, buffers: Vec<Buf>) {
         if !running.trainer.ops.is_host() {
             self.staging = StagingMemory::Ready(buffers);
         }
     }
 
-    /// Begins to save a checkpoint of the trainer's current state. The previous checkpoint must be
-    /// finished. Collective: every rank must call it.
+    /// Begins to save a checkpoint of the current training state, in the background if possible.
+    /// The previous checkpoint must be finished. Collective: every rank must call it.
     pub fn begin_save(&mut self, running: &mut RunningTrainer) -> Result<()> {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
@@ -415,8 +422,8 @@ impl CheckpointSaver {
         Ok((done.path, done.bytes))
     }
 
-    /// Builds the description of the run that the manifest of a checkpoint stores, including the
-    /// tokenizer's files.
+    /// Builds the description of the run (job, model, tokenizer files, progress) that the manifest
+    /// of a checkpoint stores.
     fn build_run_facts(&self, running: &RunningTrainer, tokenizer: Vec<TextFile>) -> RunFacts {
         let (metadata, trainer, train) = (&self.metadata, &running.trainer, running.train_spec());
         let units = trainer.engine.clone_units();
@@ -442,8 +449,8 @@ impl CheckpointSaver {
     }
 }
 
-/// Builds the cursor that a checkpoint stores: the position of the run, `late` if some parameters
-/// have had fewer updates than others, and `loss_scale` with fp16.
+/// Builds the JSON with the progress of training that a checkpoint stores: step, samples and
+/// tokens, and, if needed, the step lag of parameters (`late`) and the fp16 loss scale.
 fn build_cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) -> Value {
     let mut cursor = json!({ "at": running.position, "data": data });
     let step_lag = running.trainer.optimizer.collect_step_lags(units);
@@ -464,8 +471,8 @@ fn list_range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
     list_owned_ranges(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
 }
 
-/// Allocates pageable host memory for copies of the weights and optimizer states that this rank
-/// owns.
+/// Allocates pageable host buffers for a background save, one for each range of weights and
+/// optimizer states that this rank owns.
 fn allocate_pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
     list_range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }

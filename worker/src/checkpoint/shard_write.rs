@@ -22,17 +22,19 @@ use std::{
     thread::JoinHandle,
 };
 
-/// The write of this rank's shard, which is complete or continues on a background thread.
+/// A write of this rank's part (shard) of a checkpoint, which is complete or continues on a
+/// background thread.
 pub(super) enum ShardWrite {
     Done(ShardWriteResult),
     Background(BackgroundWrite),
 }
 
-/// The report about a shard that was written, or the error of writing it.
+/// The result of writing this rank's shard of a checkpoint: sizes and hashes of the file, or an
+/// error.
 pub(super) type ShardWriteResult = std::result::Result<ShardReport, CkptError>;
 
-/// What the thread of a [`BackgroundWrite`] returns, which is the result of writing the shard
-/// (`None` after a cancellation) and the staging memory.
+/// What the thread of a [`BackgroundWrite`] returns: the result of writing the shard (`None` after
+/// a cancellation), and the host buffers for the next save.
 type BackgroundWriteResult = std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), DeviceError>;
 
 /// A background thread that writes this rank's shard.
@@ -51,8 +53,8 @@ struct WriteProgress {
 }
 
 impl BackgroundWrite {
-    /// Starts a thread that writes the values that `copies` downloads from the device. The shard is
-    /// written to the staging directory `directory`.
+    /// Starts a thread that writes this rank's shard of a checkpoint, whose values `copies` copies
+    /// from the device to the host. The shard is written to the staging directory `directory`.
     pub(super) fn start(
         copies: Download,
         labels: Vec<RangeLabel>,
@@ -84,12 +86,12 @@ impl BackgroundWrite {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Returns whether less than half of the shard is written.
+    /// Returns whether less than half of the shard's bytes are written.
     pub(super) fn is_mostly_unwritten(&self) -> bool {
         self.is_running() && self.progress.written_bytes.load(Relaxed) < self.progress.total_bytes / 2
     }
 
-    /// Asks the thread to end before the shard is complete.
+    /// Asks the writing thread to end before the shard is complete.
     pub(super) fn cancel(&self) {
         self.progress.is_cancelled.store(true, Relaxed);
     }
@@ -118,7 +120,8 @@ impl Drop for BackgroundWrite {
     }
 }
 
-/// The description of an owned range of a tensor, without its values.
+/// The name, role (weight or optimizer state) and first element of a range of a tensor that this
+/// rank owns, without the values.
 pub(super) struct RangeLabel {
     name: String,
     role: TensorRole,
@@ -126,13 +129,12 @@ pub(super) struct RangeLabel {
 }
 
 impl RangeLabel {
-    /// Describes the owned range `o` without its values.
+    /// Creates the label of the owned tensor range `o`, without its values.
     pub(super) fn new(o: &OwnedRange) -> Self {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
-    /// Combines this label with the values of its range to the form that [`ckpt::write_shard`]
-    /// needs.
+    /// Combines this label of a tensor range with the range's values, for [`ckpt::write_shard`].
     fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
         let data = match data.dtype() {
             Dtype::F32 => PieceElements::F32(data.host_slice()),
@@ -143,7 +145,7 @@ impl RangeLabel {
     }
 }
 
-/// Starts a thread with the name `name`, which an error also states.
+/// Starts a thread named `name`.
 pub(super) fn spawn_thread<T: Send + 'static>(
     name: &str,
     f: impl FnOnce() -> T + Send + 'static,
@@ -151,7 +153,8 @@ pub(super) fn spawn_thread<T: Send + 'static>(
     std::thread::Builder::new().name(name.into()).spawn(f).map_err(|e| build_thread_start_error(name, &e))
 }
 
-/// Why a thread failed that copies device memory or writes it to a file.
+/// Why a thread that copies a shard from the device or writes it to a file failed: a device error
+/// or a panic.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ThreadFailure {
     /// The device rejected an operation.
@@ -175,8 +178,9 @@ pub(super) fn join_thread<T>(
     }
 }
 
-/// Copies a shard to the memory of this host, directly from host memory or through a host copy of
-/// device memory. Returns the size of the copy in bytes.
+/// Copies a shard of the training state into the memory store of this host (the file in memory for
+/// memory copies), through a host buffer if the values are in device memory. Returns the size of
+/// the copy in bytes.
 pub(super) fn copy_into_memory(
     ops: &dyn Ops,
     store: &MemoryStore,
@@ -190,8 +194,8 @@ pub(super) fn copy_into_memory(
     })
 }
 
-/// Writes a shard on the calling thread, directly from host memory or through a host copy of device
-/// memory.
+/// Writes this rank's shard of a checkpoint on the calling thread, through a host buffer if the
+/// values are in device memory.
 pub(super) fn write_in_foreground(
     ops: &dyn Ops,
     path: &Path,
@@ -203,7 +207,8 @@ pub(super) fn write_in_foreground(
     with_host_pieces(ops, labels, values, |pieces| ckpt::write_shard(path, rank, world, pieces))
 }
 
-/// Calls `write` with the pieces of a shard in host memory. Values of a device are copied first.
+/// Calls `write` with the tensor ranges of a shard in host memory. Values of a device are copied
+/// first.
 fn with_host_pieces<T>(
     ops: &dyn Ops,
     labels: &[RangeLabel],

@@ -15,7 +15,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The size in bytes of a probe file, which shows that two ranks see the same directory.
+/// The number of random bytes in a probe file, which one rank writes so that others can detect that
+/// they see the same directory.
 const NONCE_BYTES: usize = 32;
 
 /// The name and the content of a probe file, which one rank of a host writes into the checkpoint
@@ -75,7 +76,8 @@ impl StorageTopology {
         &self.hosts
     }
 
-    /// Returns for each rank the index of its directory in [`StorageTopology::hosts`].
+    /// Returns for each rank the index of its checkpoint directory in the list of all directories,
+    /// ordered by their leaders.
     pub fn list_directory_index_by_rank(&self) -> Vec<usize> {
         let leaders = self.list_directory_leaders();
         self.leaders.iter().map(|k| leaders.binary_search(k).unwrap_or(0)).collect()
@@ -155,7 +157,8 @@ pub fn detect_topology(
     }
 }
 
-/// Builds an error about `checkpoint.dir`, with the message `checkpoint directory ROOT <what>`.
+/// Builds an error about the checkpoint directory `root` (`checkpoint.dir`), with the message
+/// `checkpoint directory ROOT <what>`.
 fn build_directory_error(code: Code, root: &Path, what: &str) -> Diagnostic {
     Diagnostic::error(code, format!("checkpoint directory {} {what}", root.display()))
         .with_subject("checkpoint.dir")
@@ -173,8 +176,8 @@ fn build_not_shared_error(root: &Path, leaders: &[usize], names: &[String]) -> D
         .with_help("put it on storage that all hosts share, or set `checkpoint.require_shared: false`")
 }
 
-/// Returns an error if two host-local directories have the same identifier, or `None` if all
-/// identifiers differ.
+/// Returns an error if two checkpoint directories on different hosts have the same identifier, or
+/// `None` if all identifiers differ.
 fn find_duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnostic> {
     hosts.iter().enumerate().find_map(|(i, host)| {
         let other = hosts[..i].iter().find(|h| h.id == host.id)?;
@@ -186,7 +189,8 @@ fn find_duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnos
     })
 }
 
-/// Writes a probe file with random content into `root`. Creates the directory if necessary.
+/// Writes a probe file with random content into the checkpoint directory `root`, and returns it
+/// with a guard that removes the file. Creates the directory if necessary.
 fn write_probe(root: &Path, name: &str) -> Result<(ProbeGuard, ProbeFile)> {
     let path = root.join(name);
     let failed = |e: std::io::Error| {
@@ -206,7 +210,8 @@ fn write_probe(root: &Path, name: &str) -> Result<(ProbeGuard, ProbeFile)> {
     Ok((guard, ProbeFile { name: name.into(), nonce }))
 }
 
-/// Returns whether this rank sees the probe file, with the expected content, in `root`.
+/// Returns whether this rank sees the probe file of another rank, with the expected content, in the
+/// checkpoint directory `root`.
 fn sees_probe(root: &Path, probe: &ProbeFile) -> bool {
     // The name comes from another rank and must not leave the directory.
     if probe.name.contains('/') || probe.nonce.len() != NONCE_BYTES {

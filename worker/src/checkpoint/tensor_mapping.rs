@@ -23,8 +23,8 @@ use std::{
     sync::RwLockReadGuard,
 };
 
-/// Describes the model for the checkpoints that store its weights. `eod` is the id of the
-/// end-of-document token.
+/// Builds the description of the model (family, sizes and options) that checkpoints store with the
+/// weights. `eod` is the id of the end-of-document token.
 pub fn build_checkpoint_model_spec(
     model: &Model,
     units: &[ParamUnit],
@@ -116,7 +116,8 @@ pub fn find_params_without_state(
     params.filter(lacks).map(|p| p.name.clone()).collect()
 }
 
-/// A range of a weight or optimizer state that this rank owns, with its values.
+/// A range of a weight or optimizer-state tensor that this rank stores and writes to checkpoints,
+/// with its values.
 pub struct OwnedRange<'a> {
     /// The tensor's name.
     pub name: &'a str,
@@ -202,8 +203,8 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
 }
 
 /// Copies the parameters and optimizer states that each rank has read from a checkpoint to the
-/// ranks that store replicas. Every rank must first have read its owned ranges from a checkpoint.
-/// Collective: every rank must call it.
+/// other ranks that store replicas of them. Every rank must first have read its owned ranges from a
+/// checkpoint. Collective: every rank must call it.
 pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
     for u in 0..engine.shards.len() {
@@ -216,7 +217,8 @@ pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     Ok(engine.wait_param_gather()?)
 }
 
-/// Which parameters and optimizer states of a checkpoint are read into the trainer.
+/// Which parameters and optimizer states are read from a checkpoint into the trainer, and under
+/// which names they are stored.
 pub struct ReadPlan<'a> {
     /// The checkpoint, of any format.
     pub source: &'a dyn TensorSource,
@@ -231,7 +233,7 @@ pub struct ReadPlan<'a> {
     pub selects: fn(&str) -> bool,
 }
 
-/// Reads the ranges of all weights and optimizer states that this rank owns.
+/// Reads this rank's ranges of all weights and optimizer states from a checkpoint into the trainer.
 ///
 /// Values in device memory or in 16 bits are first read into a host buffer, one unit at a time.
 pub fn read_owned_ranges(
@@ -257,8 +259,8 @@ pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -
     }
 }
 
-/// Reads this rank's ranges of the parameter units with the indices `units`, in one request to the
-/// checkpoint.
+/// Reads this rank's ranges of the parameter units (parameters that are gathered together) with the
+/// indices `units`, in one request to the checkpoint.
 fn read_units(
     ready: &mut UninitializedTrainer,
     units: Range<usize>,
@@ -344,8 +346,9 @@ impl<'a> HostValues<'a> {
     }
 }
 
-/// Builds one read request for each of `segments`, the parts of a unit's tensors to read. `values`
-/// is the memory for the elements of all segments, in the order of the segments.
+/// Builds one request for reading from a checkpoint for each of `segments`, the ranges of a
+/// parameter unit's tensors that this rank owns. `values` is the memory for the elements of all
+/// segments, in the order of the segments.
 fn build_read_requests<'a>(
     unit: &'a ParamUnit,
     role: TensorRole,
@@ -365,8 +368,8 @@ fn build_read_requests<'a>(
     requests.collect()
 }
 
-/// Copies the replicated optimizer states of parameter unit `u` from the ranks that own them to
-/// every rank. Collective: every rank must call it.
+/// Copies the optimizer states of parameter unit `u` that all ranks store in full from the ranks
+/// that read them to every rank. Collective: every rank must call it.
 fn sync_replicated_states(
     ops: &dyn Ops,
     engine: &ZeroEngine,

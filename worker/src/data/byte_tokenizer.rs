@@ -14,7 +14,7 @@ pub(crate) const EOD_TOKEN: u32 = 256;
 /// The text that represents the byte tokenizer's end-of-document token.
 pub(crate) const EOD_TOKEN_TEXT: &str = "<|endoftext|>";
 
-/// Converts a text to tokens, which are its bytes.
+/// Converts a text to tokens of the byte tokenizer, which are the bytes of the text.
 pub(crate) fn encode(text: &str) -> impl Iterator<Item = u32> {
     text.bytes().map(u32::from)
 }

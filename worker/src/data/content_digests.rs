@@ -24,18 +24,20 @@ pub(crate) type ContentDigest = [u8; 32];
 /// A map from the identity of a known file to the digest of the file's content.
 type DigestIndex = HashMap<FileIdentity, ContentDigest>;
 
-/// Name of the file in the cache directory that stores the digests of data files.
+/// The name of the file in the cache directory that stores the BLAKE3 digests of data files between
+/// starts.
 const INDEX_FILE_NAME: &str = "contents";
-/// Largest size in bytes of a stored index of digests. A larger file is ignored.
+/// The largest size in bytes of the file that stores the digests of data files between starts. A
+/// larger file is ignored.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
-/// Largest number of files in the stored index of digests.
+/// The largest number of data files whose digests are stored between starts.
 const MAX_INDEX_ENTRIES: usize = 1 << 20;
-/// The time between two changes of a file from which on the changes have different modification
-/// times on every file system.
+/// The least time between two changes of a file after which their modification times differ on
+/// every file system.
 const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
-/// The properties by which an unchanged file is recognized: device, inode, size in bytes,
-/// modification time in ns and change time in ns.
+/// The properties of a file by which launch recognizes that its content is unchanged: device,
+/// inode, size in bytes, modification time in ns and change time in ns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct FileIdentity([i128; 5]);
 
@@ -52,17 +54,17 @@ impl FileIdentity {
         ])
     }
 
-    /// Returns whether the file's last change is so long before `now` that a further change would
-    /// be visible in the file's times.
+    /// Returns whether the file's last change is long enough before `now` that any later change
+    /// would give the file a different modification time.
     fn is_settled(&self, now: SystemTime) -> bool {
         let before = now.checked_sub(FILE_TIME_RESOLUTION).and_then(|t| t.duration_since(UNIX_EPOCH).ok());
         before.is_some_and(|b| self.0[3].max(self.0[4]) < b.as_nanos() as i128)
     }
 }
 
-/// Returns the digest of each file's content, in the order of `files`. Hashes only files that the
-/// index in `cache_dir` lacks, and adds their digests to the index. Files that changed shortly
-/// before `now` are not added.
+/// Returns the BLAKE3 digest of each data file's content, in the order of `files`. Hashes only
+/// files that the index in `cache_dir` lacks, and adds their digests to the index. Files that
+/// changed shortly before `now` are not added.
 pub(crate) fn find_or_compute_digests(
     files: &[DataFile],
     cache_dir: &Path,
@@ -81,13 +83,15 @@ pub(crate) fn find_or_compute_digests(
     Ok(hashed.into_iter().map(|(_, digest)| digest).collect())
 }
 
-/// Deletes the index of digests in `cache_dir`, so that the next start hashes every file again.
+/// Deletes the stored digests of data files in `cache_dir`, so that the next start hashes every
+/// file again.
 pub(crate) fn delete_digest_index(cache_dir: &Path) {
     let _ = fs::remove_file(cache_dir.join(INDEX_FILE_NAME));
 }
 
-/// Returns the identity of the file at `path` and the digest of its content. Hashes the file if
-/// `index` lacks its identity. Fails if the file changes while it is hashed.
+/// Returns the identity of the data file at `path` (inode, size and times) and the digest of its
+/// content. Hashes the file if `index` lacks its identity. Fails if the file changes while it is
+/// hashed.
 fn find_or_compute_digest(
     path: &Path,
     index: &DigestIndex,
@@ -114,8 +118,8 @@ fn find_or_compute_digest(
     Ok((before, *hasher.finalize().as_bytes()))
 }
 
-/// Reads the index of digests in the cache directory. Returns an empty index if the file is absent
-/// or damaged.
+/// Reads the digests of data files that an earlier start has stored in `cache_dir`. Returns an
+/// empty index if the file is absent or damaged.
 fn read_digest_index(cache_dir: &Path) -> DigestIndex {
     let Ok(file) = File::open(cache_dir.join(INDEX_FILE_NAME)) else { return HashMap::new() };
     let mut text = String::new();
@@ -125,7 +129,8 @@ fn read_digest_index(cache_dir: &Path) -> DigestIndex {
     parse_digest_index(&text).unwrap_or_default()
 }
 
-/// Parses the text of a stored index of digests. Returns `None` if its checksum or a line is wrong.
+/// Parses the text of the file that stores the digests of data files. Returns `None` if its
+/// checksum or a line is wrong.
 fn parse_digest_index(text: &str) -> Option<DigestIndex> {
     let (head, body) = text.split_once('\n')?;
     if blake3::Hash::from_hex(head.strip_prefix("launch contents v1 ")?).ok()?
@@ -142,8 +147,9 @@ fn parse_digest_index(text: &str) -> Option<DigestIndex> {
         .collect()
 }
 
-/// Writes the index of digests: the `new` files, followed by the `known` ones. Leaves out the last
-/// files if there are more than [`MAX_INDEX_ENTRIES`] in total.
+/// Writes the file that stores the digests of data files: those of the `new` files, followed by
+/// those of the `known` ones. Leaves out the last files if there are more than
+/// [`MAX_INDEX_ENTRIES`] in total.
 fn write_digest_index(
     cache_dir: &Path,
     known: DigestIndex,

@@ -18,7 +18,8 @@ use diagnostic::Diagnostic;
 use jobspec::{DataSource, DataSpec, RecordFormat};
 use std::{path::Path, time::SystemTime};
 
-/// The training or evaluation samples of a job, read from token caches.
+/// The training or evaluation samples of a job, read from token caches (files with the tokens of a
+/// data source).
 pub struct Dataset {
     sources: Vec<SourceSampleReader>,
     schedule: MixtureSchedule,
@@ -27,7 +28,7 @@ pub struct Dataset {
     warnings: Vec<Diagnostic>,
 }
 
-/// Reads the samples of one data source from its token cache.
+/// Reads the samples of one data source from its token cache (the file with its tokens).
 struct SourceSampleReader {
     /// The source's name in job.yaml; empty if the data are not a mixture.
     name: String,
@@ -83,7 +84,8 @@ impl Dataset {
         Ok(Self::with_sources(opened, MixtureSchedule::new(&weights), spec, warnings))
     }
 
-    /// Creates a data set from open `sources`, and computes its digest.
+    /// Creates a data set from the open data sources `sources`, and computes the digest of its
+    /// samples.
     fn with_sources(
         sources: Vec<SourceSampleReader>,
         schedule: MixtureSchedule,
@@ -107,7 +109,7 @@ impl Dataset {
         Dataset { sources, schedule, seq_len: spec.seq_len as usize, digest, warnings }
     }
 
-    /// Returns the number of samples of all sources, at least 1.
+    /// Returns the number of samples of all data sources together, at least 1.
     #[expect(clippy::len_without_is_empty, reason = "a data set is never empty")]
     pub fn len(&self) -> u64 {
         self.sources.iter().map(|s| s.packer.len()).sum()
@@ -147,8 +149,8 @@ impl Dataset {
         &self.warnings
     }
 
-    /// Writes `micro` consecutive samples of the run, the first at position `first_position`, to
-    /// `tokens`, `labels` and `starts`.
+    /// Writes the tokens, labels and document starts of `micro` consecutive samples of the run to
+    /// the slices, beginning with the sample at position `first_position`.
     ///
     /// Each slice has shape `[micro, seq_len]`. `labels` are the next tokens or [`IGNORE_INDEX`].
     /// `starts` is, for each input, the position in the sample at which the input's document
@@ -180,8 +182,8 @@ impl Dataset {
         }
     }
 
-    /// Counts the labels other than [`super::IGNORE_INDEX`] in `count` consecutive samples of the
-    /// run, the first at position `first_position`.
+    /// Counts the labels that the loss includes (all except [`super::IGNORE_INDEX`]) in `count`
+    /// consecutive samples of the run, the first at position `first_position`.
     pub fn count_targets(&self, order: &SampleOrder, first_position: u64, count: u64) -> u64 {
         let targets = |position| {
             let (source, _, sample) = order.locate_sample(position);
@@ -193,8 +195,8 @@ impl Dataset {
 }
 
 impl SourceSampleReader {
-    /// Divides the tokens of a token cache into samples. Fails if the stream is shorter than a
-    /// sample.
+    /// Creates the reader of a data source, which divides the tokens of its token cache into
+    /// samples. Fails if the stream is shorter than a sample.
     fn new(name: String, cache: TokenCache, spec: &DataSpec, split: Split) -> Result<Self, DataError> {
         let packer = Packer::new(&cache, spec.seq_len, spec.pack, cache.header.eod);
         if packer.len() == 0 {
@@ -209,7 +211,8 @@ impl SourceSampleReader {
     }
 }
 
-/// Opens the token cache of one data source, which is built first if necessary.
+/// Opens the token cache (the file with the tokens) of one data source, and builds it first if
+/// necessary.
 fn open_source_cache(
     spec: &DataSpec,
     source: &DataSource,
@@ -234,7 +237,8 @@ fn open_source_cache(
     token_cache_builder::open_or_build_cache(&inputs, &directory, warnings)
 }
 
-/// Opens the chat template of a source. Returns `None` if the records of the source are text.
+/// Opens the chat template that converts the chats of a data source to text. Returns `None` if the
+/// records of the source are text.
 pub(super) fn open_chat_template(
     spec: &DataSpec,
     source: &DataSource,
@@ -260,7 +264,7 @@ pub(super) fn create_eval_source(spec: &DataSpec, files: &[String]) -> Result<Da
     Ok(DataSource { name: String::new(), weight: 1.0, files: files.to_vec(), ..first.clone() })
 }
 
-/// Rejects invalid values of `seq_len` and `held_out`. Reads no file.
+/// Rejects invalid values of `train.data.seq_len` and `train.data.held_out`. Reads no file.
 pub(super) fn validate_data_settings(spec: &DataSpec) -> Result<(), DataError> {
     if spec.seq_len == 0 {
         return Err(DataError::InvalidSequenceLength);

@@ -32,8 +32,8 @@ pub(crate) const MAX_PIECE_BYTES: usize = 16 << 10;
 /// never cut and may be longer.
 const MAX_SEGMENT_BYTES: usize = 256 << 10;
 
-/// How the records of a data source are converted to text: field, chat template and further
-/// options.
+/// How the records of a data source are converted to text: the field that contains the text or
+/// chat, and the chat template.
 #[derive(Clone, Copy)]
 pub(crate) struct RecordReadOptions<'a> {
     /// The field or column of a record with the text or messages.
@@ -76,7 +76,7 @@ impl DataFileFormat {
     }
 }
 
-/// Returns the extension of a path in lower case without the dot, or an empty string.
+/// Returns the file name extension of a path in lower case without the dot, or an empty string.
 fn get_lower_case_extension(path: &Path) -> String {
     path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase()
 }
@@ -115,8 +115,8 @@ pub(crate) fn read_documents(
     Ok(input.hasher.finalize())
 }
 
-/// Converts one line of a file to a document, and passes it to `sink` if `filter` accepts its text.
-/// The filter is not applied to a chat, whose text is not known.
+/// Converts one line of a JSON lines file to a document, and passes it to the callback `sink` if
+/// `filter` selects its text. The filter is not applied to a chat, whose text is not known.
 fn emit_record(
     line: u64,
     text: &str,
@@ -159,8 +159,8 @@ pub(crate) fn open_data_file(path: &Path, options: RecordReadOptions) -> Result<
     }
 }
 
-/// Reads the first piece of a text file and checks that it is UTF-8. Returns false if the file is
-/// empty, and fails if the piece is not UTF-8.
+/// Reads the first piece (at most [`MAX_PIECE_BYTES`] bytes) of a text file and checks that it is
+/// UTF-8. Returns false if the file is empty, and fails if the piece is not UTF-8.
 pub(crate) fn read_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
     let mut bytes = vec![0; MAX_PIECE_BYTES];
     let n = read_until_full(input, &mut bytes).map_err(|source| DataError::unreadable(path, source))?;
@@ -225,7 +225,8 @@ impl<R: Read> Read for HashingReader<R> {
 /// A callback that receives the parts of the documents of a text file in order.
 type TextPartSink<'a> = dyn FnMut(DocumentPart) -> Result<(), DataError> + 'a;
 
-/// Joins pieces of a text file to segments and documents, and passes them to a callback.
+/// Joins pieces of a text file into documents, and passes their text to a callback in segments of
+/// limited length.
 struct DocumentAssembler<'a, 'b> {
     /// Text of the current document that was not passed to the callback yet.
     pending: String,

@@ -52,7 +52,8 @@ pub(crate) struct DocumentTokenizer<'a> {
     cache_path: &'a Path,
 }
 
-/// Parts of documents that are sent to the sandbox process in one request.
+/// Parts of documents that are sent to the sandbox process in one request, with their total size in
+/// bytes.
 #[derive(Default)]
 struct Batch {
     parts: Vec<BatchPart>,
@@ -79,8 +80,8 @@ impl BatchPart {
 }
 
 impl<'a> DocumentTokenizer<'a> {
-    /// Creates a tokenizer of documents that writes to the token cache `writer`. Errors name the
-    /// cache by `cache_path`.
+    /// Creates a tokenizer of documents that writes the tokens to `writer`, the writer of a token
+    /// cache file. Errors name the cache by `cache_path`.
     pub(crate) fn new(
         tokenizer: &'a TextTokenizer,
         options: RecordReadOptions<'a>,
@@ -93,8 +94,9 @@ impl<'a> DocumentTokenizer<'a> {
         DocumentTokenizer { tokenizer, options, filter, stream, batch, sent, writer, cache_path }
     }
 
-    /// Adds a part of a document, which is then tokenized in a batch. After an error, the documents
-    /// whose tokens are not written are dropped.
+    /// Adds a part of a document to the current batch, which is sent to the sandbox process for
+    /// tokenizing when it is large enough. After an error, the documents whose tokens are not
+    /// written are dropped.
     pub(crate) fn push(
         &mut self,
         part: DocumentPart,
@@ -122,8 +124,8 @@ impl<'a> DocumentTokenizer<'a> {
         sent.inspect_err(|_| self.drop_documents())
     }
 
-    /// Writes the tokens of all documents that were added. After an error, the documents whose
-    /// tokens are not written are dropped.
+    /// Waits until all documents that were added are tokenized, and writes their tokens to the
+    /// token cache. After an error, the documents whose tokens are not written are dropped.
     pub(crate) fn finish_pending_documents(&mut self) -> Result<(), DataError> {
         let mut flushed = self.send_batch();
         while flushed.is_ok() && !self.sent.is_empty() {
@@ -179,8 +181,8 @@ impl<'a> DocumentTokenizer<'a> {
         self.write_batch(&batch, results)
     }
 
-    /// Repeats the oldest batch after the sandbox process failed on it, and sends the later batches
-    /// again.
+    /// Repeats the oldest batch of documents document by document after the sandbox process failed
+    /// on it, and sends the later batches again.
     fn retry_failed_batch(&mut self, failure: InterpreterFailure) -> Result<(), DataError> {
         let sent = std::mem::take(&mut self.sent);
         let mut batches = sent.into_iter();
@@ -190,8 +192,8 @@ impl<'a> DocumentTokenizer<'a> {
         batches.try_for_each(|batch| self.send_documents(batch))
     }
 
-    /// Interprets the documents of a batch one by one, after the sandbox process failed on the
-    /// batch. Returns the results if no document fails alone.
+    /// Sends the documents of a batch to the sandbox process one by one, to find the document on
+    /// which the process failed. Returns the results if no document fails alone.
     fn interpret_one_by_one(
         &mut self,
         batch: &Batch,
@@ -231,8 +233,8 @@ impl<'a> DocumentTokenizer<'a> {
         to_data_error(failure, first_step, &part.path, records, rules)
     }
 
-    /// Returns the path of the file that the sandbox process used in `step`: the tokenizer or the
-    /// chat template. Returns `None` if the step uses no file.
+    /// Returns the path of the file that the sandbox process uses for the work `step`: the
+    /// tokenizer or the chat template. Returns `None` if the step uses no file.
     fn find_step_file(&self, step: InterpretationStep) -> Option<&Path> {
         match step {
             InterpretationStep::RenderChats => self.options.chat_template.map(|template| template.path()),
@@ -269,8 +271,8 @@ impl<'a> DocumentTokenizer<'a> {
         Ok(())
     }
 
-    /// Writes the tokens of one document, or of one part of a document, to the token cache. If
-    /// `is_whole` is set, the document ends after these tokens.
+    /// Writes the tokens that the sandbox process returned for one document, or one part of a
+    /// document, to the token cache. If `is_whole` is set, the document ends after these tokens.
     fn write_result(
         &mut self,
         result: DocumentResult,

@@ -48,8 +48,8 @@ impl EpochPermutation {
         self.samples
     }
 
-    /// Returns in which epoch the sample at `index` is, and which sample it is. The index counts
-    /// the samples of this source since the beginning of the run.
+    /// Returns the epoch that contains the sample at `index`, and the number of the sample in the
+    /// data source. The index counts the samples of this source since the beginning of the run.
     pub(crate) fn locate_sample(&self, index: u64) -> (u64, u64) {
         let (epoch, position) = (index / self.samples, index % self.samples);
         let Some(stream) = &self.stream else { return (epoch, position) };
@@ -60,8 +60,8 @@ impl EpochPermutation {
         (epoch, sample)
     }
 
-    /// Permutes the numbers `0..2^(2 * half_bits)` by a Feistel network that depends on the epoch,
-    /// and returns the image of `index`.
+    /// Returns the number to which a Feistel network that depends on the epoch maps `index`, in a
+    /// permutation of `0..2^(2 * half_bits)`.
     fn permute_index(&self, stream: &RandomStream, epoch: u64, index: u64) -> u64 {
         let mask = (1u64 << self.half_bits) - 1;
         let (mut left, mut right) = (index >> self.half_bits, index & mask);

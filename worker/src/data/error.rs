@@ -289,8 +289,8 @@ impl DataError {
         }
     }
 
-    /// Returns a diagnostic with the code and the subject of this error. A problem of a record or
-    /// of a file adds its fields and its help.
+    /// Returns a diagnostic with the code and the subject (the key of job.yaml) of this error. A
+    /// problem of a record or of a file adds its fields and its help.
     fn to_classified_diagnostic(&self) -> Diagnostic {
         let (code, key) = match self {
             DataError::InvalidParquet { problem, .. } => {
@@ -339,7 +339,7 @@ impl DataError {
         Diagnostic::error(code, self.to_string()).with_subject(key)
     }
 
-    /// Adds the fields of the error to its diagnostic.
+    /// Adds structured fields that describe the error, such as a path or a limit, to `diagnostic`.
     fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
         let diagnostic = match self.find_path() {
             Some(path) => diagnostic.with_field("path", path.display().to_string()),

@@ -20,7 +20,7 @@ use std::{
 /// to more is an error.
 const MAX_BRACE_ALTERNATIVES: usize = 1024;
 
-/// Path and size of a regular file that a pattern matches.
+/// The path and the size of a data file that a file pattern matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DataFile {
     /// The path of the file, below the workdir if the pattern is relative.
@@ -29,8 +29,8 @@ pub(crate) struct DataFile {
     pub(crate) bytes: u64,
 }
 
-/// The files that the patterns of data sources match. Each list of patterns is expanded once, so
-/// that the training and the held-out data of a source are the same files.
+/// Remembers which files the file patterns of data sources match. Each list of patterns is expanded
+/// once, so that the training and the held-out data of a source are the same files.
 pub struct FilePatternCache {
     workdir: PathBuf,
     /// The expanded lists of patterns, each with its files.
@@ -38,7 +38,7 @@ pub struct FilePatternCache {
 }
 
 impl FilePatternCache {
-    /// Creates an instance that has expanded no patterns yet. Relative patterns start at `workdir`.
+    /// Creates an empty cache of matched files. Relative patterns start at `workdir`.
     pub fn new(workdir: &Path) -> Self {
         FilePatternCache { workdir: workdir.to_path_buf(), found: Vec::new() }
     }
@@ -48,7 +48,8 @@ impl FilePatternCache {
         &self.workdir
     }
 
-    /// Returns the files that the patterns match, as [`expand_patterns`] does.
+    /// Returns the files that the patterns match, from an earlier call with equal patterns if there
+    /// was one.
     pub(super) fn find_files(&mut self, patterns: &[String]) -> Result<&[DataFile], DataError> {
         let position = match self.found.iter().position(|(known, _)| known == patterns) {
             Some(position) => position,
@@ -174,8 +175,8 @@ fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, Patt
     open.map_or(Ok(None), |_| Err(PatternProblem::UnclosedBrace))
 }
 
-/// The part of a file pattern between two slashes. A part matches one name of a path or, if the
-/// part is `**`, any number of names.
+/// The part of a file pattern between two slashes: a plain name, a name with wildcards, or `**`. A
+/// part matches one name of a path or, if the part is `**`, any number of names.
 enum PatternPart {
     /// Matches this name only.
     Name(OsString),
@@ -204,7 +205,8 @@ fn parse_pattern_parts(pattern: &str) -> Result<Vec<PatternPart>, PatternProblem
     Ok(parts)
 }
 
-/// The search of a directory tree for the files that match one pattern.
+/// A search of directories for the files that match one file pattern, with the directories that
+/// were visited.
 struct PatternSearch<'a> {
     parts: &'a [PatternPart],
     /// Device, inode and index of the pattern's part for every directory that was entered. A
@@ -214,8 +216,9 @@ struct PatternSearch<'a> {
 }
 
 impl PatternSearch<'_> {
-    /// Searches `directory` for files that match the parts `parts[at..]` of the pattern. Ignores a
-    /// path that is no directory, and a directory that was searched for this part before.
+    /// Searches `directory` for files that match the rest of the pattern, from the part with index
+    /// `at` on. Ignores a path that is no directory, and a directory that was searched for this
+    /// part before.
     fn search_directory(&mut self, directory: &Path, at: usize) -> Result<(), DataError> {
         let Some(meta) = read_metadata(directory)?.filter(fs::Metadata::is_dir) else { return Ok(()) };
         if !self.entered.insert((meta.dev(), meta.ino(), at)) {
@@ -246,8 +249,8 @@ impl PatternSearch<'_> {
         }
     }
 
-    /// Handles a path whose last component matches a part of the pattern. Adds a file if the part
-    /// is the last one, and searches a directory for the parts with index `next` and higher.
+    /// Adds a matched path to the results if it is a file and `is_last` is set, and searches it for
+    /// the parts with index `next` and higher if it is a directory.
     fn visit_matched_path(&mut self, path: PathBuf, is_last: bool, next: usize) -> Result<(), DataError> {
         match read_metadata(&path)? {
             Some(meta) if meta.is_file() && is_last => self.found.push(DataFile { path, bytes: meta.len() }),
@@ -258,12 +261,12 @@ impl PatternSearch<'_> {
     }
 }
 
-/// Returns whether a name begins with a dot.
+/// Returns whether the name of a file or directory begins with a dot.
 fn is_hidden(name: &OsString) -> bool {
     name.as_bytes().starts_with(b".")
 }
 
-/// Reads the names in a directory, and sorts them.
+/// Reads the names of the entries in a directory, and sorts them.
 fn read_entry_names(directory: &Path) -> Result<Vec<OsString>, DataError> {
     let entries =
         fs::read_dir(directory).and_then(|entries| entries.map(|e| e.map(|e| e.file_name())).collect());

@@ -95,7 +95,8 @@ fn build_check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
     }
 }
 
-/// Fails if `result`, the sandbox process's result of checking a record, is an error.
+/// Fails if `result`, which the sandbox process returned for a checked record, reports an invalid
+/// record.
 fn require_valid_result(
     result: DocumentResult,
     path: &Path,

@@ -17,10 +17,10 @@ use std::{
 pub(crate) const MAX_LINE_BYTES: usize = 16 << 20;
 /// Largest number of field names that an error message lists.
 const MAX_LISTED_FIELDS: usize = 8;
-/// Error messages omit field names of this many bytes or more.
+/// The length in bytes from which on error messages omit the name of a field.
 const MAX_LISTED_NAME_BYTES: usize = 64;
 
-/// A callback that receives the number of a line, from 1, and its text.
+/// A callback that receives each line of a JSON lines file: its number, from 1, and its text.
 pub(crate) type LineSink<'a> = dyn FnMut(u64, &str) -> Result<(), DataError> + 'a;
 
 /// Reads a JSON lines file and passes the number and text of each line that is not blank to `sink`.
@@ -63,19 +63,20 @@ pub(crate) fn read_json_lines(
     Ok(())
 }
 
-/// Parses one line as a record with a text in `field`.
+/// Parses one line of a JSON lines file as an object, and returns the text in its field `field`.
 pub(crate) fn parse_text_record(line: &str, field: &str) -> Result<String, RecordProblem> {
     parse_two_fields::<String>(line, field, None).map(|(text, _)| text)
 }
 
-/// Parses one line as a record with the messages of a chat in `field`.
+/// Parses one line of a JSON lines file as an object, and returns the chat whose messages are in
+/// its field `field`.
 pub(crate) fn parse_chat_record(line: &str, field: &str) -> Result<ChatRecord, RecordProblem> {
     let (messages, tools) = parse_two_fields::<Value>(line, field, Some(TOOLS_FIELD))?;
     Ok(ChatRecord { messages, tools: tools.filter(|t| !t.is_none()) })
 }
 
-/// Parses a JSON object and returns the values of two fields, of which the second is optional.
-/// Skips all other fields.
+/// Parses the JSON object in a line, and returns the values of the fields `required` and
+/// `optional`. Skips all other fields.
 fn parse_two_fields<'de, T: Deserialize<'de>>(
     line: &'de str,
     required: &str,

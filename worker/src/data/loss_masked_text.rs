@@ -2,7 +2,7 @@
 use super::token_cache::NO_LOSS_BIT;
 use std::ops::Range;
 
-/// A text with the byte ranges that count for the loss, in rising order.
+/// A text with the byte ranges that count for the loss, in ascending order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LossMaskedText {
     /// The complete text.

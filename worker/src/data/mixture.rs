@@ -12,7 +12,8 @@ use super::epoch_permutation::EpochPermutation;
 /// Shares that need a longer cycle are rounded.
 const MAX_CYCLE: u64 = 1 << 16;
 
-/// The repeating order in which the data sources of a mixture take turns.
+/// The repeating order in which the data sources of a mixture (several sources with weights) supply
+/// the samples of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MixtureSchedule {
     /// Number of positions of each source in the cycle.
@@ -45,8 +46,8 @@ impl MixtureSchedule {
         &self.cycle_counts
     }
 
-    /// Returns the source of the sample at `position` of the run, and the number of earlier
-    /// positions that have the same source.
+    /// Returns the data source of the sample at `position` of the run, and how many earlier samples
+    /// of the run come from the same source.
     pub(crate) fn locate_source(&self, position: u64) -> (usize, u64) {
         let length = self.cycle.len() as u64;
         let (source, before) = self.cycle[(position % length) as usize];
@@ -55,9 +56,9 @@ impl MixtureSchedule {
     }
 }
 
-/// Converts the weights of data sources to the numbers of samples that they contribute to one
-/// cycle. The counts are exact if the weights have at most four decimal places and the cycle is not
-/// too long; otherwise they are rounded.
+/// Converts the weights of data sources to the numbers of samples that they contribute to one cycle
+/// of the mixture. The counts are exact if the weights have at most four decimal places and the
+/// cycle is not too long; otherwise they are rounded.
 fn convert_weights_to_counts(weights: &[f64]) -> Vec<u64> {
     let sum: f64 = weights.iter().sum();
     for scale in [1.0, 10.0, 100.0, 1_000.0, 10_000.0] {
@@ -81,9 +82,9 @@ fn compute_gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { compute_gcd(b, a % b) }
 }
 
-/// Selects the source of `position` (from 1) in the cycle by Tijdeman's algorithm: the eligible
-/// source with the earliest deadline, or the first of several. `served` is the number of earlier
-/// positions that each source got.
+/// Selects the data source of `position` (from 1) in the mixture's cycle by Tijdeman's algorithm:
+/// the eligible source with the earliest deadline, or the first of several. `served` is the number
+/// of earlier positions that each source got.
 fn select_source(counts: &[u64], served: &[u64], position: u64, length: u64) -> usize {
     let d = (2 * counts.len() as i64 - 2).max(1);
     let length = length as i64;
@@ -100,7 +101,7 @@ fn select_source(counts: &[u64], served: &[u64], position: u64, length: u64) -> 
     (0..counts.len()).filter(is_eligible).reduce(earlier).unwrap_or(0)
 }
 
-/// The order in which a run reads the samples of all data sources.
+/// The order in which a run reads the samples of all data sources, over all epochs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleOrder {
     schedule: MixtureSchedule,
@@ -115,14 +116,14 @@ impl SampleOrder {
         SampleOrder { schedule, sources }
     }
 
-    /// Returns for each source the number of samples in one epoch.
+    /// Returns for each data source the number of samples in one epoch of the source.
     pub(crate) fn source_lengths(&self) -> impl Iterator<Item = u64> {
         self.sources.iter().map(EpochPermutation::epoch_len)
     }
 
-    /// Returns the sample that the run reads at a position, as the data source, the source's epoch,
-    /// and the sample's number in the source. The position is `step * global batch size + number of
-    /// the micro-batch * micro-batch size + index in the micro-batch`.
+    /// Returns the sample that the run reads at a position, as the number of the data source, the
+    /// source's epoch, and the sample's number in the source. The position is `step * global batch
+    /// size + number of the micro-batch * micro-batch size + index in the micro-batch`.
     pub fn locate_sample(&self, position: u64) -> (usize, u64, u64) {
         let (source, index) = self.schedule.locate_source(position);
         let (epoch, sample) = self.sources[source].locate_sample(index);

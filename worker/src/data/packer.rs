@@ -24,11 +24,12 @@ use super::token_cache::{NO_LOSS_BIT, TokenStream};
 /// PyTorch's cross-entropy.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
-/// The index of unpacked samples has one entry for this many documents.
+/// The number of documents per entry of the index that locates samples when documents are not
+/// packed.
 const INDEX_STRIDE: u64 = 128;
 
-/// Divides a stream of tokens into samples. Packed samples cross the boundaries of documents,
-/// unpacked ones do not.
+/// Divides the token stream of a data source into samples of `seq_len` inputs. Packed samples cross
+/// the boundaries of documents, unpacked ones do not.
 #[derive(Debug)]
 pub(crate) struct Packer {
     /// Number of inputs of a sample.
@@ -42,7 +43,8 @@ pub(crate) struct Packer {
     unpacked_index: Option<Vec<u64>>,
 }
 
-/// The buffers into which one sample is written, each of `seq_len` elements.
+/// The slices into which the tokens, labels and document starts of one sample are written, each of
+/// `seq_len` elements.
 pub(crate) struct SampleBuffers<'a> {
     /// The input tokens.
     pub(crate) tokens: &'a mut [u32],
@@ -53,7 +55,8 @@ pub(crate) struct SampleBuffers<'a> {
 }
 
 impl Packer {
-    /// Prepares the division of `stream` into samples of `seq_len` inputs, packed if `pack` is set.
+    /// Creates the division of the token stream `stream` into samples of `seq_len` inputs, which
+    /// contain several documents if `pack` is set.
     pub(crate) fn new(stream: &impl TokenStream, seq_len: u32, pack: bool, eod: u32) -> Self {
         let (documents, seq_len) = (stream.documents(), u64::from(seq_len));
         if pack {
@@ -74,12 +77,12 @@ impl Packer {
         Packer { seq_len, eod, samples, unpacked_index: Some(index) }
     }
 
-    /// Returns the number of samples in an epoch.
+    /// Returns the number of samples into which the token stream is divided, which is one epoch.
     pub(crate) fn len(&self) -> u64 {
         self.samples
     }
 
-    /// Writes the tokens, labels and starts of sample `s` to the buffers `out`.
+    /// Writes the tokens, labels and document starts of sample number `s` to the buffers `out`.
     pub(crate) fn write_sample(&self, stream: &impl TokenStream, s: u64, out: SampleBuffers) {
         let SampleBuffers { tokens, labels, starts } = out;
         let raw = SampleBuffers { tokens: &mut *tokens, labels: &mut *labels, starts };
@@ -116,7 +119,8 @@ impl Packer {
         }
     }
 
-    /// Writes the packed sample whose first input is token `base` of the stream.
+    /// Writes the sample whose first input is token number `base` of the stream, and which may
+    /// contain several documents.
     fn write_packed_sample(&self, stream: &impl TokenStream, base: u64, out: SampleBuffers) {
         let length = out.tokens.len();
         stream.read_tokens(base, out.tokens);
@@ -134,8 +138,7 @@ impl Packer {
         }
     }
 
-    /// Writes the unpacked sample whose inputs are the tokens `from..to` of the stream, at least
-    /// one, in one document.
+    /// Writes a sample of a single document, whose inputs are the tokens `from..to` of the stream.
     fn write_unpacked_sample(&self, stream: &impl TokenStream, (from, to): (u64, u64), out: SampleBuffers) {
         let n = (to - from) as usize;
         stream.read_tokens(from, &mut out.tokens[..n]);
@@ -149,8 +152,8 @@ impl Packer {
         }
     }
 
-    /// Returns the start and the end of the inputs of unpacked sample `s` in the token stream.
-    /// `index` is the content of `unpacked_index`.
+    /// Returns the range of the token stream that contains the inputs of sample number `s`, if
+    /// documents are not packed together. `index` is the content of `unpacked_index`.
     fn locate_unpacked_sample(&self, stream: &impl TokenStream, index: &[u64], s: u64) -> (u64, u64) {
         let entry = index.partition_point(|&before| before <= s) - 1;
         let mut document = entry as u64 * INDEX_STRIDE;
@@ -168,15 +171,15 @@ impl Packer {
     }
 }
 
-/// Returns the number of samples that document `d` gives if samples are not packed: its length
-/// divided by `seq_len`, rounded up. The length does not include the end-of-document token, which
-/// is a label but not an input.
+/// Returns the number of samples into which document `d` is divided if documents are not packed
+/// together: its length divided by `seq_len`, rounded up. The length does not include the
+/// end-of-document token, which is a label but not an input.
 fn count_samples_of_document(stream: &impl TokenStream, d: u64, seq_len: u64) -> u64 {
     (stream.document_offset(d + 1) - 1 - stream.document_offset(d)).div_ceil(seq_len)
 }
 
-/// Counts the documents that end at or before token `at`. The count is also the number, from 0, of
-/// the document that contains the token.
+/// Counts the documents that end at or before token number `at` of the stream. The count is also
+/// the number, from 0, of the document that contains the token.
 fn count_ended_documents(stream: &impl TokenStream, at: u64) -> u64 {
     let (mut low, mut high) = (0, stream.documents());
     while low < high {
@@ -186,7 +189,7 @@ fn count_ended_documents(stream: &impl TokenStream, at: u64) -> u64 {
     low
 }
 
-/// Reads the token at position `at` of the stream.
+/// Reads token number `at` of the stream.
 fn read_token(stream: &impl TokenStream, at: u64) -> u32 {
     let mut one = [0];
     stream.read_tokens(at, &mut one);

@@ -1,4 +1,5 @@
-//! Checks the data section of a job without reading all data, and estimates the size of the data.
+//! Checks the `train.data` section of a job without reading all data, and estimates the size of the
+//! data.
 use super::{
     dataset, document_reader::RecordReadOptions, error::DataError, file_patterns, first_record::has_record,
     interpreter::Interpreter, tokenizer::TextTokenizer,
@@ -35,7 +36,8 @@ pub struct DataEstimate {
     pub vocab_size: u32,
 }
 
-/// The result of checking a job's data section: the estimated size of the data, and all errors.
+/// The result of checking the `train.data` section of a job: the estimated size of the data, and
+/// all errors.
 #[derive(Debug)]
 pub struct DataCheckReport {
     /// The size of the training data. Absent if there are errors in it.
@@ -49,9 +51,9 @@ pub struct DataCheckReport {
     pub confinement: Option<Confinement>,
 }
 
-/// Checks the data section of a job without writing a file, and estimates the size of the training
-/// data. Checks the tokenizer, the chat template, and the names, sizes and first records of all
-/// files. Reports all errors that are found in this way. Relative paths start at `workdir`.
+/// Checks the `train.data` section of a job without writing a file, and estimates the size of the
+/// training data. Checks the tokenizer, the chat template, and the names, sizes and first records
+/// of all files. Reports all errors that are found in this way. Relative paths start at `workdir`.
 pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> DataCheckReport {
     let mut report =
         DataCheckReport { estimate: None, errors: Vec::new(), eval_errors: Vec::new(), confinement: None };
@@ -93,7 +95,7 @@ pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> Dat
     report
 }
 
-/// Checks the files of the data sources of a job.
+/// Checks the data files of a job's sources within a time limit, for the preflight check.
 struct SourceChecker<'a> {
     spec: &'a DataSpec,
     workdir: &'a Path,
@@ -121,7 +123,8 @@ impl SourceChecker<'_> {
         errors
     }
 
-    /// Checks the files of one source, and returns their number and size in bytes.
+    /// Checks the names, sizes and first records of the files of one data source, and returns their
+    /// number and total size in bytes.
     fn check_files(&mut self, source: &DataSource) -> Result<(u64, u64), Vec<DataError>> {
         let files = file_patterns::expand_patterns(&source.files, self.workdir).map_err(|e| vec![e])?;
         let size = (files.len() as u64, files.iter().map(|f| f.bytes).sum());

@@ -10,7 +10,8 @@ pub enum Split {
     HeldOut,
 }
 
-/// A filter that selects all text, only training data, or only held-out data.
+/// A filter that selects all text of a data source, only its training data, or only its held-out
+/// data.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum SplitFilter {
     /// Accepts every piece.
@@ -21,7 +22,8 @@ pub(crate) enum SplitFilter {
 }
 
 impl SplitFilter {
-    /// Returns whether the filter selects a piece of text.
+    /// Returns whether the filter selects the text `piece`, a record or at most 16 KiB of a text
+    /// file.
     pub(crate) fn accepts_piece(self, piece: &str) -> bool {
         match self {
             SplitFilter::All => true,
@@ -30,8 +32,8 @@ impl SplitFilter {
     }
 }
 
-/// Returns whether `piece` is among the share `share` (0 to 1) of the text that is held out for
-/// evaluation.
+/// Returns whether `piece`, by its hash, belongs to the share `share` (0 to 1) of the text that is
+/// held out for evaluation.
 pub(super) fn is_held_out(piece: &str, share: f64) -> bool {
     let digest = blake3::derive_key("launch 2026 held-out split v1", piece.as_bytes());
     let mut first = [0; 8];

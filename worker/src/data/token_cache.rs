@@ -40,7 +40,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// Number of aligned bytes that Linux maps at a page fault (fault-around).
 const FAULT_AROUND_BYTES: usize = 64 << 10;
 
-/// The header of a token cache file: what it contains, and how it was made.
+/// The header of a token cache file: vocabulary, numbers of tokens and documents, key and digests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TokenCacheHeader {
     /// The vocabulary size. Every token id is below this number.
@@ -112,13 +112,13 @@ impl TokenCacheHeader {
         if self.vocab_size <= 1 << 16 && !self.has_loss_mask { 2 } else { 4 }
     }
 
-    /// Returns which bits of a stored token are flags and not part of its id.
+    /// Returns which bits of a stored token are flags and not part of the token's id.
     fn flag_mask(&self) -> u32 {
         if self.has_loss_mask { NO_LOSS_BIT } else { 0 }
     }
 
-    /// Computes the length of the part of a token cache after the header, and where in this part
-    /// the document offsets begin, in bytes. Returns `None` if no file can be so long.
+    /// Computes the length of the part of a token cache file after the header, and where in this
+    /// part the document offsets begin, in bytes. Returns `None` if no file can be so long.
     fn compute_body_layout(&self) -> Option<(u64, u64)> {
         let offsets =
             self.tokens.checked_mul(self.token_width_bytes() as u64)?.checked_next_multiple_of(8)?;
@@ -127,17 +127,17 @@ impl TokenCacheHeader {
     }
 }
 
-/// Reads a little-endian number from up to 4 bytes.
+/// Converts up to 4 little-endian bytes to a number.
 fn read_le_u32(bytes: &[u8]) -> u32 {
     bytes.iter().rev().fold(0, |n, &b| n << 8 | u32::from(b))
 }
 
-/// Reads a little-endian number from up to 8 bytes.
+/// Converts up to 8 little-endian bytes to a number.
 fn read_le_u64(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |n, &b| n << 8 | u64::from(b))
 }
 
-/// An open token cache whose content was checked.
+/// An open, memory-mapped file with the tokens of one data source, whose whole content was checked.
 pub(crate) struct TokenCache {
     pub(crate) header: TokenCacheHeader,
     map: Mmap,
@@ -145,7 +145,8 @@ pub(crate) struct TokenCache {
     offsets_at: usize,
 }
 
-/// Why a token cache was not opened.
+/// Why a token cache was not opened: its content is damaged, or an operation of the operating
+/// system failed.
 #[derive(Debug)]
 pub(crate) enum CacheOpenError {
     /// The file exists but cannot be used.
@@ -167,8 +168,8 @@ impl From<CacheDamage> for CacheOpenError {
 }
 
 impl TokenCache {
-    /// Opens the token cache at `path`. Checks the whole content, and that the key in the header
-    /// equals `key`.
+    /// Opens the token cache file at `path`. Checks the whole content, and that the key in the
+    /// header equals `key`.
     pub(crate) fn open(path: &Path, key: &[u8; 32]) -> Result<Self, CacheOpenError> {
         let file = File::open(path)?;
         let length = file.metadata()?.len();
@@ -196,7 +197,7 @@ impl TokenCache {
         Ok(cache)
     }
 
-    /// Removes the pages of a byte range of the token cache from the resident memory of this
+    /// Removes a byte range of the memory-mapped token cache from the resident memory of this
     /// process. The range stays readable: a later access loads the page again, usually from the
     /// system's page cache. Without this call the resident memory of a rank would grow up to the
     /// size of the cache file.
@@ -259,12 +260,13 @@ fn check_body_digest_and_tokens(
 pub(crate) trait TokenStream {
     /// Returns the number of documents.
     fn documents(&self) -> u64;
-    /// Returns the position of the first token of document `d`, or the end of the stream for
+    /// Returns the position of the first token of document number `d`, or the end of the stream for
     /// `d = documents()`.
     fn document_offset(&self, d: u64) -> u64;
-    /// Copies the tokens `from .. from + out.len()` to `out`, with their [`NO_LOSS_BIT`].
+    /// Copies the tokens at the positions `from .. from + out.len()` to `out`, including the bit
+    /// [`NO_LOSS_BIT`] of tokens that do not count for the loss.
     fn read_tokens(&self, from: u64, out: &mut [u32]);
-    /// Returns whether tokens may have the bit [`NO_LOSS_BIT`].
+    /// Returns whether some tokens do not count for the loss, which the bit [`NO_LOSS_BIT`] marks.
     fn has_loss_mask(&self) -> bool;
 }
 
@@ -296,7 +298,7 @@ impl TokenStream for TokenCache {
     }
 }
 
-/// The error that a token id is not below the vocabulary size.
+/// The error which reports that the id of a token is not below the vocabulary size.
 #[derive(Debug, thiserror::Error)]
 #[error("token id {token} is beyond the vocabulary of {vocab_size}")]
 struct TokenOutOfVocabulary {
@@ -304,8 +306,8 @@ struct TokenOutOfVocabulary {
     vocab_size: u32,
 }
 
-/// A writer that appends documents to a new token cache file. The file is not a valid cache until
-/// [`TokenCacheWriter::finish`] has written the header.
+/// Writes a new token cache file, to which documents are appended. The file is not a valid cache
+/// until [`TokenCacheWriter::finish`] has written the header.
 pub(crate) struct TokenCacheWriter {
     out: BufWriter<File>,
     /// The bytes at the end of the body that are not written yet, fewer than a block.
@@ -333,8 +335,8 @@ impl TokenCacheWriter {
         })
     }
 
-    /// Appends tokens to the current document. Fails if a token, without the bit [`NO_LOSS_BIT`],
-    /// is not below the vocabulary size.
+    /// Appends tokens to the current document of the token cache file. Fails if a token, without
+    /// the bit [`NO_LOSS_BIT`], is not below the vocabulary size.
     pub(crate) fn push_tokens(&mut self, tokens: &[u32]) -> io::Result<()> {
         let (mask, vocab_size) = (self.header.flag_mask(), self.header.vocab_size);
         if let Some(&token) = tokens.iter().find(|&&t| t & !mask >= vocab_size) {
@@ -359,8 +361,8 @@ impl TokenCacheWriter {
         Ok(())
     }
 
-    /// Appends an end-of-document token, and begins a new document. Does nothing if the document
-    /// has no tokens.
+    /// Appends an end-of-document token to the token cache file, and begins a new document. Does
+    /// nothing if the document has no tokens.
     pub(crate) fn end_document(&mut self) -> io::Result<()> {
         if self.offsets.last() == Some(&self.header.tokens) {
             return Ok(());
@@ -372,7 +374,8 @@ impl TokenCacheWriter {
         Ok(())
     }
 
-    /// Hashes the tokens collected so far and writes them to the file as one block.
+    /// Hashes the tokens that were collected since the previous block, and writes them to the token
+    /// cache file as one block.
     fn end_block(&mut self) -> io::Result<()> {
         self.digests.push(*blake3::hash(&self.block).as_bytes());
         self.out.write_all(&self.block)?;

@@ -37,7 +37,8 @@ const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// number are deleted.
 const MAX_KEPT_CACHES: usize = 16;
 
-/// Everything that determines the content of a token cache: files, tokenizer, template and options.
+/// Everything that determines the content of a token cache: files, format, tokenizer, chat template
+/// and held-out split.
 pub(crate) struct TokenCacheInputs<'a> {
     /// The files in order, without empty ones.
     pub(crate) files: &'a [DataFile],
@@ -52,7 +53,7 @@ pub(crate) struct TokenCacheInputs<'a> {
 }
 
 impl TokenCacheInputs<'_> {
-    /// Returns whether only some tokens of the cache count for the loss.
+    /// Returns whether some tokens of the token cache do not count for the loss.
     fn masks_loss(&self) -> bool {
         self.format.chat_template.is_some_and(|c| c.has_loss_mask())
     }
@@ -89,9 +90,9 @@ impl TokenCacheInputs<'_> {
     }
 }
 
-/// Opens the token cache for `inputs` in `directory`, and builds it first if the file is missing or
-/// damaged. Adds a warning to `warnings` if the file is damaged. Blocks while another process
-/// builds the cache.
+/// Opens the token cache (the file with the tokens) of `inputs` in `directory`, and builds it first
+/// if it is missing or damaged. Adds a warning to `warnings` if the file is damaged. Blocks while
+/// another process builds the cache.
 pub(crate) fn open_or_build_cache(
     inputs: &TokenCacheInputs,
     directory: &Path,
@@ -126,8 +127,8 @@ pub(crate) fn open_or_build_cache(
     })
 }
 
-/// Opens the token cache at `path` if the file exists and is intact. Returns `None` if the file
-/// does not exist or is damaged. Adds a warning to `warnings` if the file is damaged.
+/// Returns the open token cache at `path`, or `None` if the file does not exist or is damaged. Adds
+/// a warning to `warnings` if the file is damaged.
 fn open_intact_cache(
     path: &Path,
     key: &[u8; 32],
@@ -163,8 +164,8 @@ fn create_cache_directory(directory: &Path) -> Result<(), DataError> {
     Ok(())
 }
 
-/// What a process must do after it waited for the lock of a token cache: open the finished cache,
-/// or build it.
+/// What a process finds after waiting for the lock of a token cache: a finished cache of another
+/// process, or the task of building it.
 enum BuildLockOutcome {
     /// Another process has built the cache.
     AlreadyBuilt(Box<TokenCache>),
@@ -173,8 +174,8 @@ enum BuildLockOutcome {
     MustBuild(Option<File>),
 }
 
-/// Blocks until no other process builds the token cache, or until [`LOCK_TIMEOUT`] has passed. In
-/// the second case this process must build the cache without the lock. `path` is the lock file.
+/// Blocks until no other process is building the token cache, or until [`LOCK_TIMEOUT`] has passed.
+/// In the second case this process must build the cache without the lock. `path` is the lock file.
 /// `open` opens the finished cache, and returns `None` if there is none.
 fn wait_for_build_lock(
     path: &Path,
@@ -230,8 +231,8 @@ fn remove_stale_files(directory: &Path, current_stem: &str, is_locked: bool) {
     }
 }
 
-/// Returns whether no process holds the lock of the token cache whose file name begins with `stem`.
-/// Returns false if the cache has no lock file.
+/// Returns whether no process holds the lock of the token cache whose files have names that begin
+/// with `stem`. Returns false if the cache has no lock file.
 fn is_cache_unlocked(directory: &Path, stem: &str) -> bool {
     File::open(directory.join(format!("{stem}.lock"))).is_ok_and(|f| f.try_lock().is_ok())
 }
@@ -267,8 +268,9 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// Tokenizes all files in order, writes the tokens to `writer` and returns it. `path` is the path
-/// of the cache file for error messages. Fails if a file no longer matches its digest.
+/// Tokenizes all data files of `inputs` in order, writes the tokens to the token cache writer
+/// `writer`, and returns the writer. `path` is the path of the cache file for error messages. Fails
+/// if a file no longer matches its digest.
 fn tokenize_files(
     inputs: &TokenCacheInputs,
     writer: TokenCacheWriter,
@@ -289,7 +291,8 @@ fn tokenize_files(
     Ok(documents.into_writer())
 }
 
-/// Tokenizes the file at `path` and returns the hash of its content.
+/// Tokenizes the data file at `path` into a token cache, and returns the hash of the file's
+/// content.
 fn tokenize_file(
     inputs: &TokenCacheInputs,
     path: &Path,

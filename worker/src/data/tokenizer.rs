@@ -32,7 +32,7 @@ const MAX_TOKENIZER_BYTES: u64 = 64 << 20;
 /// Largest accepted size of a tokenizer's companion file, in bytes. Companion files may contain
 /// chat templates.
 const MAX_COMPANION_BYTES: u64 = 16 << 20;
-/// The name of the built-in tokenizer in errors, in place of a path.
+/// The name of the built-in byte tokenizer in error messages, in place of a path.
 const BYTE_TOKENIZER_NAME: &str = "bytes";
 
 /// The tokenizer of a job: the built-in byte tokenizer, or one from a file that the sandbox process
@@ -44,7 +44,7 @@ pub struct TextTokenizer {
     interpreter: Arc<Interpreter>,
 }
 
-/// A Hugging Face tokenizer.json with its companion files.
+/// An open Hugging Face tokenizer: tokenizer.json with its companion files.
 struct FileTokenizer {
     path: PathBuf,
     /// Name and content of tokenizer.json and of the companion files that exist, in this order.
@@ -94,7 +94,7 @@ impl TextTokenizer {
         self.file.is_none()
     }
 
-    /// Returns the interpreter (sandbox process) that has loaded the tokenizer.
+    /// Returns the client of the sandbox process that has loaded the tokenizer.
     pub(crate) fn interpreter(&self) -> &Interpreter {
         &self.interpreter
     }
@@ -156,15 +156,15 @@ impl TextTokenizer {
         }
     }
 
-    /// Converts the `failure` of a request that involved the tokenizer and no data file to an
-    /// error.
+    /// Converts the failure of a sandbox request that used the tokenizer but no data file to an
+    /// error about the tokenizer.
     fn to_tokenizer_error(&self, failure: InterpreterFailure, step: InterpretationStep) -> DataError {
         let path = self.path().unwrap_or(Path::new(BYTE_TOKENIZER_NAME));
         to_data_error(failure, step, path, None, None)
     }
 
-    /// Returns the file and the source of the chat template in the tokenizer's directory or
-    /// configuration, or `None` if there is no template.
+    /// Returns the file and the source text of the chat template that belongs to the tokenizer, or
+    /// `None` if there is no template.
     pub(crate) fn find_chat_template(&self) -> Result<Option<(PathBuf, String)>, ChatTemplateProblem> {
         let Some(file) = &self.file else { return Ok(None) };
         let template = file.info.chat_template.clone()?;
@@ -180,7 +180,8 @@ impl TextTokenizer {
         }
     }
 
-    /// Returns a digest of the tokenizer. Tokenizers with equal digests encode equal texts equally.
+    /// Returns a digest that identifies the tokenizer. Tokenizers with equal digests encode equal
+    /// texts equally.
     pub fn digest(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 tokenizer v1");
         match &self.file {

@@ -1,5 +1,5 @@
-//! The jobs and trainers of `launch gpu-check`: models with random weights, trained on generated
-//! samples.
+//! Builds the jobs and trainers of `launch gpu-check`: models with random weights, trained on
+//! generated samples.
 use crate::{
     error::Error,
     model::MicroBatch,
@@ -18,7 +18,7 @@ use std::{
     sync::Arc,
 };
 
-/// A function that opens the GPU, called once for each run and each rank.
+/// A function that opens the GPU for one training run of one rank.
 pub(super) type GpuOpener<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
 
 /// A source of samples whose tokens are computed from the number of the sample, in place of data
@@ -39,8 +39,9 @@ impl SampleSource for GeneratedSamples {
     }
 }
 
-/// Builds a job that trains the model `model`, a section `train.model` as YAML. `rest` sets further
-/// keys of `train`, separated by spaces; all other keys have their defaults.
+/// Builds a job that trains a model for `launch gpu-check`. `model` is the section `train.model` as
+/// YAML. `rest` sets further keys of `train`, separated by spaces; all other keys have their
+/// defaults.
 pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<JobSpec> {
     let text = format!("name: gpu-check\ntrain: {{data: {{files: [none]}}, model: {{{model}}}}}\n");
     let set: Vec<String> = rest.split_whitespace().map(|s| format!("train.{s}")).collect();
@@ -60,7 +61,8 @@ pub(super) fn require_train_section(job: &JobSpec) -> diagnostic::Result<&TrainS
     })
 }
 
-/// Builds the trainer of one rank for the section `train`. Collective: every rank must call it.
+/// Builds the trainer of one rank from a job's `train` section. Collective: every rank must call
+/// it.
 pub(super) fn build_trainer(
     train: &TrainSpec,
     comm: Arc<dyn Comm>,
@@ -77,13 +79,14 @@ pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Erro
     Ok((outcome.loss, outcome.grad_norm))
 }
 
-/// Runs a check on an open GPU, and converts a panic, which is a bug of this program, to an
-/// internal error. Every error has the category `Failed`, because the GPU was usable.
+/// Runs a check of `launch gpu-check` on an open GPU, and converts a panic, which is a bug of this
+/// program, to an internal error. Every error has the category `Failed`, because the GPU was
+/// usable.
 pub(super) fn run_check<T>(check: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
     catch_panic(check).map_err(|error| error.with_category(Category::Failed))
 }
 
-/// Runs `work`, and converts a panic to an internal error.
+/// Runs `work`, and returns a panic in it as an internal error.
 pub(super) fn catch_panic<T>(work: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         Err(Diagnostic::error(codes::run::INTERNAL, extract_panic_message(panic.as_ref())))

@@ -1,8 +1,8 @@
-//! The models whose training on a GPU is compared with training on the CPU, and the numbers of
-//! ranks.
+//! The models for which `launch gpu-check` compares the losses of training on a GPU and on the CPU,
+//! and the numbers of ranks.
 
-/// A model that is trained for the comparison, with the keys of `train.model` and further keys of
-/// `train`.
+/// A model whose losses in training on a GPU and on the CPU are compared, with its keys of
+/// `train.model` and `train`.
 pub(super) struct CurveCase {
     pub(super) name: &'static str,
     /// The name of the case in the names of parts.
@@ -11,7 +11,7 @@ pub(super) struct CurveCase {
     pub(super) rest: &'static str,
 }
 
-/// The models whose losses are compared between GPU and CPU.
+/// The models whose losses in training on a GPU and on the CPU are compared.
 const CURVE_CASES: [CurveCase; 2] = [
     CurveCase {
         name: "Llama of the quickstart",
@@ -26,7 +26,7 @@ const CURVE_CASES: [CurveCase; 2] = [
         rest: "data.seq_len=128 batch.global=8 batch.micro=2",
     },
 ];
-/// The small models whose losses are compared between GPU and CPU in tests.
+/// The small models whose losses in training on a GPU and on the CPU are compared, for tests.
 const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
     name: "a tiny Llama",
     part_name: "llama",
@@ -34,17 +34,19 @@ const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
     rest: "data.seq_len=6 batch.global=4 batch.micro=1",
 }];
 
-/// The precisions in which training is compared, with the largest accepted relative difference of a
-/// loss. In fp8 a difference in the last bit of a sum may round an operand to another value, so the
-/// tolerance is larger.
+/// The precisions in which training on a GPU and on the CPU is compared, each with the largest
+/// accepted relative difference of a loss. In fp8 a difference in the last bit of a sum may round
+/// an operand to another value, so the tolerance is larger.
 pub(super) const CURVE_PRECISIONS: [(&str, f64); 3] = [("fp32", 1e-4), ("bf16", 2e-2), ("fp8", 5e-2)];
 
-/// Returns the models whose losses are compared.
+/// Returns the models whose losses in training on a GPU and on the CPU are compared, or small
+/// models if `tiny` is set.
 pub(super) fn select_curve_cases(tiny: bool) -> &'static [CurveCase] {
     if tiny { &TINY_CURVE_CASES } else { &CURVE_CASES }
 }
 
-/// The numbers of ranks of a comparison, and how the ranks exchange data.
+/// The numbers of ranks with which training on a GPU is compared with the CPU, and how the ranks
+/// exchange data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CurveTransport {
     /// One rank.
@@ -58,7 +60,8 @@ pub(super) enum CurveTransport {
 }
 
 impl CurveTransport {
-    /// Returns the name of the group of check parts that train with these ranks, such as `nccl`.
+    /// Returns the name of the group of check parts that train with these numbers of ranks, such as
+    /// `nccl`.
     pub(super) fn part_group_name(self) -> &'static str {
         match self {
             CurveTransport::OneRank => "curves",

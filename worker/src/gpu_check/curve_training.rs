@@ -18,8 +18,8 @@ const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 /// The results of a training run: the loss and the gradient norm of each step.
 pub(super) type TrainingCurve = Vec<(f64, f64)>;
 
-/// Trains for `steps` steps from initial weights. Returns the loss and the gradient norm of each
-/// step.
+/// Trains one rank for `steps` steps from initial weights on the device of `ops`, and returns the
+/// loss and the gradient norm of each step.
 pub(super) fn train_for_curve(
     train: &TrainSpec,
     comm: Arc<dyn Comm>,
@@ -72,7 +72,7 @@ pub(super) fn train_on_gpu_for_curve(
     require_equal_curves(results.into_iter().collect::<Result<Vec<_>, _>>()?)
 }
 
-/// Returns the losses of rank 0, or fails if another rank has different losses.
+/// Returns the curve of rank 0 if the losses of all ranks are equal, and fails otherwise.
 pub(super) fn require_equal_curves(mut curves: Vec<TrainingCurve>) -> diagnostic::Result<TrainingCurve> {
     let (world, first) = (curves.len(), curves.swap_remove(0));
     if curves.iter().any(|other| *other != first) {

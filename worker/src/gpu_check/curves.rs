@@ -13,8 +13,9 @@ use device::{Cpu, cuda::CudaLibrary};
 use serde_json::json;
 use std::{path::Path, sync::Arc};
 
-/// Trains a model on the GPU and on the CPU, and reports a row for each number of ranks. With
-/// [`CurveTransport::NcclTwoRanks`], `second_rank` is the other rank.
+/// Trains a model on the GPU and on the CPU, compares the losses, and reports a row of the result
+/// table for each number of ranks. With [`CurveTransport::NcclTwoRanks`], `second_rank` is the
+/// other rank.
 pub(super) fn compare_curves(
     output: &PartOutput,
     open: GpuOpener,
@@ -73,8 +74,8 @@ pub(super) fn compare_curves(
     Ok(())
 }
 
-/// Opens NCCL, or reports the row `subject` as skipped and returns `None` if NCCL cannot be used
-/// for these ranks.
+/// Opens NCCL, or reports the row `subject` of the result table as skipped and returns `None` if
+/// NCCL cannot be used for these ranks.
 fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveTransport) -> Option<NcclLibrary> {
     let directories = collect_library_search_paths(&[], Path::new("")).list_directories(CudaLibrary::Nccl);
     let reason = match NcclLibrary::open(&directories) {
@@ -88,8 +89,8 @@ fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveTranspo
     None
 }
 
-/// Compares the losses of a training run on the GPU with those on the CPU, and with those of one
-/// rank on the GPU, to which they must be bit-equal. Returns the row of the comparison.
+/// Compares the losses of training on the GPU with those on the CPU, and with those of one rank on
+/// the GPU, to which they must be bit-equal. Returns the row of the comparison.
 fn compare_losses(
     subject: String,
     tolerance: f64,

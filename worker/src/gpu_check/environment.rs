@@ -59,7 +59,8 @@ pub(super) fn describe_environment(output: &PartOutput, open: GpuOpener) -> diag
     Ok(())
 }
 
-/// Compiles and loads every kernel, and reports the time and the kernels that use local memory.
+/// Compiles and loads every GPU kernel, and reports the time that this took and the kernels that
+/// use local memory.
 pub(super) fn load_kernels(output: &PartOutput, cuda: &Cuda) -> diagnostic::Result<()> {
     let began = Instant::now();
     cuda.load_kernels()?;
@@ -86,7 +87,8 @@ pub(super) fn load_kernels(output: &PartOutput, cuda: &Cuda) -> diagnostic::Resu
     Ok(())
 }
 
-/// Reports, for the JSON file, the kernels that were launched and the algorithms of matmuls.
+/// Sends the kernels that were launched and the algorithms of matmuls to the parent process, for
+/// the JSON file.
 pub(super) fn report_used_kernels(output: &PartOutput, cuda: &Cuda) -> diagnostic::Result<()> {
     let kernels = cuda.describe_launched_kernels()?;
     output.send_details("launched_kernels", kernels.iter().map(to_kernel_json).collect());

@@ -11,7 +11,7 @@ use std::{
 pub(super) struct MemoryFile(OwnedFd);
 
 impl MemoryFile {
-    /// Creates an empty file in memory.
+    /// Creates an empty file in memory, which other processes of `launch gpu-check` can open.
     pub(super) fn create() -> io::Result<MemoryFile> {
         // Ranks seal the memory that they share.
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
@@ -29,7 +29,7 @@ impl MemoryFile {
     }
 }
 
-/// Opens the file that another process has created, by its path.
+/// Opens the file in memory that another process has created, by its path.
 pub(super) fn open_memory_file(path: &Path) -> io::Result<File> {
     File::options().read(true).write(true).open(path)
 }

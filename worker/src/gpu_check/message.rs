@@ -4,10 +4,12 @@ use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The start of each line of stdout that is a message. Other lines are output of libraries.
+/// The start of each line of stdout with which the process of a check part sends a message to
+/// `launch gpu-check`. Other lines are output of libraries.
 pub(super) const MESSAGE_PREFIX: &str = "gpu-check-message ";
 
-/// A message that the process of a check part sends to the parent process.
+/// A message that the process of a check part sends to the parent process: a row of the table,
+/// further values, or its end.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "snake_case")]
 pub(super) enum PartMessage {
@@ -52,7 +54,7 @@ pub(super) enum RowResult {
 }
 
 impl RowResult {
-    /// Returns the text of the result in the table.
+    /// Returns the text by which the table shows this result, such as `ok`.
     pub(super) fn name(self) -> &'static str {
         match self {
             RowResult::Ok => "ok",
@@ -64,26 +66,27 @@ impl RowResult {
 }
 
 impl Row {
-    /// Creates a row of measured values, without a comparison.
+    /// Creates a row of the result table with measured values, without a comparison.
     pub(super) fn measured(subject: impl Into<String>, values: impl Into<String>, data: Value) -> Row {
         let (subject, values) = (subject.into(), values.into());
         Row { subject, values, result: RowResult::Measured, cause: None, data }
     }
 
-    /// Creates a row that was not computed for the reason `cause`.
+    /// Creates a row of the result table that states why a check was skipped.
     pub(super) fn skipped(subject: impl Into<String>, cause: impl Into<String>) -> Row {
         let (subject, cause) = (subject.into(), Some(cause.into()));
         Row { subject, values: String::new(), result: RowResult::Skipped, cause, data: Value::Null }
     }
 
-    /// Creates a row that failed with the error `cause`.
+    /// Creates a row of the result table for a check that failed with the error `cause`.
     pub(super) fn failed(subject: impl Into<String>, cause: impl Into<String>) -> Row {
         let (subject, cause) = (subject.into(), Some(cause.into()));
         Row { subject, values: String::new(), result: RowResult::Failed, cause, data: Value::Null }
     }
 }
 
-/// Sends the messages of a part to the parent process.
+/// Sends the messages of a check part (a piece of `launch gpu-check` in a separate process) to the
+/// parent process.
 pub(super) struct PartOutput;
 
 impl PartOutput {
@@ -92,14 +95,15 @@ impl PartOutput {
         self.send(&PartMessage::Row(row));
     }
 
-    /// Sends values with a name to the parent process, which stores them only in the JSON file.
+    /// Sends values with a name to the parent process, which stores them in the JSON report but
+    /// does not print them.
     pub(super) fn send_details(&self, name: &str, value: Value) {
         self.send(&PartMessage::Details { name: name.to_owned(), value });
     }
 
-    /// Prints a message to stdout as one line. The line is written at once, because stdout is
-    /// line-buffered. An empty line precedes it, because a library may have printed a line without
-    /// its end.
+    /// Prints a message for the parent process to stdout as one line. The line is written at once,
+    /// because stdout is line-buffered. An empty line precedes it, because a library may have
+    /// printed a line without its end.
     pub(super) fn send(&self, message: &PartMessage) {
         let text = serde_json::to_string(message).unwrap_or_default();
         println!("\n{MESSAGE_PREFIX}{text}");

@@ -24,14 +24,15 @@ use std::{
     time::Duration,
 };
 
-/// The time after which the process of rank 1 is killed.
+/// The time after which the process of rank 1 is killed if it has not ended.
 const RANK_TIMEOUT: Duration = Duration::from_secs(60);
-/// The size in bytes of each of a rank's staging slots in the shared memory.
+/// The size in bytes of each slot through which a rank exchanges data with the other one in shared
+/// memory.
 const STAGING_BYTES: usize = 1 << 20;
-/// The name of the values in which rank 1 reports its losses.
+/// The name under which the process of rank 1 reports its losses to that of rank 0.
 const RANK_ONE_CURVE_NAME: &str = "curve of rank 1";
 
-/// Trains with two ranks that share a GPU, of which rank 0 starts the process of rank 1.
+/// Trains with two ranks that share a GPU, each in a separate process.
 pub(super) struct TwoRankTraining<'a> {
     /// The name of the part.
     pub(super) part: &'a str,
@@ -42,8 +43,8 @@ pub(super) struct TwoRankTraining<'a> {
 }
 
 impl TwoRankTraining<'_> {
-    /// Trains as rank 0 together with a new process, which is rank 1. Returns the losses. Fails if
-    /// the ranks have different losses.
+    /// Trains as rank 0 together with rank 1, for which a process is started, and returns the
+    /// losses. Fails if the ranks have different losses.
     pub(super) fn train_as_rank_zero(
         &self,
         spec: &TrainSpec,
@@ -79,7 +80,7 @@ impl TwoRankTraining<'_> {
         })
     }
 
-    /// Trains as rank 1, and reports the losses to rank 0.
+    /// Trains as rank 1, and sends the losses to the process of rank 0.
     pub(super) fn train_as_rank_one(
         &self,
         output: &PartOutput,
@@ -96,13 +97,13 @@ impl TwoRankTraining<'_> {
     }
 }
 
-/// Joins the group of the two ranks, which share `memory`.
+/// Joins the group of the two ranks, which communicate through the shared memory `memory`.
 fn join_ranks(memory: OwnedFd, rank: usize) -> diagnostic::Result<Arc<dyn Comm>> {
     let limits = ShmLimits { staging_bytes: STAGING_BYTES, ..ShmLimits::default() };
     Ok(Arc::new(ShmComm::join(memory, rank, 2, limits)?))
 }
 
-/// Runs the process of rank 1 until it ends. Returns its losses.
+/// Runs the process of rank 1 until it ends, and returns the losses that it reports.
 fn run_rank_one_process(command: &PartCommand) -> diagnostic::Result<TrainingCurve> {
     let (mut curve, mut failure) = (None, None);
     let PartOutcome { end, output, .. } = run_part_process(command, RANK_TIMEOUT, |message| match message {

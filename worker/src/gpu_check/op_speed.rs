@@ -12,9 +12,10 @@ use device::{
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-/// How long an operation is repeated while it is timed.
+/// How long each operation is repeated while its speed is measured.
 const TIMED_DURATION: Duration = Duration::from_millis(300);
-/// An operation to time, and its amount of work, from which its rate is computed.
+/// An operation whose speed is measured, with its amount of work (bytes or floating-point
+/// operations).
 struct TimedOp<'a> {
     name: String,
     /// The number of floating-point operations or bytes of one call.
@@ -24,7 +25,7 @@ struct TimedOp<'a> {
     run: Box<dyn FnMut() + 'a>,
 }
 
-/// A group of operations that are timed in one process.
+/// A group of GPU operations whose speed is measured in one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SpeedGroup {
     /// A copy within the GPU's memory and a large matmul: the highest rates that other operations
@@ -39,7 +40,8 @@ pub(super) enum SpeedGroup {
 }
 
 impl SpeedGroup {
-    /// The groups of operations that models consist of, with the names of their parts.
+    /// The groups of operations of which models consist, with the names of the check parts that
+    /// measure their speed.
     pub(super) const OPERATIONS: [(&str, SpeedGroup); 3] = [
         ("matmul", SpeedGroup::Matmul),
         ("attention", SpeedGroup::Attention),
@@ -47,8 +49,8 @@ impl SpeedGroup {
     ];
 }
 
-/// Times the operations of a group and reports a row for each. `cudnn` is the GPU opened with
-/// cuDNN, if cuDNN is available.
+/// Measures the speed of the operations of a group on the GPU, and reports a row of the result
+/// table for each. `cudnn` is the GPU opened with cuDNN, if cuDNN is available.
 pub(super) fn measure_op_speed(
     output: &PartOutput,
     group: SpeedGroup,
@@ -84,7 +86,7 @@ pub(super) fn measure_op_speed(
     Ok(())
 }
 
-/// Times an operation and reports its row.
+/// Measures the speed of an operation, and reports its row of the result table.
 fn measure_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> Result<(), DeviceError> {
     for _ in 0..3 {
         (op.run)();
@@ -105,7 +107,7 @@ fn measure_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> Result<(), D
     Ok(())
 }
 
-/// Prepares a copy within the GPU's memory for timing.
+/// Prepares the measurement of the speed of a copy within the GPU's memory.
 fn prepare_timed_copy(cuda: &Cuda) -> Result<TimedOp<'_>, CudaError> {
     const N: usize = 256 << 20;
     let [mut to, from] = allocate_buffers(cuda, Dtype::F32, [N, N])?;
@@ -117,7 +119,7 @@ fn prepare_timed_copy(cuda: &Cuda) -> Result<TimedOp<'_>, CudaError> {
     })
 }
 
-/// Prepares a bf16 matmul of `[m, k]` and `[n, k]` for timing.
+/// Prepares the measurement of the speed of a bf16 matmul of `[m, k]` and `[n, k]`.
 fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
     let [mut y, x, w] = allocate_buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
     Ok(TimedOp {
@@ -134,7 +136,7 @@ fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Res
 /// heads, key heads, head size.
 const ATTENTION_SHAPES: [[usize; 5]; 2] = [[8, 1024, 12, 12, 64], [2, 2048, 32, 8, 128]];
 
-/// Prepares the forward and the backward pass of bf16 attention for timing.
+/// Prepares the measurements of the speed of bf16 attention, forward and backward.
 fn prepare_timed_attention<'a>(
     cuda: &'a Cuda,
     sizes: [usize; 5],
@@ -175,7 +177,7 @@ fn prepare_timed_attention<'a>(
     ])
 }
 
-/// Prepares operations for timing whose speed depends on the memory bandwidth: an addition, RMSNorm
+/// Prepares the measurements of operations that the memory bandwidth limits: an addition, RMSNorm
 /// and AdamW.
 fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
     const N: usize = 64 << 20;

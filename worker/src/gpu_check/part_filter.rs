@@ -1,6 +1,7 @@
-//! [`PartFilter`]: the parts that options of `launch gpu-check` leave out.
+//! [`PartFilter`]: which parts of the check the options of `launch gpu-check` leave out.
 
-/// The parts that the options `--quick`, `--tiny` and `--ops` leave out.
+/// Which parts of the check the options `--quick`, `--tiny` and `--ops` of `launch gpu-check` leave
+/// out or shorten.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PartFilter {
     /// Whether only a few shapes are compared, and nothing is timed or trained.

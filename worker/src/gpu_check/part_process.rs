@@ -23,22 +23,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The number of received lines that can wait for the parent. A process that prints faster waits.
+/// The largest number of output lines of a check part's process that wait in the queue to the
+/// parent process. A process that prints faster waits.
 const LINE_QUEUE_CAPACITY: usize = 64;
-/// The longest accepted line of output. The rest of a longer line is dropped.
+/// The longest accepted line in bytes that the process of a check part prints. The rest of a longer
+/// line is dropped.
 const MAX_LINE_BYTES: u64 = 4 << 20;
-/// The number of lines of other output, such as warnings of libraries, that are kept from the start
-/// and from the end of the output.
+/// The number of output lines apart from messages, such as warnings of libraries, that are kept
+/// from the start and from the end of the output.
 const KEPT_OUTPUT_LINES: usize = 30;
-/// The number of characters that are kept of each line of other output.
+/// The number of characters that are kept of each output line apart from messages.
 const KEPT_LINE_CHARS: usize = 400;
 /// How long a killed process may take to end. A process that hangs in the driver may take longer,
 /// and is then left behind.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// The interval between two checks of whether a process has ended.
+/// The interval between two checks of whether the process of a check part has ended.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The command line of the process of a part.
+/// The command line of a process that runs one part of the GPU check.
 pub(super) struct PartCommand {
     /// A program and its arguments that run the command, such as compute-sanitizer. May be empty.
     pub(super) wrapper: Vec<OsString>,
@@ -48,7 +50,7 @@ pub(super) struct PartCommand {
 }
 
 impl PartCommand {
-    /// Creates the command line that runs the part `part`.
+    /// Creates the command line that runs the check part `part` on GPU number `device`.
     pub(super) fn new(part: &str, device: usize, filter: PartFilter) -> PartCommand {
         let PartFilter { quick, tiny, ops_only: _ } = filter;
         let device = device.to_string();
@@ -60,7 +62,8 @@ impl PartCommand {
     }
 }
 
-/// How the process of a part ended.
+/// How the process of a check part ended: it exited, it was killed after its time limit, or its end
+/// could not be observed.
 #[derive(Debug)]
 pub(super) enum PartEnd {
     /// The process ended with this status.
@@ -71,7 +74,7 @@ pub(super) enum PartEnd {
     Unobserved(io::Error),
 }
 
-/// What a process of a part printed apart from messages, and how it ended.
+/// What the process of a check part printed apart from messages, how it ended, and how long it ran.
 pub(super) struct PartOutcome {
     pub(super) end: PartEnd,
     pub(super) seconds: f64,
@@ -79,14 +82,15 @@ pub(super) struct PartOutcome {
     pub(super) output: Vec<String>,
 }
 
-/// A line that the process of a part printed, which is a message or other output.
+/// A line that the process of a check part printed: a message to the parent process, or other
+/// output.
 enum PartLine {
     Message(PartMessage),
     Other(String),
 }
 
-/// Runs the process of a part, and calls `on_message` for each of its messages as soon as it
-/// arrives. Kills the process and its descendants after `limit`.
+/// Runs a check part in a new process, and calls `on_message` for each of its messages as soon as
+/// it arrives. Kills the process and its descendants after `limit`.
 pub(super) fn run_part_process(
     command: &PartCommand,
     limit: Duration,
@@ -141,8 +145,8 @@ pub(super) fn query_nvidia_smi(bus_id: &str) -> io::Result<String> {
     if output.status.success() { Ok(format!("{FIELDS}: {text}")) } else { Err(io::Error::other(text)) }
 }
 
-/// Starts the process of a part as the leader of a new process group. The kernel kills the process
-/// when this process ends.
+/// Starts the process of a check part as the leader of a new process group. The kernel kills the
+/// process when this process ends.
 fn start_part_process(part: &PartCommand) -> io::Result<Child> {
     let mut command = match part.wrapper.split_first() {
         None => Command::new("/proc/self/exe"),
@@ -164,8 +168,8 @@ fn start_part_process(part: &PartCommand) -> io::Result<Child> {
     command.spawn()
 }
 
-/// Starts threads that read the lines of the process's stdout and stderr. The channel is closed
-/// when both streams have ended.
+/// Starts threads that read the lines of the process's stdout and stderr, and returns the channel
+/// to which they send the lines. The channel is closed when both streams have ended.
 fn read_lines(child: &mut Child) -> Receiver<PartLine> {
     let (sender, receiver) = sync_channel(LINE_QUEUE_CAPACITY);
     let spawn_reader = |stream: Option<Box<dyn Read + Send>>| {
@@ -187,8 +191,8 @@ fn read_lines(child: &mut Child) -> Receiver<PartLine> {
     receiver
 }
 
-/// Reads the next line that is not empty, and decodes it if it is a message. Returns `None` at the
-/// end of the stream.
+/// Reads the next line of the process's output that is not empty, and decodes it if it is a
+/// message. Returns `None` at the end of the stream.
 fn read_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
     let mut bytes = Vec::new();
     while bytes.trim_ascii().is_empty() {
@@ -215,8 +219,8 @@ fn read_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
     )))
 }
 
-/// Handles the lines of a process until it ends or the time `deadline` is reached. Then kills its
-/// process group.
+/// Passes the output lines of the process `child` to `on_line` until it ends or the time `deadline`
+/// is reached, and then kills its process group.
 fn handle_lines_until_end(
     child: &mut Child,
     lines: &Receiver<PartLine>,
@@ -254,7 +258,7 @@ fn handle_lines_until_end(
 }
 
 impl PartEnd {
-    /// Describes the unexpected end of a process.
+    /// Describes how the process of a check part ended, as the reason for a failure of the part.
     pub(super) fn describe(&self) -> String {
         match self {
             PartEnd::Exited(status) => match (status.code(), status.signal()) {

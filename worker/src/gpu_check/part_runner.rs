@@ -19,20 +19,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A failed part is repeated at once if its process took less than this time. Otherwise it is
-/// repeated after all other parts.
+/// The time below which a failed check part is repeated immediately, and not after all other parts.
 const MAX_QUICK_FAILURE_TIME: Duration = Duration::from_secs(30);
-/// The time limit for repeating a failed part with blocking launches.
+/// The time limit for repeating a failed check part with blocking kernel launches
+/// (`CUDA_LAUNCH_BLOCKING`).
 const MAX_REPEAT_TIME: Duration = Duration::from_secs(60);
-/// The time limit for repeating a failed part under compute-sanitizer.
+/// The time limit for repeating a failed check part under compute-sanitizer.
 const MAX_SANITIZED_REPEAT_TIME: Duration = Duration::from_secs(120);
-/// A failed part is not repeated if less than this time is left.
+/// The time that must be left of the whole check for repeating a failed part.
 const MIN_REPEAT_TIME: Duration = Duration::from_secs(2);
 
-/// The number of GPU calls that are reported after a failure.
+/// The largest number of GPU calls before a failure that are reported.
 const MAX_REPORTED_LAUNCHES: usize = 32;
 
-/// The options with which the parts of a check run, such as the device and the time limit.
+/// The options with which the parts of a GPU check run, such as the device and the time limit.
 pub(super) struct RunOptions<'a> {
     pub(super) device: usize,
     pub(super) filter: PartFilter,
@@ -44,7 +44,7 @@ pub(super) struct RunOptions<'a> {
     pub(super) resume: Option<&'a Path>,
 }
 
-/// Whether a part runs normally, with blocking launches, or under compute-sanitizer.
+/// Whether a check part runs normally, with blocking kernel launches, or under compute-sanitizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RunMode {
     Normal,
@@ -65,7 +65,7 @@ impl RunMode {
     }
 }
 
-/// The state of a check of several parts.
+/// Runs the parts of a GPU check, and collects their results within the time limit.
 struct PartRunner<'a> {
     options: RunOptions<'a>,
     began: Instant,
@@ -75,7 +75,8 @@ struct PartRunner<'a> {
     unusable: Option<Diagnostic>,
 }
 
-/// Runs `parts`, and prints and stores their results. Returns whether no row has failed.
+/// Runs the check parts `parts`, each in a process, and prints and stores their results. Returns
+/// whether no row has failed.
 ///
 /// # Errors
 ///
@@ -109,8 +110,8 @@ impl PartRunner<'_> {
         Duration::from_secs(self.options.seconds).saturating_sub(self.began.elapsed())
     }
 
-    /// Runs a part, or skips it if the GPU is not usable or too little time is left. Repeats a part
-    /// that fails soon.
+    /// Runs a check part, or skips it if the GPU is not usable or too little time is left. Repeats
+    /// a part that fails soon.
     fn run_or_skip_part(&mut self, part: &Part) -> PartRecord {
         let left = self.time_left().as_secs();
         let cause = if self.unusable.is_some() {
@@ -137,9 +138,9 @@ impl PartRunner<'_> {
         record
     }
 
-    /// Repeats failed parts with blocking launches and then under compute-sanitizer, as long as
-    /// time is left. Parts that were already repeated with blocking launches are only repeated
-    /// under compute-sanitizer.
+    /// Repeats failed check parts with blocking kernel launches and then under compute-sanitizer,
+    /// as long as time is left. Parts that were already repeated with blocking launches are only
+    /// repeated under compute-sanitizer.
     fn repeat_failures(&mut self, parts: &[Part]) -> diagnostic::Result<()> {
         let sanitizer = find_sanitizer();
         for mode in [RunMode::Blocking, RunMode::Sanitized] {
@@ -165,13 +166,13 @@ impl PartRunner<'_> {
         self.write_report()
     }
 
-    /// Repeats a failed part. Returns `None` if too little time is left.
+    /// Repeats a failed check part in the mode `mode`. Returns `None` if too little time is left.
     fn repeat_part(&mut self, part: &Part, mode: RunMode, limit: Duration) -> Option<PartRecord> {
         (self.time_left() >= MIN_REPEAT_TIME).then(|| self.run_part_in_process(part, mode, limit))
     }
 
-    /// Runs a part in a process, and prints its rows as they arrive. Prints the last launches and
-    /// the output of a part that fails.
+    /// Runs a check part in a new process, and prints its rows of the result table as they arrive.
+    /// Prints the last launches and the output of a part that fails.
     fn run_part_in_process(&mut self, part: &Part, mode: RunMode, limit: Duration) -> PartRecord {
         let name = mode.repetition_name(&part.name);
         let launch_log = MemoryFile::create();
@@ -207,8 +208,8 @@ impl PartRunner<'_> {
         record
     }
 
-    /// Returns why a part failed, or `None` if its process ended as it should or a row names the
-    /// failure. `end` is the last message of the process, if it sent one.
+    /// Returns why a check part failed, or `None` if its process ended as expected or one of its
+    /// rows already names the failure. `end` is the last message of the process, if it sent one.
     fn find_failure_reason(
         &mut self,
         part: &Part,
@@ -236,7 +237,7 @@ impl PartRunner<'_> {
         }
     }
 
-    /// Prints the last GPU calls and the output of a failed part.
+    /// Prints the last GPU calls and the output of a check part that failed.
     fn print_failure_evidence(&mut self, record: &PartRecord) {
         let mut lines = Vec::new();
         for (title, evidence) in
@@ -252,7 +253,7 @@ impl PartRunner<'_> {
         }
     }
 
-    /// Builds the command line of the process of a part.
+    /// Builds the command line of the process that runs a check part in the mode `mode`.
     fn build_command(&self, part: &Part, mode: RunMode, launch_log: Option<&MemoryFile>) -> PartCommand {
         let mut command = PartCommand::new(&part.name, self.options.device, self.options.filter);
         if let Some(log) = launch_log {
@@ -267,14 +268,14 @@ impl PartRunner<'_> {
         command
     }
 
-    /// Writes the JSON file, if one is requested.
+    /// Writes the results so far to the JSON file of the check, if one is requested.
     fn write_report(&mut self) -> diagnostic::Result<()> {
         self.report.seconds = self.began.elapsed().as_secs_f64();
         self.options.report.map_or(Ok(()), |path| self.report.write(path))
     }
 }
 
-/// Returns the last calls in a launch log, the latest one last.
+/// Returns the last GPU calls that a process recorded in its launch log, the latest one last.
 fn read_last_launches(log: &MemoryFile) -> io::Result<Vec<String>> {
     let mut launches = read_launch_log(&log.path())?;
     launches.drain(..launches.len().saturating_sub(MAX_REPORTED_LAUNCHES));

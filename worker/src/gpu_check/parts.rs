@@ -11,13 +11,14 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::env;
 use std::ffi::OsString;
 
-/// The name of the part that describes the machine. It runs first.
+/// The name of the check part that describes the machine, which runs first.
 pub(super) const ENVIRONMENT_PART: &str = "environment";
-/// The group of parts that only time the operations of a training step. They run only if `--only`
-/// or `--profile` selects them, because the parts that time models do this, too.
+/// The name of the group of check parts that only time the operations of a training step. They run
+/// only if `--only` or `--profile` selects them, because the parts that time models do this, too.
 pub(super) const PROFILES_GROUP: &str = "profiles";
 
-/// What a part of the check does, such as comparing operations or timing a model.
+/// What a part of the GPU check does, such as comparing operations with the CPU or timing the
+/// training of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PartWork {
     /// Describes the GPU and its libraries.
@@ -42,7 +43,7 @@ pub(super) enum PartWork {
     Save(usize),
 }
 
-/// A piece of `launch gpu-check` that runs in a separate process.
+/// A part of the GPU check, which runs in a separate process and has a time limit.
 #[derive(Clone, Debug)]
 pub(super) struct Part {
     /// The name for `--only`: a group, or a group and a name in it, such as `ops/attention`.
@@ -55,7 +56,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// Returns environment variables that the process of the part needs.
+    /// Returns the environment variables that the process of this check part needs.
     pub(super) fn environment_variables(&self) -> Vec<(&'static str, OsString)> {
         match self.work {
             PartWork::Curve { transport: CurveTransport::NcclTwoRanks, .. } => vec![
@@ -69,14 +70,14 @@ impl Part {
         }
     }
 
-    /// Returns whether `selector`, an element of `--only`, selects this part: its name or its
-    /// group.
+    /// Returns whether `selector`, an element of the option `--only`, selects this check part: its
+    /// name or its group.
     fn is_selected_by(&self, selector: &str) -> bool {
         self.name == selector || self.name.split_once('/').is_some_and(|(group, _)| group == selector)
     }
 }
 
-/// Returns the parts in the order in which they run.
+/// Returns the parts of the GPU check in the order in which they run.
 pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     let mut parts = Vec::new();
     let mut add = |name: String, work, expected_seconds, limit_seconds| {
@@ -114,7 +115,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     parts
 }
 
-/// Adds the parts that train models.
+/// Passes the check parts that train models to the callback `add`.
 fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64)) {
     let add_curves = |add: &mut dyn FnMut(String, PartWork, u64, u64), transport: CurveTransport| {
         for (case, curve) in select_curve_cases(tiny).iter().enumerate() {
@@ -145,16 +146,16 @@ fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64
     add_curves(add, CurveTransport::NcclTwoRanks);
 }
 
-/// Converts the name of a family of operations to the name of a part: `norms, bias` becomes
+/// Converts the name of a family of operations to the name of its check part: `norms, bias` becomes
 /// `norms-bias`.
 fn to_part_name(family: &str) -> String {
     let words = family.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join("-").to_ascii_lowercase()
 }
 
-/// Returns those of `parts` that `only` selects, in the order of `parts`. An empty `only` selects
-/// every part except those of the group [`PROFILES_GROUP`]. Fails if an element of `only` selects no
-/// part.
+/// Returns those of the check parts `parts` that the option `--only` selects, in the order of
+/// `parts`. An empty `only` selects every part except those of the group [`PROFILES_GROUP`]. Fails
+/// if an element of `only` selects no part.
 pub(super) fn select_parts(parts: Vec<Part>, only: &[String]) -> diagnostic::Result<Vec<Part>> {
     if let Some(unknown) = only.iter().find(|name| !parts.iter().any(|part| part.is_selected_by(name))) {
         let message = format!("the part `{unknown}` does not exist");

@@ -15,7 +15,7 @@ const FORMAT_VERSION: u32 = 1;
 /// The largest JSON report that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
-/// All results of one run of `launch gpu-check`.
+/// All results of one run of `launch gpu-check`, as its JSON file contains them.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Report {
     format: u32,
@@ -27,7 +27,8 @@ pub(super) struct Report {
     pub(super) parts: Vec<PartRecord>,
 }
 
-/// The results of one part of the check.
+/// The results of one part of a GPU check: its rows of the result table, and further values for the
+/// JSON file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct PartRecord {
     pub(super) name: String,
@@ -51,7 +52,7 @@ pub(super) struct PartRecord {
 }
 
 impl PartRecord {
-    /// Creates the results of a part whose process has ended.
+    /// Creates the results of a check part whose process has ended.
     pub(super) fn new(
         name: &str,
         began_at: f64,
@@ -64,14 +65,14 @@ impl PartRecord {
         PartRecord { name, result, began_at, seconds, rows, details, output, launches, repeats }
     }
 
-    /// Creates the results of a part that was skipped. `row` contains the reason.
+    /// Creates the results of a check part that was skipped. `row` contains the reason.
     pub(super) fn new_skipped(name: &str, at: f64, row: Row) -> PartRecord {
         PartRecord::new(name, at, 0.0, vec![row], Map::new())
     }
 }
 
-/// Returns the result of a part from the results of its rows: failed if one row failed, and skipped
-/// if every row was skipped.
+/// Returns the result of a check part from the results of its rows: failed if one row failed, and
+/// skipped if every row was skipped.
 fn combine_row_results(rows: &[Row]) -> RowResult {
     let has = |result| rows.iter().any(|row| row.result == result);
     match () {
@@ -83,20 +84,20 @@ fn combine_row_results(rows: &[Row]) -> RowResult {
 }
 
 impl Report {
-    /// Creates a report without parts.
+    /// Creates a report of a GPU check that contains no results yet.
     pub(super) fn new(tiny: bool) -> Report {
         let launch = env!("CARGO_PKG_VERSION").to_owned();
         Report { format: FORMAT_VERSION, launch, tiny, seconds: 0.0, parts: Vec::new() }
     }
 
-    /// Returns the results of the part `name`, if the report contains them and the part has not
-    /// failed or been skipped.
+    /// Returns the results of the check part `name`, if the report contains them and the part
+    /// passed.
     pub(super) fn find_passed_part(&self, name: &str) -> Option<&PartRecord> {
         let is_passed = |part: &&PartRecord| matches!(part.result, RowResult::Ok | RowResult::Measured);
         self.parts.iter().filter(is_passed).find(|part| part.name == name)
     }
 
-    /// Reads the report of an earlier check, to continue that check.
+    /// Reads the JSON report of an earlier GPU check, to continue that check.
     pub(super) fn read(path: &Path, tiny: bool) -> diagnostic::Result<Report> {
         let fail = |reason: String| {
             let message = format!("cannot continue the check in {}: {reason}", path.display());
@@ -114,7 +115,7 @@ impl Report {
         Ok(report)
     }
 
-    /// Writes the report to a file, which is replaced as a whole.
+    /// Writes the report of the GPU check to a JSON file, which is replaced as a whole.
     pub(super) fn write(&self, path: &Path) -> diagnostic::Result<()> {
         let mut bytes = serde_json::to_vec_pretty(self).unwrap_or_default();
         bytes.push(b'\n');
@@ -125,7 +126,7 @@ impl Report {
     }
 }
 
-/// Reads a file of at most [`MAX_FILE_BYTES`].
+/// Reads the bytes of a report file, of at most [`MAX_FILE_BYTES`] bytes.
 fn read_limited(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
@@ -135,8 +136,8 @@ fn read_limited(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Replaces a file by one with this content. After a crash or a loss of power, the file has its old
-/// or its new content.
+/// Replaces a file by one with the content `bytes`, so that after a crash or a loss of power the
+/// file has its old or its new content.
 fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut name = path.file_name().map(OsString::from).unwrap_or_default();
     name.push(format!(".{}.new", std::process::id()));

@@ -21,18 +21,20 @@ use diagnostic::{Diagnostic, codes};
 use serde_json::json;
 use std::{path::Path, sync::Arc};
 
-/// The number of random shapes with which each family of operations is compared.
+/// The number of random shapes on which each family of operations is compared between GPU and CPU.
 const RANDOM_SHAPES: usize = 40;
-/// The number of random shapes with which each family of operations is compared if `--quick` is
+/// The number of random shapes on which each family of operations is compared if `--quick` is
 /// given.
 const QUICK_RANDOM_SHAPES: usize = 2;
 
-/// The number by which `--tiny` divides the sizes of realistic shapes.
+/// The number by which `--tiny` divides the sizes of the realistic shapes on which operations are
+/// compared.
 const TINY_SHAPE_DIVISOR: usize = 1 << 9;
 
-/// Runs the part `name`, and sends its rows and its end to the parent process. Logs the launches in
-/// the file `launch_log`. With `rank_memory`, runs the part as rank 1, which shares that memory
-/// with rank 0. Returns whether the part ended without an error.
+/// Runs the check part `name` in this process, and sends its rows of the result table and its end
+/// to the parent process. Logs the launches in the file `launch_log`. With `rank_memory`, runs the
+/// part as rank 1, which shares that memory with rank 0. Returns whether the part ended without an
+/// error.
 pub(super) fn run_part(
     name: &str,
     device: usize,
@@ -63,7 +65,8 @@ pub(super) fn open_gpu(device: usize) -> diagnostic::Result<Arc<Cuda>> {
         .map_err(to_unusable_gpu_error)
 }
 
-/// Runs the part `name` and reports its rows.
+/// Does the work of the check part `name`, and sends its rows of the result table to the parent
+/// process.
 fn run_named_part(
     output: &PartOutput,
     name: &str,
@@ -127,7 +130,8 @@ fn open_gpu_with_cudnn(device: usize) -> Result<Cuda, CudaError> {
     Ok(cuda)
 }
 
-/// Converts the comparison of a family of operations to a row.
+/// Converts the result of comparing a family of operations between GPU and CPU to a row of the
+/// result table.
 fn to_row(report: &FamilyReport) -> Row {
     let MaxErrors { f32, bf16, f16 } = report.max_errors;
     let failure = report.failure.clone().map(Diagnostic::from);

@@ -2,7 +2,7 @@
 use super::message::Row;
 use std::time::Instant;
 
-/// Prints each row of the table when its part reports it, with the elapsed time.
+/// Prints the result table of `launch gpu-check` row by row, with the elapsed time.
 pub(super) struct Table {
     began: Instant,
     /// Whether the next row needs the header of the table.
@@ -15,7 +15,7 @@ impl Table {
         Table { began, needs_header: true }
     }
 
-    /// Prints a row of the part `part`.
+    /// Prints a row of the result table, which belongs to the check part `part`.
     pub(super) fn print_row(&mut self, part: &str, row: &Row) {
         if std::mem::take(&mut self.needs_header) {
             println!("| at, s | part | subject | values | result |\n|---|---|---|---|---|");
@@ -29,7 +29,7 @@ impl Table {
         println!("| {elapsed:.1} | {part} | {subject} | {values} | {result} |");
     }
 
-    /// Prints a paragraph between rows.
+    /// Prints a paragraph between rows of the result table.
     pub(super) fn print_paragraph<S: AsRef<str>>(&mut self, lines: impl IntoIterator<Item = S>) {
         println!();
         for line in lines {

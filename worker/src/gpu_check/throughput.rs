@@ -26,14 +26,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The smallest share of a step that an operation needs for a row of the table.
+/// The smallest share of a step's time that an operation needs for a row of the result table.
 const MIN_PRINTED_TIME_SHARE: f64 = 0.01;
 /// The peak rates of GPUs in dense bf16 operations per second, from NVIDIA's data sheets (SXM).
 const PEAK_BF16_FLOPS: [(&str, f64); 4] =
     [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
 
-/// Times the training of model number `number` and each operation of one of its steps, and reports
-/// the rows.
+/// Measures the training speed of model number `number` and the time of each operation of one of
+/// its steps, and reports the rows.
 pub(super) fn time_model(
     output: &PartOutput,
     open: GpuOpener,
@@ -56,7 +56,8 @@ pub(super) fn time_model(
     report_used_kernels(output, &model.cuda)
 }
 
-/// Times each operation of a training step of model number `number`, and reports a row for each.
+/// Measures the time of each operation of a training step of model number `number`, and reports a
+/// row for each.
 pub(super) fn profile_model(
     output: &PartOutput,
     open: GpuOpener,
@@ -71,7 +72,8 @@ pub(super) fn profile_model(
     profile_step(output, timed, &mut model, 0.0)
 }
 
-/// Measures the cost of saving model number `number`, and reports a row.
+/// Measures how long saving a checkpoint of model number `number` blocks and slows down training,
+/// and reports a row.
 pub(super) fn time_save(
     output: &PartOutput,
     open: GpuOpener,
@@ -132,7 +134,7 @@ struct Measurement {
 }
 
 impl Measurement {
-    /// Formats the measurement as the values of a table row.
+    /// Formats the measurement of a model's training as the values of a row of the result table.
     fn to_text(&self) -> String {
         let mfu = self.mfu.map_or_else(String::new, |mfu| format!(", MFU {:.1} %", 100.0 * mfu));
         let memory = self.memory as f64 / f64::from(1 << 30);
@@ -140,7 +142,7 @@ impl Measurement {
         format!("{tokens_per_s:.0} tokens/s, {:.1} TFLOP/s{mfu}, {memory:.2} GiB", flops / 1e12)
     }
 
-    /// Returns the measurement of the model `timed` as JSON.
+    /// Returns the measurement of training the model `timed` as JSON.
     fn to_json(&self, timed: &TimedModel) -> Value {
         let Measurement { tokens_per_s, flops, mfu, memory } = self;
         json!({
@@ -149,7 +151,7 @@ impl Measurement {
     }
 }
 
-/// Builds the model on the GPU and runs the first steps, which are not timed.
+/// Builds the model on the GPU and runs the first steps, which are slower and not measured.
 fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<WarmModel> {
     let (job, spec) = timed.build_spec()?;
     if spec.precision == Precision::Fp8 {
@@ -209,7 +211,7 @@ fn profile_step(
     Ok(())
 }
 
-/// Measures the speed and the memory of training for `duration`.
+/// Runs training steps for `duration`, and measures their speed and the peak GPU memory.
 fn measure_training(model: &mut WarmModel, duration: Duration) -> diagnostic::Result<Measurement> {
     let WarmModel { spec, cuda, running, .. } = model;
     let is_enough = &mut |steps, elapsed| steps >= 3 && elapsed >= duration;
@@ -236,7 +238,7 @@ fn time_steps(
     Ok(began.elapsed().as_secs_f64() / f64::from(steps.max(1)))
 }
 
-/// Guard that removes a temporary directory when dropped.
+/// A guard with the path of a temporary directory, which is removed when the guard is dropped.
 struct TemporaryDirectory(PathBuf);
 
 impl Drop for TemporaryDirectory {
@@ -256,8 +258,8 @@ struct SaveCost {
     slowdown: f64,
 }
 
-/// Measures one checkpoint save while training continues. `step_seconds` is the time of a step
-/// without saving.
+/// Saves one checkpoint while training continues, and measures how long training is blocked and how
+/// much it is slowed down. `step_seconds` is the time of a step without saving.
 fn measure_save(
     running: &mut RunningTrainer,
     job: &JobSpec,
@@ -283,7 +285,7 @@ fn measure_save(
     Ok(SaveCost { blocked_seconds: blocked, seconds: saved.seconds, slowdown })
 }
 
-/// Creates the object that saves checkpoints of the training in `directory`.
+/// Creates the object that saves checkpoints of the measured training in `directory`.
 fn build_checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
     let (trainer, train, digest) = (&running.trainer, running.train_spec(), "generated".to_owned());
     let metadata = RunMetadata::new(trainer, train, job, digest, (Vec::new(), 0));

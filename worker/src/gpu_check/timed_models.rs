@@ -38,8 +38,8 @@ const BATCH_32X1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
 const BATCH_4X16X1024: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
 const BATCH_4X8X2048: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
 
-/// Defines a model for timing, without saving and without offloading. `part_name` is its name in
-/// the names of parts, and `order` its position among the timed models.
+/// Defines a model whose training is timed, without saving and without offloading. `part_name` is
+/// its name in the names of parts, and `order` its position among the timed models.
 const fn define_timed_model(
     (part_name, order, expected_seconds): (&'static str, u8, u64),
     name: &'static str,
@@ -60,7 +60,7 @@ const fn define_timed_model(
     }
 }
 
-/// Defines a model that takes long and needs `min_gib` GiB of GPU memory.
+/// Defines a model whose timing takes long and needs `min_gib` GiB of GPU memory.
 const fn define_large_model(
     part: (&'static str, u8, u64),
     min_gib: u16,
@@ -202,10 +202,10 @@ const TINY_TIMED_MODELS: [TimedModel; 5] = [
     ),
 ];
 
-/// How long the training of a model is timed, after the first steps.
+/// How long the training of a model is measured, after the first steps.
 const MEASURED_DURATION: Duration = Duration::from_secs(3);
 
-/// Returns the models to time, and the duration for which each model is timed.
+/// Returns the models whose training is timed, and for how long each is measured.
 pub(super) fn select_timed_models(tiny: bool) -> (&'static [TimedModel], Duration) {
     if tiny { (&TINY_TIMED_MODELS, Duration::ZERO) } else { (&TIMED_MODELS, MEASURED_DURATION) }
 }
@@ -244,7 +244,7 @@ pub(super) fn describe_timed_models_as_json(tiny: bool) -> diagnostic::Result<Va
 }
 
 impl TimedModel {
-    /// Builds the job that trains the model, and returns it with its `train` section.
+    /// Builds the job that trains this model, and returns it with its `train` section.
     pub(super) fn build_spec(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
         let job = build_check_job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
         let mut spec = require_train_section(&job)?.clone();

@@ -40,7 +40,8 @@ impl BufferSpec {
     }
 }
 
-/// The allocated buffers that a model declared, in the order of their declaration.
+/// The allocated buffers for activations or scratch values that a model declared, in the order of
+/// their declaration.
 pub struct ActivationBuffers {
     names: Vec<&'static str>,
     buffers: Vec<Buf>,
@@ -64,8 +65,8 @@ impl ActivationBuffers {
         self.names.iter().position(|n| *n == name).map(|i| &self.buffers[i])
     }
 
-    /// Returns references to the allocated buffers of the set `S`, which must be the set that
-    /// declared them.
+    /// Returns references to the allocated buffers as the buffer set `S`, a struct with one field
+    /// for each buffer.
     ///
     /// # Panics
     ///
@@ -74,8 +75,8 @@ impl ActivationBuffers {
         S::from_values(&mut self.buffers.iter())
     }
 
-    /// Returns exclusive references to the allocated buffers of the set `S`, which must be the set
-    /// that declared them.
+    /// Returns exclusive references to the allocated buffers as the buffer set `S`, a struct with
+    /// one field for each buffer.
     ///
     /// # Panics
     ///
@@ -85,7 +86,7 @@ impl ActivationBuffers {
     }
 }
 
-/// Returns the declarations of a set's buffers, each with the name of its field.
+/// Returns the declarations of the buffers in a buffer set, each with the name of its field.
 pub(super) fn list_buffers<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> {
     let (mut specs, mut names) = (Vec::new(), Vec::new());
     set.append_fields(&mut specs);
@@ -93,20 +94,20 @@ pub(super) fn list_buffers<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> 
     specs.iter().zip(names).map(|(spec, name)| BufferSpec { name, ..*spec }).collect()
 }
 
-/// A struct with one field of type `T` for each buffer of a set, which [`declare_buffer_set`]
+/// A buffer set: a struct with one field of type `T` for each buffer, which [`declare_buffer_set`]
 /// declares.
 pub(super) trait BufferSet<T>: Sized {
-    /// Creates a set from the next values of `values`, one for each field in order.
+    /// Creates a buffer set from the next items of `values`, one for each field in order.
     ///
     /// # Panics
     ///
     /// Panics if there are fewer values than fields.
     fn from_values(values: &mut impl Iterator<Item = T>) -> Self;
 
-    /// Appends the values of the fields to `values`.
+    /// Appends the values of the buffer set's fields to `values`.
     fn append_fields(self, values: &mut Vec<T>);
 
-    /// Appends the names of the fields to `names`.
+    /// Appends the names of the buffer set's fields to `names`.
     fn append_names(names: &mut Vec<&'static str>);
 }
 

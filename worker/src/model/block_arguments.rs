@@ -5,7 +5,8 @@
 use super::{activation_buffers::ActivationBuffers, micro_batch::MicroBatch};
 use device::{Ops, View, ViewMut};
 
-/// The input that a layer's forward pass and its backward pass read.
+/// What the forward and the backward pass of a decoder layer read: parameters, micro-batch and
+/// layer input.
 pub struct LayerInput<'a> {
     /// The compute backend.
     pub ops: &'a dyn Ops,

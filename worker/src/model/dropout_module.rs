@@ -49,15 +49,17 @@ impl DropoutModule {
         })
     }
 
-    /// Applies dropout in place to the activation `x`, `[rows, width]`, or to its gradient.
+    /// Applies dropout in place to the activation `x`, `[rows, width]`, or to its gradient in the
+    /// backward pass.
     pub(super) fn apply_dropout(&self, ops: &dyn Ops, batch: &MicroBatch, width: usize, x: ViewMut) {
         if let Some(d) = self.create_row_dropout(batch, width) {
             ops.dropout(x, &d);
         }
     }
 
-    /// Returns the gradient of the module's input. `dy`, `[rows, width]`, is the gradient of its
-    /// output, and `buffer` is used for the result. Returns `dy` itself if no element is dropped.
+    /// Returns the gradient of the dropout module's input, computed from `dy`, `[rows, width]`, the
+    /// gradient of its output. `buffer` is used for the result. Returns `dy` itself if no element
+    /// is dropped.
     pub(super) fn dropout_backward<'a>(
         &self,
         ops: &dyn Ops,

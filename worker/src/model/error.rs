@@ -146,7 +146,8 @@ pub enum ModelError {
     },
 }
 
-/// The result of building or configuring a model.
+/// The result type of functions that read a model's config or build a model: a value or a
+/// [`ModelError`].
 pub type Result<T> = std::result::Result<T, ModelError>;
 
 /// Formats configuration entries for a message, as keys with their values, separated by commas.
@@ -154,7 +155,7 @@ fn format_entries(entries: &[(String, String)]) -> String {
     entries.iter().map(|(key, value)| format!("`{key}: {value}`")).collect::<Vec<_>>().join(", ")
 }
 
-/// Joins items with commas, or returns `empty` if there are no items.
+/// Joins `items` with commas, or returns `empty` if there are no items.
 fn join_items_or(items: &[String], empty: &str) -> String {
     if items.is_empty() { empty.into() } else { items.join(", ") }
 }

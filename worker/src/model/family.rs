@@ -24,8 +24,8 @@ pub struct ModelFamily {
 }
 
 impl ModelFamily {
-    /// Builds a model from its config.json, for sequences of at most `tokens` tokens. Rejects
-    /// configs with unsupported keys or values.
+    /// Builds a model of this family from its config.json, for sequences of at most `tokens`
+    /// tokens. Rejects configs with unsupported keys or values.
     pub(super) fn build_model(&self, hf_config: &Map<String, Value>, tokens: usize) -> Result<Model> {
         let fields = HfConfigFields::new(hf_config);
         let config = (self.read_config)(&fields)?;
@@ -33,7 +33,7 @@ impl ModelFamily {
         Ok(Model::new(config, self.key_names, hf_config, tokens))
     }
 
-    /// Builds the config.json of a model that job.yaml describes.
+    /// Builds the config.json of a model of this family that job.yaml describes.
     pub(super) fn build_hf_config(&self, spec: &ModelSpec) -> Map<String, Value> {
         let mut config = (self.list_config_keys)(spec);
         config.insert("architectures".into(), json!([self.architecture]));

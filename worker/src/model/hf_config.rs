@@ -122,7 +122,8 @@ pub(super) fn take_entries(value: Value) -> Map<String, Value> {
     }
 }
 
-/// Sets the dropout rates `keys` of a config to `rate`. Does nothing if `rate` is `None`.
+/// Sets the dropout rates at the keys `keys` of a config.json to `rate`. Does nothing if `rate` is
+/// `None`.
 pub(super) fn set_dropout_rates(config: &mut Map<String, Value>, keys: &[&str], rate: Option<f64>) {
     let Some(rate) = rate else { return };
     config.extend(keys.iter().map(|key| (String::from(*key), Value::from(rate))));
@@ -150,12 +151,13 @@ pub(super) fn invalid_value_error(
 }
 
 impl<'a> HfConfigFields<'a> {
-    /// Creates typed access to the config `map`, with no key recorded as read.
+    /// Creates typed access to the keys and values `map` of a config.json, with no key recorded as
+    /// read.
     pub(super) fn new(map: &'a Map<String, Value>) -> Self {
         HfConfigFields { map, read_keys: RefCell::default() }
     }
 
-    /// Returns whether the config contains `key`, also with value null.
+    /// Returns whether the config.json contains `key`, even if its value is null.
     pub(super) fn contains_key(&self, key: &str) -> bool {
         self.map.contains_key(key)
     }
@@ -257,7 +259,7 @@ impl<'a> HfConfigFields<'a> {
     }
 }
 
-/// Formats a value as JSON, shortened for messages.
+/// Formats a value of a config.json as JSON, shortened for error messages.
 pub(super) fn format_short_value(value: &Value) -> String {
     let text = value.to_string();
     match text.chars().count() > MAX_SHOWN_CHARACTERS {
@@ -266,7 +268,7 @@ pub(super) fn format_short_value(value: &Value) -> String {
     }
 }
 
-/// Shortens a key of an untrusted file for messages.
+/// Shortens a key or value of an untrusted config.json to a length that fits into an error message.
 pub(super) fn shorten_text(text: &str) -> String {
     text.chars().take(MAX_SHOWN_CHARACTERS).collect()
 }

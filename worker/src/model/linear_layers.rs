@@ -14,8 +14,8 @@ use super::{
 use crate::params::ParamUnit;
 use device::{View, ViewMut};
 
-/// Computes the matmuls with the weight matrices of all layers, including precision, biases and
-/// LoRA adapters.
+/// Computes the matmuls with the weight matrices of all layers, in the selected precision and with
+/// biases and LoRA adapters.
 pub(super) struct LinearLayers {
     pub(super) format: LinearFormat,
     /// The LoRA adapters of each layer; empty without LoRA.
@@ -26,8 +26,8 @@ pub(super) struct LinearLayers {
 }
 
 impl LinearLayers {
-    /// Creates the matmuls of layers that have no LoRA adapters yet and for which all gradients are
-    /// computed. `is_transposed` selects the storage order of matrices ([`LinearFormat`]).
+    /// Creates the computation of the layers' matmuls without LoRA adapters, in which all gradients
+    /// are computed. `is_transposed` selects the storage order of matrices ([`LinearFormat`]).
     pub(super) fn new(is_transposed: bool) -> Self {
         let format = LinearFormat { precision: LinearPrecision::default(), is_transposed };
         LinearLayers { format, adapters: Vec::new(), needs_grad: Vec::new() }
@@ -66,7 +66,7 @@ impl LinearLayers {
     }
 
     /// Returns `unit`, the parameter unit of layer number `layer`, with the parameters of the
-    /// layer's LoRA adapters appended.
+    /// layer's LoRA adapters appended to its tensors.
     pub(super) fn append_adapter_params(&self, layer: usize, unit: ParamUnit) -> ParamUnit {
         match self.adapters.get(layer) {
             Some(adapters) => adapters.append_params(unit),
@@ -90,7 +90,7 @@ impl LinearLayers {
         self.needs_grad = layers.iter().map(needs_grad).collect();
     }
 
-    /// Returns the matmul with the layout `layout` for the layer of `input`.
+    /// Returns the matmul with the weights at `layout` in the parameters of the layer of `input`.
     pub(super) fn select_linear<'a>(&'a self, input: &'a LayerInput, layout: &'a LinearLayout) -> Linear<'a> {
         Linear { layers: self, input, layout }
     }
@@ -132,7 +132,7 @@ impl Linear<'_> {
         }
     }
 
-    /// Writes the gradient of the weight matrix to `g`, if it is needed.
+    /// Writes the gradient of the matmul's weight matrix to `g`, if this gradient is needed.
     pub(super) fn backward_weight(&self, g: &mut ViewMut, (x, dy): (View, View)) {
         let (input, layout) = (self.input, self.layout);
         let needs_grad = self.layers.needs_grad.get(input.layer).is_none_or(|needs| needs[layout.index]);

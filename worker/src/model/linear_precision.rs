@@ -18,8 +18,8 @@ pub(super) enum LinearPrecision {
     Fp8,
 }
 
-/// The precision of the matmuls with a layer's weight matrices, and the order in which the matrices
-/// are stored.
+/// The precision of the matmuls with a layer's weight matrices, and whether the matrices are stored
+/// transposed.
 ///
 /// The input `x` is `[m, inp]`, and the output `y` is `[m, out]`. The weight `w` is `[out, inp]`,
 /// or `[inp, out]` if it is transposed.
@@ -82,9 +82,9 @@ impl LinearFormat {
         }
     }
 
-    /// Returns the gradient `dy` of the output, rounded to the precision of both matmuls of the
-    /// backward pass. If the backend rounds operands, writes the rounded gradient to `buffer`, once
-    /// for both matmuls.
+    /// Returns the gradient `dy` of a linear layer's output, rounded to the precision of the two
+    /// matmuls of the backward pass. If the backend rounds operands, writes the rounded gradient to
+    /// `buffer`, once for both matmuls.
     pub(super) fn round_gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         match self.precision {
             LinearPrecision::ComputeDtype => ops.as_matmul_operand(dy, buffer),

@@ -37,7 +37,7 @@ pub struct LoraConfig {
 }
 
 impl LoraConfig {
-    /// Returns whether the module with the name `module` gets a LoRA adapter.
+    /// Returns whether the matrix of the module `module`, such as `q_proj`, gets a LoRA adapter.
     fn has_adapter(&self, module: &str) -> bool {
         match &self.spec.targets {
             LoraTargets::AllLinear => true,
@@ -68,8 +68,9 @@ impl LoraConfig {
     }
 }
 
-/// Returns whether the LoRA target `name` selects the module `module`. This is the case if the
-/// names are equal, or the module's name ends with a dot and the target's name, as in PEFT.
+/// Returns whether the LoRA target `name`, such as `q_proj`, selects the module `module`. This is
+/// the case if the names are equal, or the module's name ends with a dot and the target's name, as
+/// in PEFT.
 fn matches_target(module: &str, name: &str) -> bool {
     module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
@@ -96,7 +97,7 @@ struct LoraAdapterGroup {
     adapters: Vec<LoraAdapter>,
 }
 
-/// The LoRA adapters of one layer.
+/// The LoRA adapters of all weight matrices of one layer.
 pub(super) struct LayerAdapters {
     groups: Vec<LoraAdapterGroup>,
     params: Vec<ParamSpec>,
@@ -202,9 +203,9 @@ impl LayerAdapters {
         ParamUnit::new(unit.name, unit.params.into_iter().chain(self.params.iter().cloned()).collect())
     }
 
-    /// Adds the outputs of LoRA adapters to `y`, `[rows, width]`, the output of a matmul. `x`,
-    /// `[rows, in]`, is its input, and `group` is the index of the group of matrices that it
-    /// computes.
+    /// Adds the outputs of the LoRA adapters of one matmul to `y`, `[rows, width]`, the output of
+    /// the matmul. `x`, `[rows, in]`, is its input, and `group` is the index of the group of
+    /// matrices that it computes.
     pub(super) fn forward(
         &self,
         group: usize,
@@ -321,15 +322,15 @@ impl LayerAdapters {
         ops.scale(b, self.scale);
     }
 
-    /// Returns whether dropout applies to the inputs of the LoRA adapters in this micro-batch. Only
-    /// micro-batches of training have dropout.
+    /// Returns whether dropout applies to the inputs of the LoRA adapters in the micro-batch
+    /// `batch`. Only micro-batches of training have dropout.
     fn has_dropout(&self, batch: &MicroBatch) -> bool {
         batch.first_sample.is_some() && self.dropout_rate > 0.0
     }
 
-    /// Returns the dropout of a LoRA adapter's input, `[rows, inputs]`. The mask depends on the
-    /// run's seed, the module, the sample's number in the run and the position in the sample. The
-    /// mask does not depend on rank or micro-batch.
+    /// Returns the dropout of a LoRA adapter's input, `[rows, inputs]`, for the micro-batch
+    /// `batch`. The mask depends on the run's seed, the module, the sample's number in the run and
+    /// the position in the sample. The mask does not depend on rank or micro-batch.
     fn create_adapter_dropout(&self, ad: &LoraAdapter, inputs: usize, batch: &MicroBatch) -> SampleDropout {
         SampleDropout {
             key: ad.rng.key(),

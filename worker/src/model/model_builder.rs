@@ -10,8 +10,8 @@ use jobspec::{ExpertsSpec, ModelSpec};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Returns the model family of a config.json. Fails if no family has its `architectures`, or
-/// `model_type` contradicts them.
+/// Returns the model family that the `architectures` of a config.json name. Fails if no family has
+/// these `architectures`, or `model_type` contradicts them.
 fn find_model_family(config: &Map<String, Value>) -> Result<&'static ModelFamily> {
     let architectures: Vec<&str> = match config.get("architectures") {
         Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
@@ -33,7 +33,8 @@ fn find_model_family(config: &Map<String, Value>) -> Result<&'static ModelFamily
     }
 }
 
-/// The values of a model directory's config.json that the preflight checks compare with the job.
+/// Those values of a model directory's config.json that the preflight checks compare with the job:
+/// family, vocabulary size and number of positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelConfigSummary {
     /// The name of the model family.

@@ -12,7 +12,7 @@ use device::{
 use jobspec::ExpertsSpec;
 use std::ops::Range;
 
-/// The sizes of the experts of a layer, which are equal in all layers with experts.
+/// The sizes of the experts in mixture-of-experts layers, which are equal in all these layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertShape {
     /// The number of experts of a layer.
@@ -35,7 +35,7 @@ impl ExpertShape {
         3 * self.intermediate * self.hidden
     }
 
-    /// Returns the shape with which the router's ops are called for `m` rows.
+    /// Returns the arguments with which the router's ops are called for `m` rows (tokens).
     fn to_router_shape(self, m: usize) -> RouterShape {
         RouterShape {
             m,
@@ -45,21 +45,21 @@ impl ExpertShape {
         }
     }
 
-    /// Returns the arguments of the experts' first grouped matmul: for each expert, its rows and
-    /// its matrix of gate and up, `[2·intermediate, hidden]`.
+    /// Returns the row ranges and matrices of the experts' first grouped matmul: for each expert,
+    /// its rows and its matrix of gate and up, `[2·intermediate, hidden]`.
     fn build_gate_up_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
         self.build_expert_groups(rows, 0)
     }
 
-    /// Returns the arguments of the experts' second grouped matmul: for each expert, its rows and
-    /// its matrix of the down projection, `[hidden, intermediate]`.
+    /// Returns the row ranges and matrices of the experts' second grouped matmul: for each expert,
+    /// its rows and its matrix of the down projection, `[hidden, intermediate]`.
     fn build_down_groups(&self, rows: &[Range<usize>]) -> Vec<RowGroup> {
         self.build_expert_groups(rows, 2 * self.intermediate * self.hidden)
     }
 
-    /// Returns the arguments of a grouped matmul: for each expert, its range of `rows`, and where
-    /// its matrix begins in the flat vector of all experts. `offset` is where the matrix begins
-    /// among the parameters of one expert.
+    /// Returns the row ranges and matrices of a grouped matmul: for each expert, its range of
+    /// `rows`, and where its matrix begins in the flat vector of all experts. `offset` is where the
+    /// matrix begins among the parameters of one expert.
     fn build_expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
         let group = |(i, r): (usize, &Range<usize>)| RowGroup {
             rows: r.clone(),
@@ -81,8 +81,9 @@ pub struct RouterLossCoefficients {
     pub z: f64,
 }
 
-/// The results of a layer's router for one micro-batch: probabilities, selected experts and their
-/// weights. A row belongs to one token of the micro-batch. Every buffer is f32.
+/// The results of a layer's router for one micro-batch: for each token, the probabilities, the
+/// selected experts and their weights. A row belongs to one token of the micro-batch. Every buffer
+/// is f32.
 pub struct RouterOutput {
     /// The softmax of the router's logits, `[rows, experts]`.
     pub probs: Buf,
@@ -113,16 +114,16 @@ impl RouterOutput {
         m * (shape.experts + 2 * shape.per_token + 1)
     }
 
-    /// Computes the router's output from `logits`, `[rows, experts]`, and selects the experts of
-    /// each token. Overwrites `self`.
+    /// Computes the router's output from `logits`, `[rows, experts]`: probabilities, and the
+    /// experts of each token with their weights. Overwrites `self`.
     pub(super) fn router_forward(&mut self, ops: &dyn Ops, logits: View, shape: ExpertShape) {
         let (probs, weights) = (self.probs.view_mut(), self.weights.view_mut());
         let router = shape.to_router_shape(self.lse.len());
         ops.router_forward(probs, weights, self.lse.view_mut(), &mut self.selected_experts, logits, router);
     }
 
-    /// Computes the backward pass of the router, and writes the gradient of its logits to
-    /// `dlogits`, `[rows, experts]`. `grads` are the gradients of its output.
+    /// Computes the gradient of the router's logits from `grads`, the gradients of its output, and
+    /// writes it to `dlogits`, `[rows, experts]`.
     pub(super) fn router_backward(
         &self,
         ops: &dyn Ops,
@@ -141,9 +142,9 @@ impl RouterOutput {
     }
 }
 
-/// The gradients that the backward pass of a layer's router reads
-/// ([`MoeModel::route_backward`](super::MoeModel::route_backward)). They come from the layer's
-/// experts and from the router losses.
+/// The gradients that the backward pass of a router
+/// ([`MoeModel::route_backward`](super::MoeModel::route_backward)) reads: those of the experts'
+/// outputs and those of the router losses.
 pub struct ExpertOutputGrads<'a> {
     /// The gradients of the experts' inputs, one row for each token and each of its selected
     /// experts, `[dispatched rows, hidden]`.
@@ -160,8 +161,8 @@ pub struct ExpertOutputGrads<'a> {
     pub z_loss_coef: f32,
 }
 
-/// The parameters of several experts, and their inputs: one row for each token that was dispatched
-/// to an expert. Rows are sorted by expert.
+/// The parameters of several experts, and their input rows: one row for each token that was
+/// dispatched to an expert, sorted by expert.
 pub struct ExpertInputs<'a> {
     /// The flat vector of the parameters of the experts.
     pub params: View<'a>,
@@ -199,8 +200,9 @@ pub fn experts_forward(
     ops.grouped_forward(out, act.as_view(), e.params, &shape.build_down_groups(e.expert_ranges), d, f);
 }
 
-/// The inputs and outputs of [`experts_backward`]. A row belongs to one token that was dispatched
-/// to one expert. Rows are sorted by expert.
+/// The inputs and outputs of [`experts_backward`], the backward pass of experts without the
+/// gradients of their parameters. A row belongs to one token that was dispatched to one expert.
+/// Rows are sorted by expert.
 pub struct ExpertBackwardBuffers<'a> {
     /// The outputs of the gate and up projections that [`experts_forward`] computed, `[rows,
     /// 2·intermediate]`.
@@ -224,8 +226,8 @@ pub struct ExpertBackwardBuffers<'a> {
     pub dgate_up: ViewMut<'a>,
 }
 
-/// Recomputes the input of the down projection, `act`, `[rows, intermediate]`, from `gate_up`,
-/// `[rows, 2·intermediate]`.
+/// Recomputes the input of the experts' down projection, `act`, `[rows, intermediate]`, from
+/// `gate_up`, `[rows, 2·intermediate]`.
 pub fn compute_expert_activation(ops: &dyn Ops, shape: ExpertShape, gate_up: View, act: ViewMut) {
     let f = shape.intermediate;
     ops.swiglu_forward(act, gate_up, gate_up.len() / (2 * f), f);
@@ -304,7 +306,7 @@ pub fn compute_expert_gradients(
 }
 
 /// How often the routers of all layers selected each expert in one micro-batch, and the sums from
-/// which the router losses are computed.
+/// which the router losses (load-balancing loss and z-loss) are computed.
 ///
 /// The load-balancing loss is that of transformers' `load_balancing_loss_func`: `experts · Σ_e f_e
 /// · P_e` over the rows of all layers together. `f_e` is the number of selections of expert e per
@@ -352,7 +354,8 @@ struct LayerRouterStats {
 }
 
 impl RouterStats {
-    /// Creates empty statistics of `count` layers with experts, for micro-batches of `rows` tokens.
+    /// Creates empty router statistics of `count` layers with experts, for micro-batches of `rows`
+    /// tokens.
     pub fn new(shape: ExpertShape, coefficients: RouterLossCoefficients, count: usize, rows: usize) -> Self {
         let empty = LayerRouterStats {
             selection_counts: vec![0; shape.experts],
@@ -426,7 +429,8 @@ impl RouterStats {
         PendingRouterLoss::Copying { copy, mean_selections }
     }
 
-    /// Makes this thread's later work wait for all copies that were started.
+    /// Makes later work of this thread's GPU stream wait for all copies of router-loss sums that
+    /// were started.
     pub fn make_stream_wait_for_copies(&self) {
         self.copied.make_stream_wait();
     }
@@ -453,7 +457,8 @@ impl RouterStats {
         self.layers.iter().map(|t| t.selection_counts.as_slice())
     }
 
-    /// Returns the number of tokens of the micro-batch times the number of MoE layers.
+    /// Returns for how many rows routers selected experts: the tokens of the micro-batch times the
+    /// number of MoE layers.
     fn total_rows(&self) -> f64 {
         (self.rows * self.layers.len()) as f64
     }

@@ -54,13 +54,14 @@ struct YarnScaling {
 }
 
 impl RopeConfig {
-    /// Creates the config of a rotary embedding with base `theta` and without scaling.
+    /// Creates the config of a rotary position embedding with base `theta` and without scaling of
+    /// the frequencies.
     pub(super) fn unscaled(theta: f64) -> Self {
         RopeConfig { theta, scaling: RopeScaling::None }
     }
 
-    /// Reads the rotary embedding from config.json: from `rope_parameters` (transformers 5), or
-    /// from `rope_theta` and `rope_scaling` (transformers 4).
+    /// Reads the config of the rotary position embedding from config.json: from `rope_parameters`
+    /// (transformers 5), or from `rope_theta` and `rope_scaling` (transformers 4).
     pub(super) fn from_fields(fields: &HfConfigFields) -> Result<Self> {
         let theta = fields.read_positive_number("rope_theta", 10000.0)?;
         let (old, new) = (fields.read_value("rope_scaling"), fields.read_value("rope_parameters"));
@@ -136,7 +137,8 @@ impl RopeConfig {
         }
     }
 
-    /// Returns the factor by which cos and sin are multiplied, which is 1 except with YaRN.
+    /// Returns the factor by which the cos and sin of the rotary embedding are multiplied, which is
+    /// 1 except with YaRN.
     fn cos_sin_factor(&self) -> f32 {
         match self.scaling {
             RopeScaling::Yarn(rule) => rule.attention_factor as f32,
@@ -259,7 +261,8 @@ pub(super) struct RopeTables {
 }
 
 impl RopeTables {
-    /// Computes the tables of cos and sin for positions below `positions`.
+    /// Computes the tables of cos and sin of the rotary embedding `rope` for positions below
+    /// `positions`.
     pub(super) fn new(rope: &RopeConfig, positions: usize, head_dim: usize) -> Self {
         let half_head_dim = head_dim / 2;
         let (mut cos, mut sin) =

@@ -86,7 +86,8 @@ struct ParamUpdate {
 }
 
 impl ParamUpdate {
-    /// Returns the inputs of the parameter's update in a step. `shape` is the parameter's shape.
+    /// Returns what the update of this parameter needs in a step in addition to gradient and
+    /// states: settings, learning rate and number of updates. `shape` is the parameter's shape.
     fn build_update_inputs<'a>(
         &self,
         spec: &'a OptimizerSpec,
@@ -101,7 +102,8 @@ impl ParamUpdate {
 }
 
 impl Optimizer {
-    /// Creates the optimizer with zeroed states for one range of each parameter unit.
+    /// Creates the optimizer of one rank with zeroed states, for the range of each parameter unit
+    /// that this rank updates.
     ///
     /// `rounding_seed` is the run's seed if bf16 weights have no master weights and are rounded
     /// stochastically.
@@ -141,8 +143,8 @@ impl Optimizer {
         })
     }
 
-    /// Sets for each parameter in `lags` by how many updates its optimizer step is behind the run's
-    /// step, and 0 for all others.
+    /// Sets how many updates each parameter has missed, compared with the step of the run (its step
+    /// lag): the values in `lags`, and 0 for all others.
     ///
     /// The bias correction of a parameter depends on the parameter's number of updates, which is
     /// smaller than the step if the parameter was frozen for a while.
@@ -161,7 +163,7 @@ impl Optimizer {
         lags.filter(|(_, lag)| *lag > 0).collect()
     }
 
-    /// Returns the optimizer states of parameter unit `u`.
+    /// Returns the optimizer states of parameter unit `u` (parameters that are gathered together).
     pub fn states(&self, u: usize) -> &UnitStates {
         &self.units[u]
     }
@@ -223,15 +225,16 @@ impl Optimizer {
         ParamGroup { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
     }
 
-    /// Returns whether an update in parameter unit `u` needs the gradient of a whole tensor, and
-    /// not only of this rank's shard.
+    /// Returns whether the optimizer, such as Muon, needs the gradient of whole tensors for
+    /// parameter unit `u`, and not only of this rank's shard.
     pub fn needs_whole_gradient(&self, u: usize, unit: &ParamUnit) -> bool {
         (0..unit.params.len()).any(|i| unit.is_trained(i) && self.params[u][i].method.direction.is_some())
     }
 
-    /// Prepares the updates of those parameters of unit `u` that need the gradient of the whole
-    /// tensor. On entry, `grad` is the gradient of the trained elements in this rank's range of the
-    /// unit. Overwrites the elements of these parameters.
+    /// Converts the gradient of those tensors of unit `u` whose update needs the whole tensor, as
+    /// with Muon, to the input of that update (such as the momentum). On entry, `grad` is the
+    /// gradient of the trained elements in this rank's range of the unit. Overwrites the elements
+    /// of these parameters.
     ///
     /// If the range is not the whole unit, the caller must afterwards gather the changed `grad` of
     /// all ranks, and pass it to [`Optimizer::update_unit`].
@@ -264,7 +267,7 @@ impl Optimizer {
     }
 
     /// Updates the trained parameters in `params`, this rank's range of parameter unit `u`, and
-    /// their optimizer states. `grad` is the gradient of the trained elements in the range.
+    /// their optimizer states with the gradient `grad` of the trained elements in the range.
     ///
     /// If [`Optimizer::needs_whole_gradient`] is true, [`Optimizer::prepare_gradient`] must have
     /// changed `grad`, and `whole_grad` must be the changed gradient of the unit's trained vector.
@@ -308,7 +311,8 @@ impl Optimizer {
     }
 }
 
-/// Builds the error which reports that offload storage for optimizer states could not be created.
+/// Builds the error which reports that storage for offloaded optimizer states (in host memory or
+/// files) could not be created.
 fn build_offload_error(offload: Option<&OffloadTarget>, e: &io::Error) -> Diagnostic {
     let directory =
         offload.cloned().map(|offload| PathBuf::from(offload).display().to_string()).unwrap_or_default();

@@ -27,8 +27,8 @@ pub fn list_state_roles(spec: &OptimizerSpec) -> Vec<TensorRole> {
     select_rule(spec.name).list_state_roles(spec)
 }
 
-/// Selects for each parameter of each unit the method by which the optimizer updates it. The method
-/// of a frozen parameter is meaningless.
+/// Selects for each parameter of each parameter unit the method by which the optimizer updates it,
+/// such as Muon for matrices and AdamW for others. The method of a frozen parameter is meaningless.
 pub(crate) fn select_update_methods(spec: &OptimizerSpec, units: &[ParamUnit]) -> Vec<Vec<UpdateMethod>> {
     let head = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(1);
     let rule = select_rule(spec.name);

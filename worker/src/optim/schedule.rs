@@ -42,8 +42,7 @@ pub fn compute_learning_rate(spec: &ScheduleSpec, base_lr: f64, total_steps: u64
     }
 }
 
-/// Returns the progress from step `from` to step `to` that is reached at `step`, as a fraction of
-/// at most 1.
+/// Returns which fraction of the way from step `from` to step `to` is done at `step`, at most 1.
 fn compute_progress(step: u64, from: u64, to: u64) -> f64 {
     if step >= to {
         return 1.0;

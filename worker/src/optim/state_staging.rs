@@ -1,10 +1,11 @@
-//! [`StateStagingBuffers`]: device memory in which optimizer states are updated that are otherwise
-//! stored elsewhere (offloaded). While the states of one unit are updated, the states of the next
+//! [`StateStagingBuffers`]: device memory in which offloaded optimizer states (stored in host
+//! memory or files) are updated. While the states of one unit are updated, the states of the next
 //! unit are copied in and the states of the previous unit are copied out.
 use super::unit_states::{DeviceStates, RoleStates, UnitStates};
 use device::{Buf, Dtype, Ops, storage::Event};
 
-/// Two buffers in device memory for offloaded optimizer states, used alternately.
+/// Two buffers in device memory, used alternately, to which offloaded optimizer states are copied
+/// for an update.
 #[derive(Default)]
 pub(super) struct StateStagingBuffers([StateStagingBuffer; 2]);
 

@@ -15,14 +15,15 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// A vector of optimizer states of one kind, with one element for each trained element.
+/// A vector of optimizer states of one kind, such as first moments, with one element for each
+/// trained element of a parameter unit.
 pub struct StateVector {
     storage: StateStorage,
     /// The event that completes with the most recent copy from or to offloaded states.
     last_copy: Event,
 }
 
-/// Where the elements of a [`StateVector`] are stored.
+/// Where the elements of a vector of optimizer states are stored: in memory, or in a mapped file.
 enum StateStorage {
     Memory(Buf),
     File { map: MmapMut, len: usize },
@@ -60,21 +61,21 @@ impl StateVector {
         self.len() == 0
     }
 
-    /// Waits for running copies, and returns the optimizer states for reading. The states are
-    /// invalid if the status of the backend is a failure.
+    /// Waits for running copies of the optimizer states, and returns the states for reading. The
+    /// states are invalid if the status of the backend is a failure.
     pub fn view(&self) -> View<'_> {
         self.wait_for_copies();
         self.unsynchronized_view()
     }
 
-    /// Waits for running copies, and returns the optimizer states for writing.
+    /// Waits for running copies of the optimizer states, and returns the states for writing.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         self.wait_for_copies();
         self.unsynchronized_view_mut()
     }
 
-    /// Blocks until no copy of the optimizer states is running. A failure of a copy is recorded in
-    /// the status of the backend.
+    /// Blocks until no copy of the optimizer states between their storage and the device is
+    /// running. A failure of a copy is recorded in the status of the backend.
     fn wait_for_copies(&self) {
         let _ = self.last_copy.synchronize();
     }
@@ -101,9 +102,9 @@ impl StateVector {
         !self.is_empty() && self.unsynchronized_view().is_on_host() != ops.is_host()
     }
 
-    /// Starts to copy the optimizer states to `to` in the memory of the backend. The copy waits for
-    /// the event `free`, after which `to` may be overwritten. Returns the event that completes with
-    /// the copy.
+    /// Starts to copy the optimizer states from their storage to `to` in the memory of the device.
+    /// The copy waits for the event `free`, after which `to` may be overwritten. Returns the event
+    /// that completes with the copy.
     pub fn start_copy_in(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
         let after = [self.last_copy.clone(), free.clone()];
         self.last_copy = ops.copy_async(to, self.unsynchronized_view(), &after);

@@ -8,11 +8,11 @@ use crate::{
 use device::{Buf, Dtype, Ops, ViewMut, ops::StochasticRounding};
 use std::ops::Range;
 
-/// The largest number of weights that are converted to fp32 at a time for an update.
+/// The largest number of bf16 weights that are converted to fp32 at a time for an update.
 const MAX_CHUNK_ELEMENTS: usize = 1 << 22;
 
-/// Updates bf16 weights through a buffer of fp32 values, which are then rounded stochastically. Has
-/// the buffer and the random numbers.
+/// Updates bf16 weights through a buffer of fp32 values, and rounds the results stochastically to
+/// bf16.
 pub(super) struct StochasticUpdate {
     /// For each unit and parameter, the key of the parameter's random numbers.
     keys: Vec<Vec<[u32; 2]>>,
@@ -21,7 +21,7 @@ pub(super) struct StochasticUpdate {
 }
 
 /// Computes the length of the fp32 buffer for updates of bf16 weights: the length of the longest
-/// trained segment in `ranges`, at most [`MAX_CHUNK_ELEMENTS`].
+/// trained part of a tensor in `ranges`, at most [`MAX_CHUNK_ELEMENTS`].
 pub fn compute_update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit, Range<usize>)>) -> usize {
     let largest = |(unit, range): (&ParamUnit, Range<usize>)| {
         unit.list_trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
@@ -30,8 +30,8 @@ pub fn compute_update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit,
 }
 
 impl StochasticUpdate {
-    /// Allocates the fp32 buffer for the updates of the ranges of `states`. Random numbers derive
-    /// from `seed`.
+    /// Allocates the fp32 buffer for updating the bf16 weights of this rank. The random numbers for
+    /// rounding derive from `seed`.
     pub(super) fn new(ops: &dyn Ops, seed: u64, units: &[ParamUnit], states: &[UnitStates]) -> Self {
         let key = |name: &str| RandomStream::new(seed, Purpose::StochasticRounding, name).key();
         let keys = units.iter().map(|u| u.params.iter().map(|p| key(&p.name)).collect()).collect();
@@ -67,8 +67,8 @@ impl StochasticUpdate {
     }
 }
 
-/// Updates the weights `p` of a segment by calls of `update`, which gets fp32 values and their
-/// range in `p`.
+/// Updates the weights `p` of a segment (part of one tensor) by calls of `update`, which gets fp32
+/// values and their range in `p`.
 ///
 /// If `rounding` is `Some`, `p` has bf16 weights, and `update` is called for each chunk
 /// ([`StochasticUpdate::update_in_chunks`]). If `rounding` is `None`, `update` is called once, with

@@ -6,7 +6,8 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use jobspec::OffloadTarget;
 use std::{io, ops::Range};
 
-/// The optimizer states that this rank has for one parameter unit.
+/// The optimizer states that this rank has for one parameter unit (parameters that are gathered
+/// together).
 pub struct UnitStates {
     /// The range of the unit's flat vector that this rank updates.
     pub range: Range<usize>,
@@ -22,8 +23,9 @@ pub struct RoleStates {
     pub(super) vector: StateVector,
 }
 
-/// Where a state vector contains the states of each parameter: first all sharded states, then the
-/// replicated ones. In these segments, `flat` is the range in the state vector.
+/// Where a vector of optimizer states of one kind contains the states of each parameter: first
+/// those that are sharded among ranks, then the replicated ones. In these segments, `flat` is the
+/// range in the state vector.
 pub(super) struct StateLayout {
     role: TensorRole,
     sharded: Vec<Segment>,
@@ -31,8 +33,8 @@ pub(super) struct StateLayout {
 }
 
 impl StateLayout {
-    /// Lays out the states of one kind for the trained parameters in a range of the unit's flat
-    /// vector.
+    /// Determines where the states of one kind are in their vector, for the trained parameters in a
+    /// range of the unit's flat vector.
     pub(super) fn new(role: TensorRole, unit: &ParamUnit, range: Range<usize>) -> Self {
         let (mut sharded, mut replicated) = (Vec::new(), Vec::new());
         for part in unit.list_trained_segments(range) {
@@ -54,7 +56,7 @@ impl StateLayout {
         StateLayout { role, sharded, replicated }
     }
 
-    /// Returns the number of elements of all sharded states in the vector.
+    /// Returns the number of elements of all states in the vector that are sharded among ranks.
     fn sharded_len(&self) -> usize {
         self.sharded.last().map_or(0, |s| s.flat.end)
     }
@@ -64,8 +66,8 @@ impl StateLayout {
         self.replicated.last().map_or(self.sharded_len(), |s| s.flat.end)
     }
 
-    /// Lists the parts of the sharded states that belong to the range `shard` of the parameter
-    /// unit. They are adjacent in the state vector.
+    /// Lists the parts of the vector of optimizer states that belong to the range `shard` of the
+    /// parameter unit, among the sharded states. They are adjacent in the state vector.
     fn list_sharded_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let in_vector = |part: Segment| {
             let i = self.sharded.binary_search_by_key(&part.param, |s| s.param).ok()?;
@@ -116,8 +118,8 @@ impl UnitStates {
         &mut self.roles
     }
 
-    /// Returns whether any of the states is stored outside of the memory in which the backend
-    /// computes.
+    /// Returns whether any of the unit's optimizer states is stored outside of the memory in which
+    /// the backend computes.
     pub(super) fn is_offloaded(&self, ops: &dyn Ops) -> bool {
         self.roles.iter().any(|states| states.vector.is_offloaded(ops))
     }
@@ -129,23 +131,24 @@ impl RoleStates {
         self.layout.role
     }
 
-    /// Returns all states of this kind: the sharded ones in the order of the parameters, then the
-    /// replicated ones.
+    /// Returns all optimizer states of this kind: those that are sharded among ranks in the order
+    /// of the parameters, then the replicated ones.
     pub fn view(&self) -> View<'_> {
         self.vector.view()
     }
 
-    /// Lists the parts of the states that the owner of the range `shard` writes to checkpoints. The
-    /// owner of a parameter's first element writes its replicated states.
+    /// Lists the parts of the optimizer states of this kind that the rank which owns the range
+    /// `shard` writes to checkpoints. The owner of a parameter's first element writes its
+    /// replicated states.
     pub fn list_saved_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let begins_in_shard = |s: &&Segment| shard.contains(&unit.tensor_range(s.param).start);
         let replicated = self.layout.replicated.iter().filter(begins_in_shard).cloned();
         self.layout.list_sharded_segments(unit, shard.clone()).into_iter().chain(replicated).collect()
     }
 
-    /// Returns the states that the owner of the range `shard` of the unit reads from checkpoints:
-    /// its part of the sharded states, and all replicated states. Each item has the segments of
-    /// consecutive elements.
+    /// Returns the optimizer states of this kind that the rank which owns the range `shard` of the
+    /// unit reads from checkpoints: its part of the sharded states, and all replicated states. Each
+    /// item has the segments of consecutive elements.
     pub fn list_loaded_segments_mut(
         &mut self,
         unit: &ParamUnit,
@@ -157,13 +160,13 @@ impl RoleStates {
         [(part, sharded.slice(range)), (self.layout.replicated.clone(), replicated)]
     }
 
-    /// Returns whether any state of this kind is sharded, on any rank.
+    /// Returns whether any optimizer state of this kind is sharded among ranks.
     pub fn is_any_sharded(&self, unit: &ParamUnit) -> bool {
         unit.list_trained_params().any(|p| is_sharded(self.layout.role, p))
     }
 
-    /// Copies the sharded states of the range `shard` to a new vector, in which they have the order
-    /// of the trained elements of this range.
+    /// Copies the optimizer states of the range `shard` that are sharded among ranks to a new
+    /// vector, in the order of the trained elements of this range.
     pub fn pack_trained(&self, ops: &dyn Ops, unit: &ParamUnit, shard: Range<usize>) -> Buf {
         let trained = unit.compute_trained_range(shard.clone());
         let mut packed = ops.zeroed(Dtype::F32, trained.len());
@@ -175,8 +178,8 @@ impl RoleStates {
         packed
     }
 
-    /// Replaces the sharded states by those in `whole`, which has one element for each trained
-    /// element of the parameter unit.
+    /// Replaces the sharded optimizer states of this kind by those in `whole`, which has one
+    /// element for each trained element of the parameter unit.
     pub fn unpack_trained(&mut self, ops: &dyn Ops, unit: &ParamUnit, whole: View) {
         for s in &self.layout.sharded {
             let start = find_trained_offset(unit, s);
@@ -186,7 +189,7 @@ impl RoleStates {
     }
 }
 
-/// Returns the index of the first element of the sharded state `s` among the unit's trained
+/// Returns the position of the first element of `s`, a part of a tensor, among the unit's trained
 /// elements.
 fn find_trained_offset(unit: &ParamUnit, s: &Segment) -> usize {
     unit.compute_trained_offset(unit.tensor_range(s.param).start + s.elements.start)
@@ -202,18 +205,19 @@ pub fn count_state_elements(roles: &[TensorRole], unit: &ParamUnit, range: Range
 pub(super) struct DeviceStates<'a>(pub(super) Vec<(&'a StateLayout, ViewMut<'a>)>);
 
 impl DeviceStates<'_> {
-    /// Returns the sharded states of a parameter: those parts that this rank has.
+    /// Returns the optimizer states of parameter number `param` that are sharded among ranks, as
+    /// far as this rank has them.
     pub(super) fn select_sharded_states(&mut self, param: usize) -> StateViews<'_> {
         self.select_states(param, |layout| &layout.sharded)
     }
 
-    /// Returns the replicated states of a parameter.
+    /// Returns the optimizer states of parameter number `param` that are replicated on every rank.
     pub(super) fn select_replicated_states(&mut self, param: usize) -> StateViews<'_> {
         self.select_states(param, |layout| &layout.replicated)
     }
 
-    /// Returns the states of a parameter in the segments that `list` selects, the sharded or the
-    /// replicated ones.
+    /// Returns the optimizer states of parameter number `param` in the segments that `list`
+    /// selects: the sharded or the replicated ones.
     fn select_states(&mut self, param: usize, list: fn(&StateLayout) -> &[Segment]) -> StateViews<'_> {
         let mut views = Vec::new();
         for (layout, vector) in &mut self.0 {
@@ -230,7 +234,7 @@ impl DeviceStates<'_> {
 pub(crate) struct StateViews<'a>(Vec<(TensorRole, ViewMut<'a>)>);
 
 impl<'a> StateViews<'a> {
-    /// Removes the state of the kind `role` from this set and returns it.
+    /// Removes the optimizer state of the kind `role` from these views and returns it.
     ///
     /// # Panics
     ///
@@ -241,7 +245,7 @@ impl<'a> StateViews<'a> {
         self.0.swap_remove(i).1
     }
 
-    /// Borrows a range of the elements of each state.
+    /// Borrows the range `r` of the elements of each optimizer state.
     pub(super) fn slice_mut(&mut self, r: Range<usize>) -> StateViews<'_> {
         StateViews(self.0.iter_mut().map(|(role, view)| (*role, view.slice_mut(r.clone()))).collect())
     }

@@ -16,12 +16,13 @@ pub(super) trait UpdateRule {
     /// state is replicated: each rank that updates a part of the parameter keeps the whole state.
     fn list_state_roles(&self, spec: &OptimizerSpec) -> Vec<TensorRole>;
 
-    /// Selects the method by which a parameter with the shape `shape` is updated. `is_in_layer` is
-    /// false for the embedding and the head.
+    /// Selects the method by which the optimizer updates a parameter with the shape `shape`.
+    /// `is_in_layer` is false for the embedding and the head.
     fn select_method(&self, shape: &[usize], is_in_layer: bool) -> UpdateMethod;
 }
 
-/// The method by which an optimizer updates one parameter.
+/// The method by which an optimizer updates one parameter: a step that needs the whole tensor, if
+/// any, and an elementwise step.
 #[derive(Clone, Copy)]
 pub(crate) struct UpdateMethod {
     /// Computes the direction of the update from the gradient of the whole tensor. `None` if the
@@ -32,8 +33,8 @@ pub(crate) struct UpdateMethod {
     pub update: ElementwiseUpdate,
 }
 
-/// A function that updates the elements `p` of a parameter and their sharded states. `g` is the
-/// gradient or the direction of these elements.
+/// A function that updates consecutive elements `p` of a parameter and their optimizer states. `g`
+/// is the gradient or the direction of these elements.
 pub(super) type ElementwiseUpdate =
     fn(ops: &dyn Ops, p: ViewMut, g: View, states: StateViews, inputs: &UpdateInputs<'_>);
 
@@ -45,7 +46,7 @@ pub(crate) trait TensorDirection: Sync {
     fn memory_label(&self) -> &'static str;
 
     /// Returns the number of elements that [`TensorDirection::compute_direction`] allocates for a
-    /// tensor with this shape.
+    /// tensor of the shape `shape`.
     fn count_allocated_elements(&self, shape: &[usize]) -> usize;
 
     /// Converts the gradient of consecutive elements in place to the input that

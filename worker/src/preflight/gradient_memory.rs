@@ -62,9 +62,10 @@ impl MemoryEstimator<'_> {
             + self.count_written_gradient_elements(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
     }
 
-    /// Computes the number of elements of the buffers into which backward passes write gradients.
-    /// Counts the gradients of units that `has_buffer` accepts. While a gradient is written, up to
-    /// `in_flight` earlier gradients are still being reduced and keep their buffers.
+    /// Computes the number of elements of the buffers into which the backward passes of a step
+    /// write the gradients of parameter units. Counts the gradients of units that `has_buffer`
+    /// accepts. While a gradient is written, up to `in_flight` earlier gradients are still being
+    /// reduced and keep their buffers.
     fn count_written_gradient_elements(
         &self,
         policy: ShardingPolicy,
@@ -114,7 +115,7 @@ impl MemoryEstimator<'_> {
     }
 }
 
-/// A simulation of the buffers in which gradients are written and reduced, for the memory estimate.
+/// Simulates which buffers exist while gradients are written and reduced, for the memory estimate.
 #[derive(Default)]
 struct GradientBufferEstimate {
     pool: BufferPoolEstimate,
@@ -131,8 +132,8 @@ struct GradientBufferEstimate {
 }
 
 impl GradientBufferEstimate {
-    /// Simulates the end of computing a gradient, which starts its reduction or frees its buffer.
-    /// Does nothing if there is no gradient.
+    /// Simulates that the gradient in the buffer `gradient` is computed, which starts its reduction
+    /// or frees its buffer. Does nothing if there is no gradient.
     fn release_gradient(&mut self, gradient: Option<usize>, is_reduced: bool) {
         let Some(len) = gradient else { return };
         match is_reduced {

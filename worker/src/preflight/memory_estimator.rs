@@ -59,9 +59,9 @@ impl MemoryEstimator<'_> {
         (self.train.batch.micro as usize, self.train.data.seq_len as usize)
     }
 
-    /// Computes, for each unit, the number of elements of the optimizer states that `rank` keeps.
-    /// These are the states of the rank's shards or, if states are not sharded, of all units that
-    /// the rank owns.
+    /// Computes, for each parameter unit, the number of elements of the optimizer states that
+    /// `rank` keeps. These are the states of the rank's shards or, if states are not sharded, of
+    /// all units that the rank owns.
     fn list_state_lengths(&self, rank: usize, sharded: bool) -> Vec<usize> {
         let roles = list_state_roles(&self.train.optimizer);
         let range = |u: &ParamUnit| match sharded {
@@ -72,7 +72,7 @@ impl MemoryEstimator<'_> {
         units.map(|u| count_state_elements(&roles, u, range(u))).collect()
     }
 
-    /// Lists the memory that is needed on both CPUs and GPUs, in bytes by purpose.
+    /// Lists the memory that a rank needs on both CPUs and GPUs, in bytes by purpose.
     fn list_common_memory(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
@@ -109,13 +109,13 @@ impl MemoryEstimator<'_> {
         ]
     }
 
-    /// Lists the memory that is only needed on a GPU, in bytes by purpose.
+    /// Lists the memory that a rank needs only on a GPU, in bytes by purpose.
     fn list_gpu_only_memory(&self) -> Vec<(&'static str, u64)> {
         let (b, t) = self.micro_batch_shape();
         vec![("logits and operator workspace", self.count_gpu_workspace_bytes(b, t))]
     }
 
-    /// Lists the memory that is only needed on CPUs, in bytes by purpose.
+    /// Lists the memory that a rank needs only on CPUs, in bytes by purpose.
     fn list_cpu_only_memory(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
@@ -164,31 +164,31 @@ impl MemoryEstimator<'_> {
         compute_update_chunk_len(self.list_units_of_rank(rank).map(|u| (u, updated(u)))) as u64
     }
 
-    /// Returns the schedule that assigns micro-batches to ranks and rounds.
+    /// Returns the schedule that assigns the micro-batches of a step to ranks.
     pub(super) fn build_micro_batch_schedule(&self, policy: ShardingPolicy) -> MicroBatchSchedule {
         let micro_batches = (self.train.batch.global / self.train.batch.micro) as usize;
         MicroBatchSchedule { micro_batches, world: self.world, interleaved: policy.shard_gradients }
     }
 
-    /// Returns the units of which `rank` has a shard.
+    /// Returns the parameter units of which `rank` has a shard.
     pub(super) fn list_units_of_rank(&self, rank: usize) -> impl DoubleEndedIterator<Item = &ParamUnit> {
         self.units.iter().filter(move |u| u.owners.contains(rank))
     }
 
-    /// Computes, for each unit, the number of elements of the rank's shard.
+    /// Computes, for each parameter unit, the number of elements of the rank's shard.
     pub(super) fn list_shard_lengths(&self, rank: usize) -> Vec<usize> {
         self.units.iter().map(|u| Partition::new(u, self.world).range(rank).len()).collect()
     }
 
-    /// Computes, for each unit, the number of trained elements of the rank's shard.
+    /// Computes, for each parameter unit, the number of trained elements of the rank's shard.
     pub(super) fn list_trained_shard_lengths(&self, rank: usize) -> Vec<usize> {
         let trained =
             |u: &ParamUnit| u.compute_trained_range(Partition::new(u, self.world).range(rank)).len();
         self.units.iter().map(trained).collect()
     }
 
-    /// Computes the peak number of offloaded optimizer-state elements that are in the memory where
-    /// the optimizer computes. `lengths` has the number of elements of each unit.
+    /// Computes the peak number of offloaded optimizer-state elements that are in the device's
+    /// memory for an update. `lengths` has the number of elements of each unit.
     ///
     /// On the CPU, the states of two consecutive units are in memory at the same time, because
     /// those of the next unit are read while a unit is updated. The result is the largest number of
@@ -202,8 +202,8 @@ impl MemoryEstimator<'_> {
         pairs.or(lengths.first().copied()).unwrap_or(0) as u64
     }
 
-    /// Computes the largest number of elements that the update of a unit needs in addition to the
-    /// optimizer states, if updates need the gradient of whole tensors. Also returns the purpose of
+    /// Computes the largest number of elements that an update needs in addition to the optimizer
+    /// states, if the optimizer needs the gradient of whole tensors. Also returns the purpose of
     /// this memory.
     ///
     /// These are the gathered gradient of the unit, and the larger of two buffers. One buffer

@@ -27,7 +27,8 @@ impl MemoryEstimator<'_> {
         (head, (1..head).map(|u| units(u, experts.pop_if(|_| is_moe(u - 1)))).collect())
     }
 
-    /// Returns the parameter units in the order in which a training step gathers them.
+    /// Returns the indices of the parameter units in the order in which a training step gathers
+    /// them.
     fn list_units_in_gather_order(&self, rank: usize) -> Vec<usize> {
         let (head, layers) = self.list_head_and_layer_units(rank);
         let forward = layers.iter().flatten().copied();
@@ -100,7 +101,8 @@ impl MemoryEstimator<'_> {
         overlaps.collect()
     }
 
-    /// Returns whether parameters are converted to 16 bits when they are gathered.
+    /// Returns whether parameters are converted from fp32 master weights to 16 bits when they are
+    /// gathered.
     pub(super) fn casts_on_gather(&self, policy: ShardingPolicy) -> bool {
         casts_on_gather(policy, ParamDtypes::for_job(self.train), !self.job.cluster.trains_on_gpus())
     }

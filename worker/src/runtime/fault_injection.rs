@@ -1,11 +1,12 @@
-//! Fault injection for tests: kills a worker at a chosen point of its run, lets it loop endlessly,
+//! Fault injection for tests: kills a worker at a chosen point of its run, makes it loop endlessly,
 //! and counts the points that it passed.
 use crate::error::Result;
 use diagnostic::{Diagnostic, codes};
 use jobspec::env;
 use protocol::control::WorkerInit;
 
-/// What the test variable `LAUNCH_FAULT` requests of one rank.
+/// The failure that the test variable `LAUNCH_FAULT` requests of one rank: be killed at a fault
+/// point, or loop endlessly.
 enum InjectedFault {
     /// `RANK:N`: the process kills itself at its N-th fault point.
     KilledAt(u64),
@@ -31,7 +32,8 @@ fn read_injected_fault(init: &WorkerInit) -> Result<Option<InjectedFault>> {
     Ok((rank == init.rank).then_some(fault))
 }
 
-/// Makes this process kill itself at a fault point if the test variable `LAUNCH_FAULT` requests it.
+/// Makes this process kill itself at a numbered place in the code (fault point) if the test
+/// variable `LAUNCH_FAULT` requests it.
 pub(super) fn arm_fault_point(init: &WorkerInit) -> Result<()> {
     if let Some(InjectedFault::KilledAt(n)) = read_injected_fault(init)? {
         ckpt::fault_points::arm_fault_points(n);
@@ -48,8 +50,8 @@ pub(super) fn read_endless_loop_step(init: &WorkerInit) -> Result<Option<u64>> {
     }
 }
 
-/// Appends this rank and the number of fault points that it passed to the file that the test
-/// variable `LAUNCH_FAULT_COUNT` names.
+/// Appends this rank and the number of fault points (places where a test can kill it) that it
+/// passed to the file that `LAUNCH_FAULT_COUNT` names.
 pub(super) fn record_fault_points(init: &WorkerInit) {
     let Some(path) = std::env::var_os(env::LAUNCH_FAULT_COUNT) else { return };
     let line = format!("{} {}\n", init.rank, ckpt::fault_points::count_passed_points());

@@ -10,9 +10,9 @@ use ckpt::{Checkpoint, GatherOptions};
 use protocol::event::Event;
 use std::{ops::ControlFlow, path::Path, sync::Arc};
 
-/// Writes the weights of the run's last checkpoint to the directory `weights` below `root`, on rank
-/// 0. A stop request to rank 0 ends the gather early, and leaves `weights` unchanged. Returns
-/// whether the gather is complete. Collective: every rank must call it.
+/// Writes the weights of the run's last checkpoint as a Hugging Face directory `weights` below
+/// `root`, on rank 0. A stop request to rank 0 ends the gather early, and leaves `weights`
+/// unchanged. Returns whether the gather is complete. Collective: every rank must call it.
 pub(super) fn gather_last_checkpoint_weights(
     session: &AgentSession,
     queue: &Arc<CollectiveQueue>,

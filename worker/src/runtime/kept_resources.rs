@@ -25,8 +25,8 @@ pub(super) struct KeptResources {
 }
 
 impl KeptResources {
-    /// Takes over the memory that the ranks of this host share in an attempt: the inherited one in
-    /// the first attempt, and later the one that the agent passes. Returns `None` if this process
+    /// Takes over the memory that the ranks of this host share in an attempt: in the first attempt
+    /// the inherited one, later the one that the agent passes. Returns `None` if this process
     /// inherited none.
     pub(super) fn take_shared_memory(&mut self, session: &AgentSession) -> Result<Option<OwnedFd>> {
         match std::mem::replace(&mut self.has_taken_memory, true) {

@@ -18,8 +18,8 @@ use std::{
     sync::Arc,
 };
 
-/// Connects this rank to all other ranks of the job, which run on several hosts. Collective: every
-/// rank must call it.
+/// Connects this rank to all other ranks of the job, some of which run on other hosts. Collective:
+/// every rank must call it.
 ///
 /// `memory` is the file descriptor of the memory segment that the ranks of this host share. An
 /// abort of the session also interrupts joining the group.
@@ -56,8 +56,8 @@ pub(super) fn connect_ranks_of_hosts(
     Ok(Arc::new(endpoint.join(&group, memory, TcpLimits { shm, ..TcpLimits::default() }, &stopper)?))
 }
 
-/// Builds the description of the group that this rank joins, from the controller's list of peers.
-/// Fails if the list does not fit this rank.
+/// Builds the description of the group of ranks that this rank joins, from the controller's list of
+/// the addresses of all ranks. Fails if the list does not fit this rank.
 fn build_peer_group(init: &WorkerInit, peers: WorkerPeers) -> Result<GroupSpec> {
     let rank = init.rank as usize;
     let is_on_this_host =
@@ -102,8 +102,8 @@ fn raise_open_file_limit(world: usize) -> Result<()> {
     Ok(resource::setrlimit(resource::Resource::RLIMIT_NOFILE, needed, hard).map_err(failed)?)
 }
 
-/// Finds the address of this host on which the rank listens for its peers, as `wanted` selects it.
-/// Also returns the reason for the selection.
+/// Finds the address of this host on which this rank listens for connections of other ranks, as the
+/// job's `cluster.interface` selects it. Also returns the reason for the selection.
 fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     let interfaces = getifaddrs().map_err(|e| {
         let message = "cannot list the network addresses of this host";
@@ -122,8 +122,8 @@ fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
     Ok(select_address(wanted, ssh.as_deref(), &addresses)?)
 }
 
-/// Selects from `addresses` the one on which the rank listens for its peers. Also returns the
-/// reason for the selection. `ssh` is the value of `SSH_CONNECTION`.
+/// Selects from this host's addresses the one on which the rank listens for connections of other
+/// ranks. Also returns the reason for the selection. `ssh` is the value of `SSH_CONNECTION`.
 fn select_address(
     wanted: &InterfaceSelector,
     ssh: Option<&str>,

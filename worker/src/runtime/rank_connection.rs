@@ -14,8 +14,8 @@ use std::{
     sync::Arc,
 };
 
-/// The size in bytes of a rank's staging slot in shared memory. Larger messages are sent in several
-/// parts.
+/// The size in bytes of the slot in shared memory through which a rank sends data to other ranks of
+/// its host. Larger messages are sent in several parts.
 ///
 /// The size is small because the memory of each rank includes the staging memory of every rank.
 pub(crate) const STAGING_BYTES: usize = 1 << 20;

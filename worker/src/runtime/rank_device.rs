@@ -52,7 +52,7 @@ impl RankDevice {
         Ok(RankDevice::Gpu(Arc::new(cuda), paths))
     }
 
-    /// Returns the operations of this device.
+    /// Returns the operations (matmuls, copies and so on) of this device.
     pub(super) fn ops(&self) -> Arc<dyn Ops> {
         match self {
             RankDevice::Cpu(cpu) => cpu.clone(),
@@ -68,8 +68,8 @@ impl RankDevice {
         }
     }
 
-    /// Returns the communicator for data in the memory of this device. `hosts` is the communicator
-    /// that transfers data between host memories.
+    /// Returns the communicator for collectives on data in the memory of this device. `hosts` is
+    /// the communicator that transfers data between host memories.
     ///
     /// On a CPU, returns `hosts`. On a GPU, returns either `hosts` with copies between GPU memory
     /// and host memory, or an NCCL communicator, which is set up through `hosts`. An abort of the

@@ -30,7 +30,8 @@ impl SampleSource for OrderedSamples {
     }
 }
 
-/// The training samples and, if the job evaluates, the held-out samples.
+/// The training samples of a run and, if the job evaluates, the samples that are held out for
+/// evaluation.
 pub(super) struct SampleSets {
     pub(super) train: OrderedSamples,
     eval: Option<OrderedSamples>,
@@ -39,9 +40,10 @@ pub(super) struct SampleSets {
 }
 
 impl SampleSets {
-    /// Opens the data on all ranks. Ranks that have opened the data in an earlier attempt use them
-    /// again, if all ranks then have the same data and the same tokenizer. Otherwise all ranks open
-    /// the tokenizer and the data again. Returns whether this rank opened the data in this call.
+    /// Opens the training and evaluation data on all ranks. Ranks that have opened the data in an
+    /// earlier attempt use them again, if all ranks then have the same data and the same tokenizer.
+    /// Otherwise all ranks open the tokenizer and the data again. Returns whether this rank opened
+    /// the data in this call.
     ///
     /// Collective: every rank must call it.
     pub(super) fn open(
@@ -71,9 +73,9 @@ impl SampleSets {
             .into())
     }
 
-    /// Opens the data on the ranks that have not opened them. Rank 0 builds the token caches first,
-    /// and then the other ranks use them. Returns the first rank whose data differ from those of
-    /// rank 0. Collective: every rank must call it.
+    /// Opens the training and evaluation data on the ranks that have not opened them. Rank 0 builds
+    /// the token caches (files with the tokens) first, and then the other ranks use them. Returns
+    /// the first rank whose data differ from those of rank 0. Collective: every rank must call it.
     fn open_in_turns(
         opened: &mut Option<Self>,
         train: &TrainSpec,

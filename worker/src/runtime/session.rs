@@ -31,17 +31,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time between two heartbeats.
+/// The time between two heartbeats that a rank sends to its agent.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// The longest wait for a message that the agent must send.
+/// The longest wait of a rank for a message that its agent must send.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
-/// The longest wait until all ranks of the job accept connections. Ranks start at about the same
-/// time.
+/// The longest wait of a rank until all ranks of the job accept connections. Ranks start at about
+/// the same time.
 const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
 /// The longest wait for a stop request after a collective failed before the first step. The request
 /// reaches all ranks at about the same time.
 const STOP_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time between two checks for a stop request.
+/// The time between two checks for a stop request of the agent.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How long a rank whose collectives were aborted waits for the agent's abort before it reports the
 /// failure. The controller then learns of the failed rank or host first.
@@ -68,8 +68,9 @@ enum FirstStepReadiness {
     Training,
 }
 
-/// The agent's requests to stop, save or reload. Reloads and saves take effect at the next step
-/// boundary. A stop also ends evaluations and gathers early.
+/// The agent's requests to stop, save or reload the job file that this rank has received and not
+/// handled yet. Reloads and saves take effect at the next step boundary. A stop also ends
+/// evaluations and gathers early.
 #[derive(Default)]
 pub(super) struct AgentRequests {
     stop: AtomicBool,
@@ -88,7 +89,8 @@ impl AgentRequests {
         self.stop.load(Relaxed)
     }
 
-    /// Takes the request for a checkpoint. Returns whether there was one since the last call.
+    /// Takes the agent's request to save a checkpoint. Returns whether there was one since the last
+    /// call.
     pub(super) fn take_save_request(&self) -> bool {
         self.save.swap(false, Relaxed)
     }
@@ -103,14 +105,14 @@ impl AgentRequests {
         self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Forgets all requests.
+    /// Forgets all requests of the agent, because they were for an earlier attempt.
     fn clear(&self) {
         self.stop.store(false, Relaxed);
         self.save.store(false, Relaxed);
         self.take_reload();
     }
 
-    /// Stores the values of a changed job file.
+    /// Stores the values of a changed job file until the next step.
     fn store_reload(&self, values: ReloadValues) {
         *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
     }
@@ -139,7 +141,8 @@ pub(super) struct AgentSession {
     pub(super) status: Arc<StatusWriter>,
 }
 
-/// The messages from the agent for which the training thread waits.
+/// The messages from the agent for which the training thread waits: the instructions of an attempt,
+/// and the addresses of all ranks.
 #[derive(Default)]
 struct Inbox {
     /// The instructions for the next attempt.
@@ -150,11 +153,12 @@ struct Inbox {
     has_left: bool,
 }
 
-/// A function that an abort calls with its reason, to end blocked operations.
+/// A function that is called with the reason when the agent aborts the attempt, to end blocked
+/// operations.
 type AbortHandler = Box<dyn Fn(&str) + Send>;
 
-/// The handlers that [`AgentSession::add_abort_handler`] added, and the reason of the abort if it
-/// has happened.
+/// The functions to call when the agent aborts the attempt, and the reason of the abort if it has
+/// happened.
 #[derive(Default)]
 struct AbortHandlers {
     handlers: Vec<AbortHandler>,
@@ -210,8 +214,9 @@ impl AgentSession {
         }
     }
 
-    /// Opens the control connection and waits for the agent's first message. Returns the session,
-    /// the stream that [`AgentSession::start_threads`] reads, and the worker's instructions.
+    /// Opens the control connection to the agent, and waits for the agent's first message, the
+    /// instructions for this worker. Returns the session, the stream that
+    /// [`AgentSession::start_threads`] reads, and the worker's instructions.
     pub(super) fn connect() -> Result<(Arc<AgentSession>, UnixStream, WorkerInit)> {
         let fd = take_inherited_descriptor(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
             let message = "`launch worker` was started without an agent";
@@ -278,7 +283,8 @@ impl AgentSession {
         Ok(())
     }
 
-    /// Handles a message of the agent other than the first one.
+    /// Dispatches a message of the agent: records a request, aborts the attempt, or passes the
+    /// message to the training thread.
     fn handle_message(&self, message: ToWorker) {
         match message {
             ToWorker::Stop => self.handle_stop_request(),
@@ -293,8 +299,8 @@ impl AgentSession {
         }
     }
 
-    /// Begins another attempt in this process, if this rank has left its last attempt. Requests
-    /// that arrive after `init` are for the new attempt.
+    /// Passes the instructions of another attempt to the training thread, if this rank has left its
+    /// last attempt. Requests that arrive after `init` are for the new attempt.
     fn begin_attempt(&self, init: Box<WorkerInit>) {
         let mut inbox = self.lock_inbox();
         if !inbox.has_left {
@@ -308,13 +314,13 @@ impl AgentSession {
         self.arrived.notify_all();
     }
 
-    /// Locks the messages for which the training thread waits.
+    /// Locks the mutex of the messages for which the training thread waits.
     fn lock_inbox(&self) -> MutexGuard<'_, Inbox> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `take` finds what it needs in the inbox, or the attempt is aborted, at most
-    /// `limit`. Returns `None` after an abort or the limit.
+    /// Waits until `take` finds what it needs among the received messages, the attempt is aborted,
+    /// or the time `limit` has passed. Returns `None` after an abort or the limit.
     fn wait_for_message<T>(
         &self,
         limit: Duration,
@@ -334,13 +340,14 @@ impl AgentSession {
         }
     }
 
-    /// Returns the reason of the abort, or `None` if the agent has not aborted the attempt.
+    /// Returns the reason for which the agent aborted the attempt, or `None` if it has not aborted
+    /// the attempt.
     fn find_abort_reason(&self) -> Option<String> {
         self.aborts.lock().unwrap_or_else(PoisonError::into_inner).reason.clone()
     }
 
-    /// Returns whether this rank is to leave the attempt that failed with `error`, and to wait for
-    /// the next one. Waits up to [`LEAVE_DECISION_TIMEOUT`] for the agent's decision.
+    /// Waits up to [`LEAVE_DECISION_TIMEOUT`] for the agent's decision whether this rank leaves the
+    /// attempt that failed with `error` and waits for the next one, and returns the decision.
     ///
     /// Only a rank on a CPU leaves, and only if `error` is the consequence of another failure.
     pub(super) fn waits_to_leave_attempt(&self, error: &Error, init: &WorkerInit) -> bool {
@@ -441,13 +448,14 @@ impl AgentSession {
         true
     }
 
-    /// Sets how far this rank has prepared its first step.
+    /// Records how far this rank has prepared its first step: preparing, waiting for other ranks,
+    /// or training.
     fn set_readiness(&self, readiness: FirstStepReadiness) {
         *self.readiness.lock().unwrap_or_else(PoisonError::into_inner) = readiness;
     }
 
-    /// On the leader, reports that the run stopped before its first step. Omits the report if the
-    /// agent does not read it in time.
+    /// On rank 0, reports to the controller that the run stopped before its first step. Omits the
+    /// report if the agent does not read it in time.
     fn report_stop_before_first_step(&self) {
         if !self.is_leader {
             return;
@@ -459,7 +467,7 @@ impl AgentSession {
         _ = write.set_write_timeout(Some(STOP_NOTICE_TIMEOUT)).and_then(|()| write.write_all(&frame));
     }
 
-    /// Adds a function that is called when the agent aborts the job or ends. If the session was
+    /// Adds a function that is called when the agent aborts the attempt or ends. If the session was
     /// aborted already, calls the handler immediately.
     pub(super) fn add_abort_handler(&self, abort: impl Fn(&str) + Send + 'static) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
@@ -503,19 +511,20 @@ impl AgentSession {
         self.send_progress()
     }
 
-    /// Sets the number of optimizer steps done, which the next heartbeat reports.
+    /// Sets the number of completed optimizer steps, which the next heartbeat reports to the agent.
     pub(super) fn set_step(&self, step: u64) {
         self.status.set_step(step);
         self.step.store(step, Relaxed);
     }
 
-    /// Sends the phase and the step of this rank, which also serves as heartbeat.
+    /// Sends the phase (such as loading or training) and the step of this rank to the agent, which
+    /// also serves as heartbeat.
     fn send_progress(&self) -> Result<()> {
         let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         self.send_message(&FromWorker::Progress { phase, step: self.step.load(Relaxed) })
     }
 
-    /// Reports an event to the controller.
+    /// Sends an event to the agent, which reports it to the controller.
     pub(super) fn send_event(&self, event: Event) -> Result<()> {
         self.send_message(&FromWorker::Event(event))
     }
@@ -540,7 +549,8 @@ impl AgentSession {
     }
 }
 
-/// Receives a descriptor and one byte over a socket. Fails after the socket's read timeout.
+/// Receives a file descriptor and one byte over a Unix socket. Fails after the socket's read
+/// timeout.
 fn receive_descriptor(socket: &UnixStream) -> std::io::Result<OwnedFd> {
     let mut byte = [0];
     let mut buffers = [IoSliceMut::new(&mut byte)];
@@ -568,7 +578,7 @@ fn receive_message(read: &mut UnixStream) -> Result<Option<ToWorker>> {
     frame::decode_body(&body).map(Some).map_err(build_invalid_message_error)
 }
 
-/// Builds the error for the case that not all ranks of the job accepted connections in time.
+/// Builds the error which reports that not all ranks of the job accepted connections in time.
 fn build_peers_not_listening_error() -> Error {
     let seconds = PEERS_TIMEOUT.as_secs();
     let message = format!("not all ranks of the job accepted connections within {seconds} s");
@@ -576,13 +586,14 @@ fn build_peers_not_listening_error() -> Error {
     diagnostic.with_field("timeout_seconds", seconds).into()
 }
 
-/// Builds the error for a message from the agent that is not valid.
+/// Builds the error which reports that a message from the agent is invalid.
 fn build_invalid_message_error(error: frame::FrameError) -> Error {
     let message = "a message on the control connection to the agent is not valid";
     Diagnostic::error(codes::training::AGENT_MESSAGE_INVALID, message).with_cause(&error).into()
 }
 
-/// Builds the error for a failed control connection. It is never a root cause.
+/// Builds the error which reports that the control connection to the agent failed. It is never a
+/// root cause.
 fn build_connection_lost_error(error: std::io::Error) -> Error {
     let message = "the control connection to the agent failed";
     Error::aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))

@@ -16,11 +16,13 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// Writes the status of this rank to the memory that its agent reads.
+/// Writes the status of this rank (phase, step, collectives) to memory that its agent reads, to
+/// find out where a rank hangs.
 #[derive(Default)]
 pub(super) struct StatusWriter(Mutex<StatusSlot>);
 
-/// The part of the memory that belongs to this rank, and the status that was written last.
+/// The part of the agent's memory that contains the status of this rank, and the status that was
+/// written last.
 #[derive(Default)]
 struct StatusSlot {
     /// The memory; `None` if the process inherited none.
@@ -33,8 +35,8 @@ struct StatusSlot {
 }
 
 impl StatusSlot {
-    /// Writes the status to the memory that the agent reads. Without it, the agent has less
-    /// evidence about a hang.
+    /// Writes the status of this rank to the memory that its agent reads. Without it, the agent has
+    /// less evidence about a hang.
     fn write(&self) {
         if let Some(memory) = &self.memory {
             _ = memory.write_all_at(&self.status.encode(), self.offset);
@@ -43,17 +45,18 @@ impl StatusSlot {
 }
 
 impl StatusWriter {
-    /// Creates a writer to `memory`. With `None`, the status is not written.
+    /// Creates a writer of this rank's status to `memory`, which the agent reads. With `None`, the
+    /// status is not written.
     pub(super) fn new(memory: Option<OwnedFd>) -> Self {
         StatusWriter(Mutex::new(StatusSlot { memory: memory.map(File::from), ..StatusSlot::default() }))
     }
 
-    /// Locks the status.
+    /// Locks the mutex of this rank's status.
     fn lock(&self) -> MutexGuard<'_, StatusSlot> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins the status of an attempt, before this rank connects to the others.
+    /// Begins the status of a new attempt, before this rank connects to the other ranks.
     pub(super) fn begin_attempt(&self, init: &WorkerInit) {
         let mut slot = self.lock();
         slot.offset = u64::from(init.local_rank) * STATUS_BYTES as u64;
@@ -80,7 +83,7 @@ impl StatusWriter {
         self.set_task(describe_phase(phase));
     }
 
-    /// Sets the number of optimizer steps that are done.
+    /// Sets the number of completed optimizer steps in the status of this rank.
     pub(super) fn set_step(&self, step: u64) {
         let mut slot = self.lock();
         slot.status.step = step;
@@ -118,7 +121,7 @@ impl CallObserver for StatusWriter {
     }
 }
 
-/// Samples whose reading is part of the status of the rank.
+/// A source of samples that reports in the status of this rank when it is reading samples.
 pub(super) struct ReportedSamples<'a> {
     /// The samples.
     pub(super) source: &'a dyn SampleSource,

@@ -3,7 +3,8 @@ use crate::{train::step::RankStepReport, zero::collective_queue::CollectiveQueue
 use protocol::step_times::RankTimes;
 use std::time::Duration;
 
-/// The times of the newest step, until they are reported with the losses of the next step.
+/// The times of this rank's newest step (computing and waiting for collectives), until they are
+/// reported with the losses of the next step.
 #[derive(Debug, Default)]
 pub(super) struct StepClock {
     times: RankTimes,
@@ -12,7 +13,7 @@ pub(super) struct StepClock {
 }
 
 impl StepClock {
-    /// Records the duration `took` of a step, and for how long the step waited for collectives.
+    /// Records how long a step took, and for how long it waited for collectives.
     pub(super) fn record_step(&mut self, queue: &CollectiveQueue, took: Duration) {
         self.exposed = queue.take_exposed_seconds();
         let micros = |seconds: f64| (seconds * 1e6) as u64;
@@ -24,8 +25,8 @@ impl StepClock {
         };
     }
 
-    /// Begins the next step, and adds the times of the previous step to the report of this rank.
-    /// Also adds the waiting time since that step.
+    /// Adds the times of the previous step, and the waiting time since then, to the report that
+    /// this rank sends to the other ranks.
     pub(super) fn begin_step(&mut self, queue: &CollectiveQueue, report: RankStepReport) -> RankStepReport {
         let exposed_comm = self.exposed + queue.take_exposed_seconds();
         // The collectives of saves and evaluations belong to no step.

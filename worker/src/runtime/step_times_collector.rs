@@ -7,9 +7,9 @@ use protocol::{
 };
 use std::time::{Duration, Instant};
 
-/// The time between two messages with the times of all ranks.
+/// The time between two messages of rank 0 with the step times of all ranks.
 const MESSAGE_INTERVAL: Duration = Duration::from_secs(2);
-/// The time between two events with statistics of the times.
+/// The time between two events with statistics of the step times of all ranks.
 const EVENT_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Sums the times of all ranks, and finds ranks that slow down the others.
@@ -22,8 +22,8 @@ pub(super) struct StepTimesCollector {
 }
 
 impl StepTimesCollector {
-    /// Creates a collector at the time `now`. `rules` decide when a slow rank is reported; `None`
-    /// for never.
+    /// Creates a collector of step times at the time `now`. `rules` decide when a slow rank is
+    /// reported; `None` for never.
     pub(super) fn new(rules: Option<StragglerRules>, now: Instant) -> StepTimesCollector {
         StepTimesCollector {
             detector: rules.map(StragglerDetector::new),
@@ -32,8 +32,8 @@ impl StepTimesCollector {
         }
     }
 
-    /// Adds the times of a step, after which `step` steps are done. Returns the messages that are
-    /// due.
+    /// Adds the times that all ranks needed for a step, after which `step` steps are done. Returns
+    /// the messages to the controller that are due.
     pub(super) fn add_step(&mut self, step: u64, ranks: &[RankTimes], now: Instant) -> Vec<FromWorker> {
         // The first step of an attempt has no previous one.
         if ranks.is_empty() || ranks.iter().any(|times| times.step_us == 0) {

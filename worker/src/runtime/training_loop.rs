@@ -23,7 +23,7 @@ use protocol::{
 };
 use std::time::{Duration, Instant};
 
-/// The evaluation on held-out samples, and the text to generate after each evaluation.
+/// The evaluation on held-out samples: how many, how often, and which text to generate after it.
 pub(super) struct HeldOutEval<'a> {
     /// The held-out samples, in order.
     pub(super) source: &'a dyn SampleSource,
@@ -35,10 +35,12 @@ pub(super) struct HeldOutEval<'a> {
     pub(super) generation: Option<(GenerationRequest, DecodeGeneration<'a>)>,
 }
 
-/// A function that decodes generated tokens into the prompt and the text of an event.
+/// A function that decodes generated tokens into two texts for an event: the prompt and its
+/// continuation.
 pub(super) type DecodeGeneration<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
 
-/// The input of [`train_until_done`] in addition to the trainer: job, session and samples.
+/// What [`train_until_done`] needs in addition to the trainer: the job, the control connection to
+/// the agent, and the samples.
 pub(super) struct RunContext<'a> {
     /// The job of the run.
     pub(super) job: &'a JobSpec,
@@ -126,9 +128,9 @@ pub(super) fn train_until_done(
     Ok(if is_complete { WorkerExit::Done } else { WorkerExit::Stopped })
 }
 
-/// Completes the step at which the run resumed: performs an evaluation that is due, and saves if no
-/// checkpoint on disk has the state. Returns false after a request to stop, which leaves the
-/// evaluation due. Collective: every rank must call it.
+/// Completes the last step before the checkpoint from which the run resumed: performs an evaluation
+/// that is due, and saves if no checkpoint on disk has the state. Returns false after a request to
+/// stop, which leaves the evaluation due. Collective: every rank must call it.
 fn complete_resumed_step(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -149,9 +151,9 @@ fn complete_resumed_step(
     Ok(!is_stopped)
 }
 
-/// Copies the state to memory and evaluates, as far as the job requires this after a step. A copy
-/// follows an evaluation, too, so that a run that resumes from memory does not repeat it.
-/// Collective: every rank must call it.
+/// Copies the training state to the memory of hosts and evaluates, as far as the job requires each
+/// of them after a step. A copy follows an evaluation, too, so that a run that resumes from memory
+/// does not repeat it. Collective: every rank must call it.
 fn copy_and_evaluate(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -168,8 +170,8 @@ fn copy_and_evaluate(
     Ok(())
 }
 
-/// Copies the state to the memory of hosts if the job requires a copy after this step. Reports the
-/// cost of the first copy. Collective: every rank must call it.
+/// Copies the training state to the memory of hosts if the job requires a copy after this step.
+/// Reports the cost of the first copy. Collective: every rank must call it.
 fn copy_to_memory_if_due(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -184,8 +186,8 @@ fn copy_to_memory_if_due(
     }
 }
 
-/// Builds the report that this rank sends with its next losses. On the leader, takes a pending
-/// request to save.
+/// Builds the report that this rank sends to the others with its next losses: flags to save or
+/// stop, memory, and times. On the leader, takes a pending request to save.
 fn build_step_report(
     run: &RunContext,
     values: &ReloadValues,
@@ -210,14 +212,14 @@ fn build_step_report(
     RankStepReport { flags, peak_rss: read_peak_rss(), ..RankStepReport::default() }
 }
 
-/// Creates the collector of the times of all ranks, which only the leader uses.
+/// Creates the collector of the step times of all ranks, on rank 0 only.
 fn create_collector(run: &RunContext) -> Option<StepTimesCollector> {
     let spec = &run.job.run.straggler;
     let rules = spec.share.map(|share| StragglerRules { share, steps: spec.steps });
     run.is_leader.then(|| StepTimesCollector::new(rules, Instant::now()))
 }
 
-/// On the leader, reports the times of all ranks as far as a report is due.
+/// On rank 0, sends the step times of all ranks to the controller if a message is due.
 fn report_step_times(
     running: &RunningTrainer,
     run: &RunContext,
@@ -259,7 +261,7 @@ fn report_backend_notice(running: &RunningTrainer, run: &RunContext, took: Durat
     }
 }
 
-/// Returns whether `checkpoint.every` requires a checkpoint after this step.
+/// Returns whether `checkpoint.every` requires a checkpoint after step number `step`.
 fn is_save_due(values: &ReloadValues, step: u64) -> bool {
     matches!(values.checkpoint_every, SaveInterval::Steps(n) if step.is_multiple_of(n))
 }
@@ -282,7 +284,8 @@ fn report_overflow(running: &RunningTrainer, run: &RunContext, outcome: &StepOut
     }
 }
 
-/// Reports the number of skipped steps at the end of the run.
+/// Reports how many steps of the run were skipped because fp16 gradients overflowed, at the end of
+/// the run.
 fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()> {
     match running.trainer.loss_scale.state() {
         Some(LossScaleState { skipped, scale, .. }) if run.is_leader && skipped > 0 => {
@@ -296,7 +299,7 @@ fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()
     }
 }
 
-/// Returns the advice for a loss or gradient that is not finite.
+/// Returns the advice in the error message for a loss or gradient that is not finite.
 fn describe_non_finite_remedy(running: &RunningTrainer) -> String {
     match running.trainer.loss_scale.state() {
         Some(state) => {
@@ -349,7 +352,7 @@ fn build_step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, to
     }
 }
 
-/// Returns whether the job requires an evaluation after this step.
+/// Returns whether the job requires an evaluation after the step that was just completed.
 fn is_evaluation_due(running: &RunningTrainer, run: &RunContext, values: &ReloadValues) -> bool {
     let Some(held_out) = &run.held_out else { return false };
     let every = values.train.as_ref().and_then(|t| t.eval_every).unwrap_or(held_out.every);
@@ -378,8 +381,8 @@ fn evaluate_if_due(running: &mut RunningTrainer, run: &RunContext) -> Result<()>
     run.session.set_phase(WorkerPhase::Training)
 }
 
-/// Evaluates the model on held-out samples, and generates text. Returns the events with the
-/// results, or `None` after a stop request. Collective: every rank must call it.
+/// Evaluates the model on held-out samples, and generates text if the job requests it. Returns the
+/// events with the results, or `None` after a stop request. Collective: every rank must call it.
 fn evaluate_held_out(
     running: &mut RunningTrainer,
     run: &RunContext,

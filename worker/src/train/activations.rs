@@ -1,5 +1,5 @@
-//! [`MicroBatchActivations`] and [`ActivationPlan`]: the activation buffers of one micro-batch,
-//! which every step reuses, and their sizes.
+//! [`MicroBatchActivations`]: the activation buffers of one micro-batch, which every step reuses.
+//! [`ActivationPlan`] has their number and sizes.
 use crate::{
     model::{ActivationBuffers, BufferSpec, LayerBuffers, Model},
     param_groups::find_first_backward_layer,
@@ -9,7 +9,7 @@ use crate::{
 use device::{Buf, Dtype, Ops, View, ViewMut, storage::Event};
 use jobspec::{RecomputeMode, TrainSpec};
 
-/// How many activation buffers a [`MicroBatchActivations`] has, and how large they are.
+/// The number and sizes of the activation buffers that a rank needs for one micro-batch.
 pub struct ActivationPlan {
     /// The type of all buffers except statistics, which are `f32`.
     dtype: Dtype,
@@ -26,8 +26,8 @@ pub struct ActivationPlan {
 }
 
 impl ActivationPlan {
-    /// Plans the activation buffers for the job's `train` section. `units` are the units of the
-    /// model with the trained parameters marked.
+    /// Plans the activation buffers that a rank needs for the model and the job's `train` section.
+    /// `units` are the units of the model with the trained parameters marked.
     pub fn new(model: &Model, train: &TrainSpec, units: &[ParamUnit]) -> Self {
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let (sizes, first_backward_layer) = (model.sizes(), find_first_backward_layer(units));
@@ -107,8 +107,8 @@ impl MicroBatchActivations {
         }
     }
 
-    /// Returns the activation buffers of layer number `l`. Layers without a backward pass share the
-    /// saved buffers of the first layer that has one.
+    /// Returns the activation buffers that the forward and backward pass of layer number `l` use.
+    /// Layers without a backward pass share the saved buffers of the first layer that has one.
     pub fn select_layer(&mut self, l: usize) -> LayerActivations<'_> {
         let set = l.saturating_sub(self.first_backward_layer).min(self.saved.len() - 1);
         let (before, after) = self.layer_inputs.split_at_mut(l + 1);

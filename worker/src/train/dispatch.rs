@@ -14,10 +14,12 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use diagnostic::codes;
 use std::{ops::Range, sync::Arc};
 
-/// Which rows of one layer a rank sends, and which rows it receives.
+/// The plans of one mixture-of-experts layer: which token rows a rank sends to experts of other
+/// ranks, and which it receives.
 type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 
-/// What the rows of an exchange contain, such as activations or gradients.
+/// What the rows that ranks exchange for experts contain: activations or their gradients, or router
+/// weights.
 #[derive(Clone, Copy)]
 pub(super) enum Payload {
     /// A vector of the width of the residual stream for each token and expert: inputs, outputs or
@@ -45,7 +47,8 @@ pub(super) struct TokenDispatcher {
     weights: PayloadBuffers,
 }
 
-/// The buffers for sending and receiving rows of one kind. A running exchange owns them.
+/// The buffers for sending and receiving rows of one kind between ranks. A running exchange owns
+/// them.
 struct PayloadBuffers {
     /// The rows of this rank's tokens, sorted by the rank that has the expert of the row.
     packed: Buf,
@@ -55,14 +58,14 @@ struct PayloadBuffers {
 }
 
 impl PayloadBuffers {
-    /// Creates empty buffers for rows with elements of type `dtype`.
+    /// Creates empty buffers for exchanging rows with elements of type `dtype`.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
         PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
-    /// Starts an exchange from `packed` of each sender to `received` of each receiver or, if `back`
-    /// is set, in the opposite direction. The pair contains the numbers of elements that this rank
-    /// sends to each rank and receives from each rank.
+    /// Starts an exchange of rows between ranks, from the `packed` buffer of each sender to the
+    /// `received` buffer of each receiver, or back. The pair contains the numbers of elements that
+    /// this rank sends to each rank and receives from each rank.
     fn start_exchange(
         &mut self,
         queue: &CollectiveQueue,
@@ -79,7 +82,7 @@ impl PayloadBuffers {
         }));
     }
 
-    /// Waits for the running exchange, if any, and takes its buffers back.
+    /// Waits for the running exchange of rows, if any, and takes its buffers back.
     fn wait_for_exchange(&mut self) -> Result<()> {
         if let Some(ticket) = self.pending.take() {
             (self.packed, self.received) = ticket.wait()?;
@@ -124,16 +127,16 @@ impl TokenDispatcher {
         self.group.len() == 1
     }
 
-    /// Extends counts for the ranks of the expert-parallel group to one count for each rank of the
-    /// world.
+    /// Extends counts for the ranks of this rank's expert-parallel group to counts for all ranks,
+    /// with 0 for ranks outside of the group.
     fn spread_counts_over_ranks(&self, counts: impl Iterator<Item = usize>) -> Vec<usize> {
         let mut by_rank = vec![0; self.world];
         self.group.clone().zip(counts).for_each(|(rank, n)| by_rank[rank] = n);
         by_rank
     }
 
-    /// Exchanges among the ranks of the group how many rows each sends to each expert. Returns the
-    /// plan of the rows that this rank receives.
+    /// Exchanges among the ranks of the expert-parallel group how many token rows each sends to
+    /// each expert. Returns the plan of the rows that this rank receives.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_row_counts(&self, layer: &MoeLayerPlan, sending: &SendPlan) -> Result<RecvPlan> {
@@ -161,9 +164,9 @@ impl TokenDispatcher {
         }
     }
 
-    /// Starts to send the rows of this rank's tokens to the ranks that have their experts. Before
-    /// it returns, calls `fill` to write the rows to the given view in the order of the send plan.
-    /// The caller must then call [`TokenDispatcher::wait_for_dispatched_rows`].
+    /// Starts to send the rows of this rank's tokens to the ranks that have the tokens' experts.
+    /// Before it returns, calls `fill` to write the rows to the given view in the order of the send
+    /// plan. The caller must then call [`TokenDispatcher::wait_for_dispatched_rows`].
     ///
     /// If this rank has every expert, resizes `to`, calls `fill` with `to`, and sends nothing.
     /// Otherwise `to` does not change.

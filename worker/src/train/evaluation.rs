@@ -39,9 +39,9 @@ impl Trainer {
         self.exchange_losses(&mine, micro_batches, RankStepReport::default()).map(Some)
     }
 
-    /// Cancels the sequence of forward passes in progress if `is_stopping` is true on any rank, and
-    /// returns whether it did, which is the same on every rank. Collective: every rank must call it
-    /// between the same two forward passes.
+    /// Cancels the forward pass in progress if `is_stopping` is true on any rank, and returns on
+    /// every rank whether it did. Collective: every rank must call it between the same two forward
+    /// passes.
     pub(super) fn cancel_pass_if_any(&mut self, is_stopping: bool) -> Result<bool> {
         let is_cancelled = is_any_true(self.engine.queue(), is_stopping)?;
         if is_cancelled {

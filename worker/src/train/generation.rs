@@ -34,8 +34,8 @@ impl GenerationRequest {
         }
     }
 
-    /// Selects the token number `i` after the prompt from its `logits`. `step` is the step of the
-    /// run.
+    /// Selects the generated token number `i` from its `logits`, at random if the temperature is
+    /// above 0. `step` is the step of the run.
     fn choose_token(&self, logits: &[f32], i: u64, step: u64) -> u32 {
         let better = |best: usize, x: usize| if logits[x] > logits[best] { x } else { best };
         let likeliest = (1..logits.len()).fold(0, better);
@@ -112,8 +112,8 @@ fn set_prompt(trainer: &mut Trainer, tokens: &[u32]) {
     }
 }
 
-/// Computes the logits of the row number `row` from the input of the output layer, and stores them
-/// in `out`.
+/// Computes the logits of the token at row `row`, from the input of the output layer, and stores
+/// them in `out`.
 fn compute_row_logits(trainer: &mut Trainer, guards: HeadGuards, row: usize, out: &mut Buf) {
     let (w, model, ops) = (&mut trainer.activations, &trainer.model, trainer.ops.as_ref());
     let d = model.sizes().hidden;

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 /// The largest factor by which the loss may be multiplied. It is finite in `f32`.
 const MAX_SCALE: f64 = (1u64 << 60) as f64;
 
-/// The part of a loss scale that checkpoints store, so that a resumed run continues with it.
+/// The fp16 loss scale and its counters that checkpoints store, so that a resumed run continues
+/// with them.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScaleState {
     /// The factor by which the loss is multiplied, a power of two.
@@ -30,7 +31,8 @@ pub struct LossScale {
 }
 
 impl LossScale {
-    /// Creates a loss scale with its initial factor. If `spec` is `None`, the factor is always 1.
+    /// Creates an fp16 loss scale with its initial factor. If `spec` is `None`, the factor is
+    /// always 1.
     pub fn new(spec: Option<LossScaleSpec>) -> Self {
         let scale = spec.as_ref().map_or(1.0, |s| f64::from(s.initial_scale_power).exp2());
         LossScale { spec, state: LossScaleState { scale, steps: 0, skipped: 0 } }
@@ -46,13 +48,14 @@ impl LossScale {
         self.spec.is_some()
     }
 
-    /// Returns the state for checkpoints, or `None` for a precision without loss scale.
+    /// Returns the loss scale and its counters for a checkpoint, or `None` for a precision without
+    /// loss scale.
     pub fn state(&self) -> Option<LossScaleState> {
         self.spec.is_some().then_some(self.state)
     }
 
-    /// Replaces the state by `state`, which a checkpoint stored. For a precision without loss
-    /// scale, only checks `state`.
+    /// Sets the loss scale and its counters to `state`, which was read from a checkpoint. For a
+    /// precision without loss scale, only checks `state`.
     ///
     /// # Errors
     ///

@@ -41,7 +41,8 @@ struct SavedMoeLayer {
     gate_up: Buf,
 }
 
-/// Buffers that all MoE layers share, and that grow when the routers send more rows.
+/// The scratch buffers that all mixture-of-experts layers share, and that grow when the routers
+/// send more rows.
 struct MoeWorkspace {
     /// In the forward pass, the outputs of this rank's experts. In the backward pass, the gradients
     /// of the layer's output for the tokens of these rows.
@@ -61,7 +62,7 @@ struct MoeWorkspace {
 }
 
 impl MoeWorkspace {
-    /// Creates empty buffers for rows with elements of type `dtype`.
+    /// Creates empty scratch buffers for rows with elements of type `dtype`.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
         let rows = || ops.zeroed(dtype, 0);
         MoeWorkspace {
@@ -118,7 +119,8 @@ impl MoeTrainer {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 
-    /// Returns the statistics of the routers, from which the router losses follow.
+    /// Returns the statistics of the routers in the last micro-batch, from which the router losses
+    /// are computed.
     pub(super) fn router_stats(&self) -> &RouterStats {
         &self.router_stats
     }
@@ -140,8 +142,8 @@ impl MoeTrainer {
         self.router_stats.selection_counts().map(<[u64]>::to_vec).collect()
     }
 
-    /// Returns the plan, the saved activations and the shared buffers of layer `l`. Panics if the
-    /// layer has no experts.
+    /// Returns what the passes of layer `l` use: its plan and saved activations, and the buffers
+    /// that all layers share. Panics if the layer has no experts.
     fn select_layer(
         &mut self,
         l: usize,
@@ -152,8 +154,8 @@ impl MoeTrainer {
     }
 }
 
-/// Returns how many sets of saved activations `count` MoE layers need, which depends on
-/// recomputation.
+/// Returns for how many of `count` mixture-of-experts layers activations are saved at a time, which
+/// depends on recomputation.
 fn count_saved_sets(count: usize, recompute: RecomputeMode) -> usize {
     if recompute == RecomputeMode::None { count } else { count.min(1) }
 }

@@ -14,7 +14,8 @@ pub struct RunningTrainer {
     pub position: Cursor,
 }
 
-/// How far a run has progressed, as checkpoints store it.
+/// How far the training of a run has progressed, as checkpoints store it: step, consumed samples
+/// and tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Cursor {
     /// The number of optimizer steps done.
@@ -30,7 +31,7 @@ pub struct Cursor {
 }
 
 impl RunningTrainer {
-    /// Creates a trainer that continues the run at `position`.
+    /// Creates a trainer that continues the run at the progress `position`.
     pub fn new(trainer: Trainer, train: TrainSpec, position: Cursor) -> Self {
         RunningTrainer { trainer, train, position }
     }
@@ -70,7 +71,7 @@ impl RunningTrainer {
         Ok((outcome, lr))
     }
 
-    /// Returns whether all steps are done.
+    /// Returns whether all optimizer steps of the run are done.
     pub fn is_done(&self) -> bool {
         self.position.step >= self.train.steps
     }

@@ -26,8 +26,8 @@ use std::sync::Arc;
 /// A source of training or evaluation samples, which are identified by their number in the run.
 /// This number alone determines the contents of a sample.
 pub trait SampleSource {
-    /// Fills the vectors of `batch` with consecutive samples, beginning with sample number `first`.
-    /// Each vector has one element per token.
+    /// Fills the tokens, labels and document starts of `batch` with consecutive samples, beginning
+    /// with sample number `first`. Each vector has one element per token.
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()>;
 }
 
@@ -64,14 +64,14 @@ pub struct Trainer {
 /// Access to the gathered parameters of the output layer and, if tied to it, of the embedding.
 pub(super) type HeadGuards<'a> = (&'a ParamsGuard, Option<&'a ParamsGuard>);
 
-/// The gradients of a global batch, which are still being computed and reduced, with the losses of
-/// this rank. [`Trainer::update_parameters`] applies the gradients.
+/// The gradients of a step's global batch while they are being computed and reduced, with the
+/// losses of this rank. [`Trainer::update_parameters`] applies the gradients.
 pub struct AccumulatedGradients {
     losses: Vec<PendingLoss>,
     report: RankStepReport,
 }
 
-/// The loss of one micro-batch whose row losses are being copied to the host.
+/// The loss of one micro-batch while the losses of its rows are being copied to the host.
 struct PendingLoss {
     micro_batch: usize,
     /// The number of target tokens.
@@ -105,13 +105,13 @@ impl Trainer {
         self.count_layers() + 1
     }
 
-    /// Returns the number of samples per step.
+    /// Returns the number of samples that all ranks together process in one optimizer step.
     pub fn global_batch(&self) -> u64 {
         (self.engine.schedule.micro_batches * self.micro_batch_size) as u64
     }
 
-    /// Computes the gradients of the global batch that begins with sample `first`, starts to reduce
-    /// them, and returns the loss.
+    /// Computes the gradients of the global batch (the samples of one step) that begins with sample
+    /// `first`, starts to reduce them, and returns the loss.
     ///
     /// Collective: every rank must call it.
     pub fn accumulate_gradients(
@@ -124,8 +124,8 @@ impl Trainer {
         self.finish_losses(&accumulated)
     }
 
-    /// Starts to compute and reduce the gradients of the global batch that begins with sample
-    /// `first`. Does not wait for a device.
+    /// Starts to compute and reduce the gradients of the global batch (the samples of one step)
+    /// that begins with sample `first`. Does not wait for a device.
     ///
     /// Collective: every rank must call it.
     pub fn start_gradients(
@@ -159,8 +159,9 @@ impl Trainer {
         Ok(AccumulatedGradients { losses, report })
     }
 
-    /// Waits for the losses of the micro-batches, and exchanges them and the reports with all
-    /// ranks. Returns the mean loss per target token and the combined reports.
+    /// Waits for the losses of this rank's micro-batches, and exchanges them and the step reports
+    /// (flags, memory and times) with all ranks. Returns the mean loss per target token and the
+    /// combined reports.
     ///
     /// Collective: every rank must call it.
     fn finish_losses(&mut self, accumulated: &AccumulatedGradients) -> Result<StepOutcome> {
@@ -178,7 +179,7 @@ impl Trainer {
         self.exchange_losses(&mine, self.engine.schedule.micro_batches, accumulated.report)
     }
 
-    /// Fills the trainer's micro-batch with samples from `source`, beginning with sample number
+    /// Reads samples from `source` into the trainer's micro-batch, beginning with sample number
     /// `first`.
     pub(super) fn load_micro_batch(&mut self, source: &dyn SampleSource, first: u64) -> Result<()> {
         source.fill(first, &mut self.batch)?;
@@ -217,8 +218,8 @@ impl Trainer {
         self.engine.shards[u].unit.has_any_trained()
     }
 
-    /// Runs the forward pass, from the tokens to the input of the output layer. If `compute` is
-    /// false, this rank only takes part in collectives.
+    /// Runs the forward pass of the current micro-batch, from the tokens to the input of the output
+    /// layer. If `compute` is false, this rank only takes part in collectives.
     pub(super) fn run_forward(&mut self, compute: bool) -> Result<()> {
         let guard = self.engine.fetch_params(0)?;
         if compute {
@@ -241,8 +242,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the forward pass of layer number `l`, which has no experts. If `output` is false, only
-    /// writes the saved activations.
+    /// Runs the forward pass of layer number `l`, which has a dense MLP (no experts). If `output`
+    /// is false, only writes the saved activations.
     fn run_layer_forward(&mut self, l: usize, guard: &ParamsGuard, output: bool) {
         let (model, ops, batch) = (&self.model, self.ops.as_ref(), &self.batch);
         let LayerActivations { x, y, mut buffers, .. } = self.activations.select_layer(l);
@@ -252,8 +253,8 @@ impl Trainer {
         });
     }
 
-    /// Runs the output layer with the loss and then the backward pass, and starts to reduce the
-    /// gradients of every unit.
+    /// Runs the output layer with the loss and then the backward pass of the current micro-batch,
+    /// and starts to reduce the gradients of every parameter unit.
     fn run_backward(&mut self, round: usize, compute: bool) -> Result<()> {
         let head = self.head_unit();
         let tied = self.model.has_tied_embeddings();
@@ -286,8 +287,8 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(0, round, embedding_grad)?)
     }
 
-    /// Adds the gradient of the embedding to `from_head`, the gradient from an output layer that is
-    /// tied to it, or to zeros if there is none. Returns the sum.
+    /// Computes the gradient of the embedding, added to `from_head`, the gradient from an output
+    /// layer that is tied to it, or to zeros if there is none. Returns the sum.
     fn run_embedding_backward(&mut self, from_head: Option<Buf>) -> Buf {
         let len = self.engine.shards[0].unit.len();
         let mut grad = from_head.unwrap_or_else(|| {
@@ -301,8 +302,8 @@ impl Trainer {
         grad
     }
 
-    /// Runs the backward pass of layer number `l`, which has no experts. Writes the gradient of the
-    /// layer's parameters to `grad`.
+    /// Runs the backward pass of layer number `l`, which has a dense MLP (no experts). Writes the
+    /// gradient of the layer's parameters to `grad`.
     fn run_layer_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) {
         let (model, ops, batch) = (&self.model, self.ops.as_ref(), &self.batch);
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
@@ -313,9 +314,9 @@ impl Trainer {
         });
     }
 
-    /// Computes the loss of every row. If `grads` contains gradient buffers for the output layer
-    /// and the embedding, also runs the output layer's backward pass. If `compute` is false, this
-    /// rank only takes part in collectives.
+    /// Computes the loss of every row (token) of the current micro-batch. If `grads` contains
+    /// gradient buffers for the output layer and the embedding, also runs the output layer's
+    /// backward pass. If `compute` is false, this rank only takes part in collectives.
     pub(super) fn run_head(
         &mut self,
         grads: Option<(&mut Buf, Option<&mut Buf>)>,
@@ -340,8 +341,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Computes the loss of every row and, if `grads` contains gradient buffers, the backward pass
-    /// of the output layer.
+    /// Computes the loss of every row (token) of the current micro-batch and, if `grads` contains
+    /// gradient buffers, the backward pass of the output layer.
     fn compute_head_loss(&mut self, guards: HeadGuards, grads: Option<(&mut Buf, Option<&mut Buf>)>) {
         let scale = self.loss_scale.factor() / (self.global_batch() as f32 * self.batch.seq_len as f32);
         let unit_len = |u: usize| self.engine.shards[u].unit.len();
@@ -370,8 +371,8 @@ impl Trainer {
         Ok(MicroBatchLoss { sum, targets: self.batch.count_targets() })
     }
 
-    /// Starts to copy the row losses of the current micro-batch to the host, as copy number `index`
-    /// of at most `capacity`.
+    /// Starts to copy the losses of the rows (tokens) of the current micro-batch to the host, as
+    /// copy number `index` of at most `capacity`.
     fn start_loss_copy(&mut self, index: usize, capacity: usize) {
         let (w, ops) = (&mut self.activations, self.ops.as_ref());
         let rows = w.row_losses.len();
@@ -382,7 +383,8 @@ impl Trainer {
         w.losses_copied = ops.copy_async(to, w.row_losses.view(), &[]);
     }
 
-    /// Waits for the first `count` copies of row losses. Returns the sum of each.
+    /// Waits for the copies of row losses of the first `count` micro-batches, and returns the
+    /// summed loss of each.
     fn read_copied_losses(&mut self, count: usize) -> Result<Vec<f64>> {
         let w = &self.activations;
         if !w.losses_copied.is_reached() {
@@ -394,8 +396,9 @@ impl Trainer {
         Ok(copies.map(|losses| losses.iter().map(|&l| f64::from(l)).sum()).collect())
     }
 
-    /// Exchanges the losses `mine` and the report of this rank with all ranks. Returns the mean
-    /// loss per target token over all micro-batches, and the combined reports.
+    /// Exchanges the losses `mine` of this rank's micro-batches and its step report (flags, memory
+    /// and times) with all ranks. Returns the mean loss per target token over all micro-batches,
+    /// and the combined reports.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_losses(
@@ -441,8 +444,8 @@ impl Trainer {
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
     }
 
-    /// Completes the reduction of the gradients of [`Trainer::start_gradients`], clips them, and
-    /// updates the parameters. Returns the outcome with the gradient norm.
+    /// Completes the reduction of the gradients of a global batch that [`Trainer::start_gradients`]
+    /// started, clips them, and updates the parameters. Returns the outcome with the gradient norm.
     ///
     /// Waits for a device only once, for the losses and the gradient norm together. If one of them
     /// is not finite, nothing is updated. Collective: every rank must call it.
@@ -483,7 +486,7 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Updates the parameters of unit `u` with `owned`, the gradient of this rank's shard, and
+    /// Updates this rank's shard of the parameters of unit `u` with the gradient `owned`, and
     /// starts to distribute the updated parameters to other ranks.
     fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
         if !self.is_trained_unit(u) {
@@ -512,8 +515,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Prepares the gradient of this rank's range of parameter unit `u`, if updates need the
-    /// gradient of whole tensors. Returns the prepared gradients of all owners, gathered as one
+    /// Converts the gradient of this rank's range of parameter unit `u` for optimizers that need
+    /// whole tensors, and gathers the results of all owners. Returns the gathered results as one
     /// trained vector of the unit. Returns `None` if no rank has another part of this vector, or if
     /// no update needs the vector.
     ///
@@ -537,7 +540,8 @@ impl Trainer {
         Ok(Some(self.engine.gather_trained(u, ops.clone_to_device(grad.view()), whole)?))
     }
 
-    /// Computes the sums of squares of the fixed blocks of this rank's shards of the gradient.
+    /// Computes the sums of squares of the gradient blocks of this rank's shards, for the gradient
+    /// norm.
     fn sum_squares_of_gradients(&mut self, owned: &[Buf]) -> Result<Vec<f64>> {
         let mut parts = Vec::new();
         for (u, g) in owned.iter().enumerate() {
@@ -565,8 +569,8 @@ impl Trainer {
         Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
     }
 
-    /// Sorts by tensor the sums of squares that all ranks computed. The order does not depend on
-    /// which rank has which experts.
+    /// Sorts the sums of squares that all ranks computed for the gradient norm by tensor, so that
+    /// they are added in a fixed order. The order does not depend on which rank has which experts.
     fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
         let units = self.engine.clone_units();

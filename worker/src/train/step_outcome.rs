@@ -3,7 +3,8 @@ use comm::LinkDelays;
 use protocol::step_times::{LinkTimes, RankTimes};
 use std::time::Duration;
 
-/// The number of words in which a rank sends its [`RankStepReport`].
+/// The number of 64-bit words in which a rank sends its step report (flags, memory and times) to
+/// other ranks.
 pub(super) const REPORT_WORDS: usize = 6;
 
 /// The values that each rank sends to the other ranks once per step, in addition to its losses. In
@@ -39,7 +40,8 @@ pub struct StepOutcome {
 }
 
 impl RankStepReport {
-    /// Encodes the report and the delays of the rank's network connections.
+    /// Encodes the step report of this rank (flags, memory and times) and the delays of its network
+    /// connections for sending to other ranks.
     pub(super) fn encode(&self, links: Option<LinkDelays>) -> [u64; REPORT_WORDS] {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let links = links.map(|links| LinkTimes {
@@ -59,7 +61,8 @@ impl RankStepReport {
         ]
     }
 
-    /// Decodes a report. `micro_batches` is the number of micro-batches that the rank processed.
+    /// Decodes the step report (flags, memory and times) of a rank. `micro_batches` is the number
+    /// of micro-batches that the rank processed.
     pub(super) fn decode(words: &[u64; REPORT_WORDS], micro_batches: usize) -> RankStepReport {
         let [flags, peak_rss, exposed_comm, times, collective, links] = *words;
         let (step_us, waiting_us) = unpack_two_u32(times);
@@ -81,7 +84,7 @@ impl RankStepReport {
         }
     }
 
-    /// Combines this report with that of a later rank.
+    /// Combines this step report (flags, memory and times) with that of a later rank.
     pub(super) fn combine(&self, later: &RankStepReport) -> RankStepReport {
         RankStepReport {
             flags: self.flags | later.flags,

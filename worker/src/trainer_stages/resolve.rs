@@ -1,11 +1,12 @@
-//! Completes the `train` section of a job with the settings in the directories that it names.
+//! Completes the `train` section of a job with the settings in the directories that it names, such
+//! as a model's sizes.
 use crate::{model, param_groups::LORA_FROM_KEY};
 use ckpt::peft::AdapterConfig;
 use diagnostic::{Diagnostic, codes};
 use jobspec::{LoraSpec, LoraTargets, ModelSpec};
 
-/// Completes the `train.model` section with sizes: those of the model directory, or those that
-/// follow from a tokenizer with `vocab` tokens and samples of `seq_len` tokens.
+/// Completes the `train.model` section with the sizes of the model: those of the model directory,
+/// or those that follow from the tokenizer and the samples.
 ///
 /// # Errors
 ///

@@ -52,13 +52,13 @@ impl BufferPool {
         }
     }
 
-    /// Returns a buffer to the pool for immediate reuse. The next [`BufferPool::take`] may return
-    /// it without waiting, so only the thread that takes buffers may have used the buffer.
+    /// Returns the buffer `buf` to the pool for immediate reuse. The next [`BufferPool::take`] may
+    /// return it without waiting, so only the thread that takes buffers may have used the buffer.
     pub fn give_back(&mut self, buf: Buf) {
         self.give_back_after(buf, Event::default());
     }
 
-    /// Returns a buffer to the pool for reuse after the event `last_use`.
+    /// Returns the buffer `buf` to the pool, which reuses it after the event `last_use`.
     pub fn give_back_after(&mut self, buf: Buf, last_use: Event) {
         self.free.push((buf, last_use));
     }
@@ -91,7 +91,8 @@ impl BufferPoolEstimate {
     }
 }
 
-/// Returns the index of the smallest item that is at least `least`, or `None` if there is none.
+/// Returns the index of the smallest item of `free` that is at least `least`, or `None` if there is
+/// none.
 fn find_best_fit<T: Ord + Copy>(free: impl Iterator<Item = T>, least: T) -> Option<usize> {
     free.enumerate().filter(|&(_, n)| n >= least).min_by_key(|&(_, n)| n).map(|(i, _)| i)
 }

@@ -36,7 +36,7 @@ pub struct CollectiveQueue {
     thread: Option<JoinHandle<()>>,
 }
 
-/// A submitted collective whose result has not been taken yet.
+/// A collective that was submitted to the queue and whose result has not been taken yet.
 pub struct PendingCollective<T> {
     result: mpsc::Receiver<Result<(T, Event)>>,
     /// Counts the time for which [`PendingCollective::wait`] delays computation; `None` if the
@@ -45,8 +45,8 @@ pub struct PendingCollective<T> {
 }
 
 impl<T> PendingCollective<T> {
-    /// Blocks until the result is available. On a GPU the collective may still be running. Work
-    /// that this thread submits afterwards waits for the collective.
+    /// Blocks until the submitted collective's result is available. On a GPU the collective may
+    /// still be running. Work that this thread submits afterwards waits for the collective.
     pub fn wait(self) -> Result<T> {
         let ended = |_| Err(CommError::ThreadEnded { message: None });
         let began = Instant::now();
@@ -56,7 +56,8 @@ impl<T> PendingCollective<T> {
     }
 }
 
-/// Counts for how long computation waited for collectives.
+/// Counts for how long this rank's computation waited for collectives, and for how long collectives
+/// ran.
 struct ExposedWaits {
     ops: Arc<dyn Ops>,
     /// The counted time in nanoseconds if operations are synchronous. Otherwise the backend counts
@@ -67,8 +68,8 @@ struct ExposedWaits {
 }
 
 impl ExposedWaits {
-    /// Makes this thread's later work wait for the event `done`. If the backend computes
-    /// synchronously, adds the time since `began` to the counted time.
+    /// Makes this thread's later work wait for the event `done` of a collective. If the backend
+    /// computes synchronously, adds the time since `began` to the counted waiting time.
     fn wait_and_count_time(&self, began: Instant, done: &Event) {
         self.ops.wait_event_timed(done);
         if self.ops.is_host() {
@@ -123,8 +124,8 @@ impl CollectiveQueue {
         &self.comm
     }
 
-    /// Queues `f`, which runs after all earlier submissions and after this thread's earlier work.
-    /// Blocks only if the queue is full.
+    /// Queues the collective `f`, which runs after all collectives queued before and after this
+    /// thread's earlier work. Blocks only if the queue is full.
     pub fn submit<T: Send + 'static>(
         &self,
         f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
@@ -169,7 +170,7 @@ impl CollectiveQueue {
         PendingCollective { result, waits: has_thread.then(|| self.waits.clone()) }
     }
 
-    /// Queues `f` and blocks until its result is available.
+    /// Queues the collective `f`, and blocks until its result is available.
     pub fn run_and_wait<T: Send + 'static>(
         &self,
         f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
@@ -178,7 +179,8 @@ impl CollectiveQueue {
     }
 }
 
-/// Runs `f`, and aborts the group of ranks if `f` panics. Returns whether `f` completed.
+/// Runs the collective `f`, and aborts the group of ranks if `f` panics. Returns whether `f`
+/// completed.
 fn run_or_abort_peers(comm: &dyn Comm, f: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(f))
         .map_err(|panic| comm.abort(&extract_panic_message(panic.as_ref())))

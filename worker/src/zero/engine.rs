@@ -31,8 +31,8 @@ const GATHERED_PARAMETERS_LABEL: &str = "gathered parameters";
 /// reduction runs while the gradient of the next block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
-/// The part of one parameter unit that this rank stores: parameters and sums of gradients, with the
-/// division of the unit among ranks.
+/// The part of one parameter unit that this rank stores: its parameters and sums of gradients, and
+/// how the unit is divided among ranks.
 pub struct UnitShard {
     /// The names, shapes and layout of the unit's parameters.
     pub unit: ParamUnit,
@@ -56,8 +56,8 @@ pub struct UnitShard {
 }
 
 impl UnitShard {
-    /// Allocates zeroed memory for this rank's shard of `unit`. Collective: every rank must call it
-    /// with the same unit.
+    /// Allocates zeroed memory for this rank's shard of the parameter unit `unit`. Collective:
+    /// every rank must call it with the same unit.
     fn new(
         unit: ParamUnit,
         policy: ShardingPolicy,
@@ -104,7 +104,8 @@ impl UnitShard {
     }
 }
 
-/// The element types of parameters: for forward and backward passes, and for updates.
+/// The element types of parameters: one for forward and backward passes, and one for the
+/// optimizer's updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParamDtypes {
     /// The type that forward and backward passes compute with.
@@ -131,8 +132,8 @@ impl ParamDtypes {
     }
 }
 
-/// Returns whether 16-bit parameters are computed from the master weights before each use, and not
-/// stored.
+/// Returns whether 16-bit parameters are computed from the fp32 master weights whenever they are
+/// gathered, instead of being stored.
 ///
 /// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. Casting
 /// saves two bytes per parameter, and takes little time compared with the gather.
@@ -244,7 +245,7 @@ impl ZeroEngine {
         })
     }
 
-    /// Returns the number of this rank.
+    /// Returns the number (rank) of this process among all ranks of the job.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -342,28 +343,28 @@ impl ZeroEngine {
         );
     }
 
-    /// Runs `f` on the parameters of unit `u` that this rank always stores
-    /// ([`ZeroEngine::resident_range`]).
+    /// Runs `f` on the parameters of unit `u` that this rank always stores, in the precision that
+    /// the optimizer updates.
     pub fn with_resident_params<T>(&self, u: usize, f: impl FnOnce(&mut Buf) -> T) -> T {
         f(&mut self.lock_resident_params_mut(u))
     }
 
-    /// Locks the parameters of unit `u` that this rank always stores
-    /// ([`ZeroEngine::resident_range`]) for reading.
+    /// Locks the parameters of unit `u` that this rank always stores for reading, in the precision
+    /// that the optimizer updates.
     pub fn lock_resident_params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
         lock_for_reading(&self.shards[u].params)
     }
 
-    /// Locks the parameters of unit `u` that this rank always stores
-    /// ([`ZeroEngine::resident_range`]) for writing.
+    /// Locks the parameters of unit `u` that this rank always stores for writing, in the precision
+    /// that the optimizer updates.
     pub fn lock_resident_params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
         lock_for_writing(&self.shards[u].params)
     }
 
     // --- parameters ---------------------------------------------------------------------------
 
-    /// Starts a pass that uses the parameter units in the order `order`, which the engine needs to
-    /// gather ahead of use. Panics if the previous pass was not finished.
+    /// Begins a forward or backward pass, which uses the parameter units in the order `order`.
+    /// Panics if the previous pass was not finished.
     pub fn begin_pass(&mut self, order: impl IntoIterator<Item = usize>) {
         assert!(
             self.upcoming.is_empty() && self.pending_gathers.is_empty(),
@@ -378,22 +379,22 @@ impl ZeroEngine {
         self.pass_barrier = is_shared.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
-    /// Returns whether parameter unit `u` must be gathered, or converted from its master weights,
-    /// before each use.
+    /// Returns whether the parameters of unit `u` must be gathered from other ranks, or converted
+    /// from the master weights, before each use.
     fn needs_gather(&self, u: usize) -> bool {
         let is_shared =
             self.policy.shard_parameters && self.shards[u].unit.owners.count_below(self.world) > 1;
         is_shared || self.casts_on_gather()
     }
 
-    /// Returns whether this engine computes 16-bit parameters from the master weights before each
-    /// use.
+    /// Returns whether 16-bit parameters are computed from the fp32 master weights whenever they
+    /// are gathered, instead of being stored.
     fn casts_on_gather(&self) -> bool {
         casts_on_gather(self.policy, self.weights, self.ops.is_host())
     }
 
-    /// Makes the whole parameters of unit `u` available: waits for the gather of `u` if its
-    /// parameters were not retained. Also starts the next gathers.
+    /// Makes the whole parameters of unit `u` available on this rank. Waits for the gather of `u`
+    /// if its parameters were not retained. Also starts the next gathers.
     pub fn fetch_params(&mut self, u: usize) -> Result<ParamsGuard> {
         if !self.needs_gather(u) {
             return Ok(ParamsGuard::Resident(u));
@@ -459,8 +460,8 @@ impl ZeroEngine {
         }
     }
 
-    /// Runs `f` on the whole parameters of one unit or of two: that of `first`, and that of
-    /// `second` if there is one.
+    /// Runs `f` on the whole parameters of the unit of `first` and, if there is one, the unit of
+    /// `second`.
     pub fn with_params_of_units<T>(
         &self,
         (first, second): (&ParamsGuard, Option<&ParamsGuard>),
@@ -487,9 +488,9 @@ impl ZeroEngine {
         }
     }
 
-    /// Ends a pass early, before all units of its order were used. Waits for the gathers that have
-    /// started. Every fetched unit must have been released. Collective: every rank must call it at
-    /// the same point of the pass.
+    /// Ends a forward or backward pass early, before all parameter units of its order were used.
+    /// Waits for the gathers that have started. Every fetched unit must have been released.
+    /// Collective: every rank must call it at the same point of the pass.
     pub fn cancel_pass(&mut self) -> Result<()> {
         self.gather_queue.clear();
         self.pass_barrier.take().map_or(Ok(()), PendingCollective::wait)?;
@@ -536,8 +537,8 @@ impl ZeroEngine {
         }));
     }
 
-    /// Waits until the updated parameters are distributed, for every call of
-    /// [`ZeroEngine::start_param_gather`].
+    /// Waits until the updated parameters of all units are distributed, for which
+    /// [`ZeroEngine::start_param_gather`] was called.
     pub fn wait_param_gather(&mut self) -> Result<()> {
         self.pending_param_gathers.drain(..).try_for_each(PendingCollective::wait)
     }
@@ -561,9 +562,9 @@ impl UnitShard {
         ops.cast(to.view_mut().slice(within(&computed)), from.view().slice(within(&resident)));
     }
 
-    /// Gathers the shards of all ranks that own a part of the unit into `values`, the range
-    /// `stored` of the unit's flat vector. Before the call, `values` contains only this rank's
-    /// shard, the range `owned`.
+    /// Gathers the shards of all ranks that own a part of the parameter unit into `values`, the
+    /// range `stored` of the unit's flat vector. Before the call, `values` contains only this
+    /// rank's shard, the range `owned`.
     fn gather_in_place(
         &self,
         comm: &dyn Comm,

@@ -10,8 +10,8 @@
 //! range is added. The bits of that sum depend on how micro-batches are distributed over ranks.
 use device::{Buf, Dtype, Ops, View};
 
-/// A range of micro-batches that is a node of the summation tree: `len` is a power of two, and
-/// `start` is a multiple of `len`.
+/// A range of micro-batches whose gradients are summed together, as a node of the binary summation
+/// tree: `len` is a power of two, and `start` is a multiple of `len`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatchRange {
     /// The first micro-batch of the range.
@@ -43,8 +43,8 @@ impl MicroBatchRange {
     }
 }
 
-/// Returns the ranges into which the micro-batches of `range` are merged when they are summed one
-/// by one in the fixed order.
+/// Splits `range` into the ranges of micro-batches that remain as partial sums after summing one by
+/// one in the fixed order.
 pub fn merge_into_aligned_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
     let mut kept = Vec::new();
     range.for_each(|s| push_and_merge(&mut kept, MicroBatchRange::from_index(s)));
@@ -61,8 +61,8 @@ fn push_and_merge(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
     kept.push(top);
 }
 
-/// The sum of vectors over micro-batches, kept as partial sums until they can be added in the fixed
-/// order.
+/// A sum of vectors, such as gradients, over micro-batches, kept as partial sums until they can be
+/// added in a fixed order.
 pub struct MicroBatchSums {
     len: usize,
     in_arrival_order: bool,
@@ -71,19 +71,20 @@ pub struct MicroBatchSums {
 }
 
 impl MicroBatchSums {
-    /// Creates an empty sum of vectors with `len` elements, which are added in the fixed order.
+    /// Creates an empty sum over micro-batches of vectors with `len` elements, which are added in
+    /// the fixed order.
     pub fn new(len: usize) -> Self {
         MicroBatchSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
     }
 
-    /// Creates an empty sum of vectors with `len` elements, which are added in the order in which
-    /// they arrive.
+    /// Creates an empty sum over micro-batches of vectors with `len` elements, which are added in
+    /// the order in which they arrive.
     pub fn with_arrival_order(len: usize) -> Self {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
 
-    /// Returns the range of micro-batches that the newest partial sum will cover if `right` is
-    /// added to it now, or `None` if `right` has to wait.
+    /// Returns which micro-batches the newest partial sum will cover if the vector for `right` is
+    /// added now, or `None` if that vector has to wait.
     fn compute_merged_range(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let (left, _) = self.stack.last()?;
         if self.in_arrival_order { left.join_adjacent_range(right) } else { left.join_sibling_range(right) }
@@ -112,8 +113,9 @@ impl MicroBatchSums {
         )
     }
 
-    /// Adds `x`, the sum over the micro-batches of `range`, to this sum. If `x` cannot be merged
-    /// with the newest partial sum immediately, keeps a copy of `x` until its sibling arrives.
+    /// Adds `x`, the sum of vectors over the micro-batches of `range`, to this sum. If `x` cannot
+    /// be merged with the newest partial sum immediately, keeps a copy of `x` until its sibling
+    /// arrives.
     pub fn push(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
         match self.compute_merged_range(range) {
@@ -130,8 +132,8 @@ impl MicroBatchSums {
         }
     }
 
-    /// Adds the buffer `sum`, the sum over the micro-batches of `range`, to this sum. Takes
-    /// ownership of the buffer instead of copying it.
+    /// Adds the buffer `sum`, the sum of vectors over the micro-batches of `range`, to this sum.
+    /// Takes ownership of the buffer instead of copying it.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut range: MicroBatchRange, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
         while let Some(merged) = self.compute_merged_range(range) {
@@ -149,7 +151,7 @@ impl MicroBatchSums {
         self.stack.iter().map(|(r, b)| (*r, b.view()))
     }
 
-    /// Returns the sum of all pushed vectors, or `None` if no vector was pushed. Afterwards no
+    /// Returns the sum of all vectors that were added, or `None` if there were none. Afterwards no
     /// partial sum is kept.
     pub fn finish(&mut self, ops: &dyn Ops) -> Option<Buf> {
         let (_, mut sum) = self.stack.pop()?;
@@ -160,7 +162,7 @@ impl MicroBatchSums {
         Some(sum)
     }
 
-    /// Discards the partial sums and keeps their buffers for reuse.
+    /// Discards the partial sums, and keeps their buffers for reuse.
     pub fn clear(&mut self) {
         self.free_buffers.extend(self.stack.drain(..).map(|(_, b)| b));
     }

@@ -13,8 +13,8 @@ pub mod partition;
 use jobspec::TrainSpec;
 use micro_batch_sums::MicroBatchSums;
 
-/// Whether optimizer states, gradients and parameters are divided among ranks, and in which order
-/// gradients are summed.
+/// Whether optimizer states, gradients and parameters are divided among ranks (ZeRO), and in which
+/// order gradients are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardingPolicy {
     /// The ZeRO stage, for messages and checkpoints.
@@ -65,8 +65,8 @@ impl ShardingPolicy {
         }
     }
 
-    /// Returns this policy with changes for experts that are distributed over groups of `parallel`
-    /// ranks.
+    /// Returns this policy, changed for a job whose experts are distributed over groups of
+    /// `parallel` ranks.
     ///
     /// In each round, a rank then computes gradients of its experts for the micro-batches of its
     /// whole group. Gradients are therefore reduced during the backward pass at every stage.
@@ -74,15 +74,16 @@ impl ShardingPolicy {
         ShardingPolicy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
     }
 
-    /// Returns whether a rank keeps only those updated parameters that it owns. If `masters` is
-    /// set, the updated parameters are the fp32 master weights, which are sharded like optimizer
-    /// states.
+    /// Returns whether a rank keeps only its shard of the parameters that the optimizer updates. If
+    /// `masters` is set, the updated parameters are the fp32 master weights, which are sharded like
+    /// optimizer states.
     pub fn shards_updated_params(&self, masters: bool) -> bool {
         if masters { self.shard_optimizer } else { self.shard_parameters }
     }
 }
 
-/// Which micro-batches of a global batch each rank computes, and in which round (docs/numerics.md).
+/// Which micro-batches of a step each rank computes, and in which round of forward and backward
+/// passes (docs/numerics.md).
 ///
 /// The sum over micro-batches is one fixed tree, so the assignment does not affect any bit. The
 /// assignment decides which partial sums must be kept. With sharded gradients, consecutive
@@ -106,8 +107,8 @@ impl MicroBatchSchedule {
         self.micro_batches.div_ceil(self.world)
     }
 
-    /// Returns the micro-batch that `rank` computes in `round`, or `None` if it only takes part in
-    /// collectives.
+    /// Returns the micro-batch that `rank` computes in round number `round`, or `None` if the rank
+    /// only takes part in collectives.
     pub fn find_micro_batch(&self, rank: usize, round: usize) -> Option<usize> {
         if self.interleaved {
             let s = round * self.world + rank;

@@ -29,7 +29,8 @@ pub(super) struct ExchangeBuffers {
 }
 
 impl ExchangeBuffers {
-    /// Returns the first `len` elements of the send buffer for elements of type `dtype`.
+    /// Returns the first `len` elements of the buffer for sending data of type `dtype` to other
+    /// ranks, which grows if necessary.
     fn reserve_send_buffer(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
         if dtype == Dtype::F32 {
             return resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, &mut self.sent, len);
@@ -37,8 +38,8 @@ impl ExchangeBuffers {
         resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, ensure_dtype(ops, &mut self.sent_rounded, dtype), len)
     }
 
-    /// Copies `owned` to the beginning of a reusable buffer, and returns the buffer. Must be
-    /// followed by [`ExchangeBuffers::give_back_copy`].
+    /// Copies `owned`, this rank's shard, to the beginning of a reusable buffer, and returns the
+    /// buffer. Must be followed by [`ExchangeBuffers::give_back_copy`].
     ///
     /// The buffer is reused because the allocator would keep several buffers if each unit allocated
     /// one.
@@ -54,8 +55,8 @@ impl ExchangeBuffers {
         self.owned = copy;
     }
 
-    /// Gathers a unit from the ranks that own a part of it into `whole` on each of these ranks.
-    /// Collective: every rank must call it.
+    /// Gathers a parameter unit from the ranks that own a part of it into `whole` on each of these
+    /// ranks. Collective: every rank must call it.
     ///
     /// `shard_lengths` are the lengths of all ranks' shards, and `owned` is this rank's shard. On
     /// ranks that do not own the unit, `owned` and `whole` are empty.
@@ -84,8 +85,9 @@ impl ExchangeBuffers {
         comm.all_to_all(whole, &received, send.as_view(), &sent)
     }
 
-    /// Sends each partial sum of a unit's gradients to the ranks that own parts of the unit. Passes
-    /// the shards to `sink` in the order of the micro-batches.
+    /// Sends each partial sum of a parameter unit's gradients (over some micro-batches) to the
+    /// ranks that own parts of the unit. Passes the shards to `sink` in the order of the
+    /// micro-batches.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_partial_sums(
@@ -138,8 +140,8 @@ impl ExchangeBuffers {
     }
 }
 
-/// Ensures that `buf` is a buffer of this backend with elements of the type `dtype`, and returns
-/// it. Replaces a buffer that is empty or has another type by an empty buffer of this backend.
+/// Replaces `buf` by an empty buffer of this backend if it is empty or its elements do not have the
+/// type `dtype`, and returns the buffer.
 fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
@@ -147,7 +149,8 @@ fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Bu
     buf
 }
 
-/// Computes the lengths of the send and receive buffers that a unit needs, for the memory estimate.
+/// Computes the lengths of the send and receive buffers that a parameter unit needs, for the memory
+/// estimate.
 ///
 /// The results are three numbers of elements: those that a gather of the unit's parameters sends,
 /// those that a reduction of the unit's gradients sends, and those that this reduction receives.
@@ -171,8 +174,8 @@ pub fn compute_exchange_buffer_lengths(
     (gathered, sent * unit.trained_len(), received * own_trained)
 }
 
-/// Returns the micro-batches that the ranks in the expert-parallel group of `rank` compute in
-/// `round`.
+/// Returns the micro-batches that the ranks in the expert-parallel group of `rank` compute in round
+/// number `round`.
 fn list_group_micro_batches(
     schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
@@ -185,8 +188,8 @@ fn list_group_micro_batches(
     micro_batches.first().map_or(0..0, |&a| a..a + micro_batches.len())
 }
 
-/// Returns the micro-batches that the ranks in the group of `rank` compute in `round`, as ranges
-/// that are merged as far as possible.
+/// Returns the micro-batches that the expert-parallel group of `rank` computes in round number
+/// `round`, as ranges that are summed together.
 pub(super) fn list_group_ranges(
     schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
@@ -196,8 +199,8 @@ pub(super) fn list_group_ranges(
     merge_into_aligned_ranges(list_group_micro_batches(schedule, owners, rank, round))
 }
 
-/// Returns the largest number of buffers in which the group of `rank` sums a unit's gradients in
-/// one round. The memory estimate uses the result.
+/// Returns the largest number of buffers in which the expert-parallel group of `rank` sums a
+/// parameter unit's gradients in one round. The memory estimate uses the result.
 pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks, rank: usize) -> usize {
     let buffers_in_round = |round| {
         count_peak_buffers(
@@ -208,8 +211,8 @@ pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
     (0..schedule.count_rounds()).map(buffers_in_round).max().unwrap_or(0)
 }
 
-/// Returns the largest number of buffers in which a rank sums the gradients of a unit that it owns,
-/// during a step. The memory estimate uses the result.
+/// Returns the largest number of buffers in which a rank sums the gradients of a parameter unit
+/// that it owns, during a step. The memory estimate uses the result.
 pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks) -> usize {
     let ranks = || (0..schedule.world).filter(|&r| owners.contains(r));
     let ranges = (0..schedule.count_rounds())

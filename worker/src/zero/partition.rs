@@ -7,7 +7,7 @@ use crate::params::ParamUnit;
 use device::ops::NORM_BLOCK_LEN;
 use std::ops::Range;
 
-/// The division of one parameter unit's elements among the ranks that own it. Rank r owns
+/// The division of one parameter unit's elements among the ranks that own it: rank r owns
 /// `cuts[r]..cuts[r+1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
@@ -31,7 +31,7 @@ impl Partition {
         Partition { cuts, counts }
     }
 
-    /// Returns the range of the unit's elements that `rank` owns.
+    /// Returns the range of the parameter unit's elements that `rank` owns.
     pub fn range(&self, rank: usize) -> Range<usize> {
         self.cuts[rank]..self.cuts[rank + 1]
     }
@@ -42,8 +42,8 @@ impl Partition {
     }
 }
 
-/// Returns the allowed boundary between shards that is nearest to element `at`, or the lower one of
-/// two that are equally near.
+/// Returns the allowed boundary between shards that is nearest to element `at` of the parameter
+/// unit.
 fn find_nearest_cut(unit: &ParamUnit, at: usize) -> usize {
     let tensor = (0..unit.params.len()).map(|i| unit.tensor_range(i)).find(|r| r.contains(&at));
     let Some(r) = tensor else { return unit.len() };

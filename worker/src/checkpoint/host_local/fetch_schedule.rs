@@ -7,7 +7,7 @@ use std::{collections::VecDeque, ops::Range};
 /// The largest number of blocks (1 MiB each) that a rank sends, and that it receives, in one round.
 pub(super) const MAX_BLOCKS_PER_ROUND: u64 = 8;
 
-/// Consecutive blocks of a file that one rank sends to another.
+/// Consecutive blocks (1 MiB each) of a checkpoint file that one rank sends to another in a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct BlockTransfer {
     pub(super) to: usize,
@@ -22,9 +22,9 @@ pub(super) struct FetchSchedule<'h> {
 }
 
 impl<'h> FetchSchedule<'h> {
-    /// Creates a schedule for blocks of checkpoint files. `missing` lists the blocks that each rank
-    /// needs, `holders` the ranks that have each file, and `blocks` the number of blocks of each
-    /// file.
+    /// Creates the schedule by which ranks get the blocks of checkpoint files that they are
+    /// missing. `missing` lists the blocks that each rank needs, `holders` the ranks that have each
+    /// file, and `blocks` the number of blocks of each file.
     ///
     /// # Errors
     ///
@@ -50,8 +50,8 @@ impl<'h> FetchSchedule<'h> {
         Ok(FetchSchedule { missing: missing.into_iter().map(VecDeque::from).collect(), holders })
     }
 
-    /// Plans the transfers of the next round, ordered by receiver and then by request. Returns no
-    /// transfers if all blocks were sent.
+    /// Plans which rank sends which missing blocks to which other rank in the next round, ordered
+    /// by receiver and then by request. Returns no transfers if all blocks were sent.
     pub(super) fn plan_next_round(&mut self) -> Vec<BlockTransfer> {
         let mut sends = vec![0u64; self.missing.len()];
         let mut round = Vec::new();

@@ -20,7 +20,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Size of a block in bytes.
+/// The size in bytes of a block, the unit in which ranks fetch checkpoint files from each other.
 const BLOCK_BYTES: usize = 1 << 20;
 
 /// An open checkpoint whose shards are stored on several hosts. Reading is collective.
@@ -35,7 +35,8 @@ pub(crate) struct HostLocalCheckpoint {
 }
 
 impl HostLocalCheckpoint {
-    /// Opens the checkpoint on all ranks. Collective: every rank must call it.
+    /// Opens on all ranks a checkpoint whose files are stored on several hosts, and determines
+    /// which ranks can read which file. Collective: every rank must call it.
     ///
     /// `path` is the checkpoint's path on this host, even if this host has no part of the
     /// checkpoint. `hash` identifies the checkpoint if hosts have different ones.
@@ -84,8 +85,8 @@ impl HostLocalCheckpoint {
         })
     }
 
-    /// Combines the memory copies of shards on several hosts to one readable checkpoint. `holders`
-    /// lists, for each shard, the ranks that can read it.
+    /// Combines the memory copies of shards on several hosts into one readable checkpoint.
+    /// `holders` lists, for each shard, the ranks that can read it.
     pub(crate) fn from_memory_copies(
         queue: &Arc<CollectiveQueue>,
         checkpoint: Checkpoint,
@@ -95,14 +96,15 @@ impl HostLocalCheckpoint {
         HostLocalCheckpoint { queue: queue.clone(), checkpoint, holders, collective_error }
     }
 
-    /// Returns the checkpoint as this host sees it, with the manifest and the files on this host.
+    /// Returns the checkpoint as this host sees it: its manifest (table of contents), and the files
+    /// that are on this host.
     pub(crate) fn local_view(&self) -> &Checkpoint {
         &self.checkpoint
     }
 }
 
-/// The message in which each rank requests blocks from all ranks, and with which rank 0 ends the
-/// sending of blocks.
+/// The message that each rank sends to all ranks: the checkpoint blocks that it requests, and, from
+/// rank 0, whether the exchange of blocks ends.
 #[derive(Default, Serialize, Deserialize)]
 struct FetchRequest {
     /// Whether rank 0 has read everything, so that the other ranks can stop sending blocks.
@@ -112,8 +114,8 @@ struct FetchRequest {
 }
 
 impl HostLocalCheckpoint {
-    /// Sends blocks to rank 0 until rank 0 calls [`HostLocalCheckpoint::end_serving`]. Collective:
-    /// every rank except rank 0 must call it.
+    /// Sends the checkpoint blocks that rank 0 requests, until rank 0 calls
+    /// [`HostLocalCheckpoint::end_serving`]. Collective: every rank except rank 0 must call it.
     pub(crate) fn serve_blocks(&self) -> Result<()> {
         while !self.fetch_blocks(FetchRequest::default(), &mut |_, _, _| Ok(()))? {}
         self.fail_on_collective_error()
@@ -126,14 +128,16 @@ impl HostLocalCheckpoint {
         self.fetch_blocks(FetchRequest { end: true, missing: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)
     }
 
-    /// Fails with the first error of a collective, if there was one.
+    /// Returns an error if a collective has failed during an earlier read of this checkpoint,
+    /// because no further collective is possible then.
     fn fail_on_collective_error(&self) -> Result<()> {
         let error = self.collective_error.lock().unwrap_or_else(PoisonError::into_inner);
         error.clone().map_or(Ok(()), Err)
     }
 
-    /// Exchanges the blocks that any rank requests, and passes the blocks for this rank to `sink`.
-    /// Returns whether rank 0 ended the serving of blocks. Collective: every rank must call it.
+    /// Exchanges checkpoint blocks between ranks: each rank gets the blocks that it requests, which
+    /// are passed to the callback `sink`. Returns whether rank 0 ended the serving of blocks.
+    /// Collective: every rank must call it.
     ///
     /// An unreadable or invalid block does not interrupt the fetch of other blocks. The error is
     /// returned at the end.
@@ -172,8 +176,8 @@ impl HostLocalCheckpoint {
         sink_error.map_or(Ok(false), |e: CkptError| Err(to_unreadable_checkpoint_error(e)))
     }
 
-    /// Reads the blocks that this rank sends in a round, in the order of the receivers. Returns the
-    /// data and the number of bytes for each receiver.
+    /// Reads from the local checkpoint files the blocks that this rank sends in a round, in the
+    /// order of the receivers. Returns the data and the number of bytes for each receiver.
     ///
     /// Unreadable blocks are sent as zeros, and the first error is stored in `read_error`.
     fn read_outgoing_blocks(
@@ -205,7 +209,8 @@ impl HostLocalCheckpoint {
         (send, counts)
     }
 
-    /// Sends and receives the blocks of a round. Collective: every rank must call it.
+    /// Sends this rank's blocks of one round to the ranks that requested them, and receives the
+    /// blocks that other ranks send to this rank. Collective: every rank must call it.
     fn exchange_blocks(
         &self,
         rank: usize,
@@ -224,7 +229,8 @@ impl HostLocalCheckpoint {
         })?)
     }
 
-    /// Passes the received blocks to `sink`, in the order in which they were requested.
+    /// Passes the blocks that this rank received in a round to the callback `sink`, in the order in
+    /// which they were requested.
     fn deliver_blocks(
         &self,
         rank: usize,
@@ -258,7 +264,7 @@ impl HostLocalCheckpoint {
     }
 }
 
-/// The blocks received in one round, ordered by sender.
+/// The checkpoint blocks that this rank received in one round, ordered by sender.
 struct ReceivedBlocks {
     bytes: Vec<u8>,
     /// For each sender, the number of bytes received.
@@ -273,8 +279,8 @@ fn build_unreadable_block_error(rank: usize, error: CkptError) -> Diagnostic {
     diagnostic.with_field("rank", rank).with_cause(&error)
 }
 
-/// Returns the number of bytes in which the consecutive blocks `run` are transferred. The last
-/// block of a file is padded to a full block.
+/// Returns the number of bytes that are transferred for the consecutive blocks `run` of a
+/// checkpoint file. The last block of a file is padded to a full block.
 fn count_block_bytes(run: &BlockRange) -> usize {
     (run.blocks.end - run.blocks.start) as usize * BLOCK_BYTES
 }
@@ -288,7 +294,8 @@ impl TensorSource for HostLocalCheckpoint {
         self.checkpoint.tensors().collect()
     }
 
-    /// Reads ranges of tensors. Collective: every rank must call it or
+    /// Reads ranges of the checkpoint's tensors, fetches missing blocks from other hosts, and
+    /// verifies every block. Collective: every rank must call it or
     /// [`HostLocalCheckpoint::serve_blocks`].
     fn read_verified(&self, requests: &mut [ckpt::ReadRequest<'_>]) -> ckpt::Result<()> {
         let fetch = |missing: Vec<BlockRange>, sink: &mut BlockSink<'_>| {

@@ -9,8 +9,8 @@ pub(super) struct HostMap {
 }
 
 impl HostMap {
-    /// Determines which ranks share a host from the local ranks of all ranks. The ranks of a host
-    /// follow each other, and the first one has local rank 0.
+    /// Creates the map from the local ranks of all ranks. The ranks of a host follow each other,
+    /// and the first one has local rank 0.
     pub(super) fn from_local_ranks(local_ranks: impl Iterator<Item = u64>) -> HostMap {
         let mut hosts: Vec<Range<usize>> = Vec::new();
         for (rank, local_rank) in local_ranks.enumerate() {
@@ -56,7 +56,8 @@ impl HostMap {
         (1..=others).map(keeper).collect()
     }
 
-    /// Lists the ranks of which a host keeps copies: its own ranks and those of other hosts.
+    /// Lists the ranks whose memory copies the host number `host` keeps: the ranks on this host,
+    /// and ranks on other hosts that send their copies to it.
     pub(super) fn list_kept_ranks(&self, host: usize, copies: usize) -> BTreeSet<usize> {
         let local = self.hosts.get(host).cloned().unwrap_or_default();
         let world = self.hosts.last().map_or(0, |ranks| ranks.end);

@@ -8,12 +8,12 @@ use crate::{
 use ckpt::memory_store::{COPY_HEADER_BYTES, MemoryStore};
 use std::ops::Range;
 
-/// The largest number of bytes of its memory copy that a rank sends in one round.
+/// The largest number of bytes of its memory copy that a rank sends to another host in one round.
 const MAX_BYTES_PER_ROUND: u64 = 4 << 20;
 
-/// Sends this rank's memory copy number `sequence` to the ranks that keep it, and stores the copies
-/// that other ranks send. Returns the number of sent bytes. Does nothing if no other host keeps
-/// copies. Collective: every rank must call it.
+/// Sends this rank's memory copy number `sequence` to the ranks on other hosts that keep it, and
+/// stores the copies that other ranks send to this rank. Returns the number of sent bytes. Does
+/// nothing if no other host keeps copies. Collective: every rank must call it.
 pub(super) fn exchange_images(
     queue: &CollectiveQueue,
     store: &MemoryStore,
@@ -69,14 +69,14 @@ pub(super) fn exchange_images(
     Ok(sent)
 }
 
-/// Returns the number of rounds in which a copy of `size` bytes is sent: its content in pieces, and
-/// then its header, which completes the copy.
+/// Returns the number of rounds in which a memory copy of `size` bytes is sent: its content in
+/// chunks, and then its header, which completes the copy.
 fn count_rounds(size: u64) -> u64 {
     size.saturating_sub(COPY_HEADER_BYTES).div_ceil(MAX_BYTES_PER_ROUND) + 1
 }
 
-/// Returns the byte range of a copy of `size` bytes that is sent in a round. The range is empty
-/// after the last round of this copy.
+/// Returns which bytes of a memory copy of `size` bytes are sent in round number `round`. The range
+/// is empty after the last round of this copy.
 fn find_chunk(size: u64, round: u64) -> Range<u64> {
     let last = count_rounds(size) - 1;
     if round >= last {

@@ -4,7 +4,8 @@ use ckpt::{Hash, memory_store::CopyId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a host reports about one complete memory copy of a rank's training state.
+/// What a host reports about one complete memory copy of a rank's training state: the copy's
+/// identity, its rank and a hash.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ReportedCopy {
     pub(super) id: CopyId,
@@ -13,7 +14,7 @@ pub(super) struct ReportedCopy {
     pub(super) hash: Hash,
 }
 
-/// The memory copies of training states that one host reports.
+/// The list of memory copies of training states that one host reports to all hosts.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct HostCopies {
     pub(super) copies: Vec<ReportedCopy>,
@@ -21,7 +22,8 @@ pub(super) struct HostCopies {
     pub(super) incomplete: Vec<u32>,
 }
 
-/// A training state that is complete in the memory of hosts, with a copy of every rank.
+/// A training state that can be restored from memory, because all hosts together have a memory copy
+/// of every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) struct CompleteState {
     pub(in crate::checkpoint) id: CopyId,
@@ -32,14 +34,14 @@ pub(in crate::checkpoint) struct CompleteState {
 }
 
 impl CompleteState {
-    /// Returns the hash of the description of a rank's copy, or `None` if the state has no such
-    /// rank.
+    /// Returns the hash of the description of a rank's memory copy (which contains the hashes of
+    /// the copy's blocks), or `None` if the state has no such rank.
     pub(super) fn find_copy_hash(&self, rank: u32) -> Option<Hash> {
         self.hashes.get(rank as usize).copied()
     }
 
-    /// Lists the ranks whose copies the host number `host` describes to all ranks, because no
-    /// earlier host has a copy of them.
+    /// Lists the ranks for which the host number `host` is the first that has a memory copy, and
+    /// therefore sends the copy's description to all ranks.
     pub(super) fn list_ranks_described_by(&self, host: usize) -> Vec<u32> {
         (0..self.id.world).filter(|rank| self.holders[*rank as usize].first() == Some(&host)).collect()
     }
@@ -52,7 +54,8 @@ pub(in crate::checkpoint) struct UnusableState {
     pub(in crate::checkpoint) reason: String,
 }
 
-/// The training states of which hosts have memory copies, complete and unusable ones.
+/// The training states of which hosts have memory copies: those that can be restored, and those
+/// that cannot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::checkpoint) struct StateSelection {
     /// The complete states, newest first.
@@ -61,7 +64,7 @@ pub(in crate::checkpoint) struct StateSelection {
     pub(in crate::checkpoint) unusable: Vec<UnusableState>,
 }
 
-/// Selects the complete training states in memory from the reports of all hosts.
+/// Determines, from the memory copies that all hosts report, which training states can be restored.
 ///
 /// If hosts have different copies of a rank, those of the first host count.
 pub(super) fn select_states(hosts: &[HostCopies]) -> StateSelection {

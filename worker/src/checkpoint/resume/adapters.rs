@@ -1,4 +1,4 @@
-//! Opens and loads the pretrained adapters in the directory that `train.lora.from` names.
+//! Opens and loads the pretrained LoRA adapters in the directory that `train.lora.from` names.
 use super::weight_match::TensorMismatches;
 use crate::{
     checkpoint::tensor_mapping::{ReadPlan, read_owned_ranges, sync_replicas},
@@ -18,8 +18,8 @@ use std::{
     path::Path,
 };
 
-/// Opens the directory of pretrained adapters, and checks that they have the names and shapes of
-/// the model's adapters.
+/// Opens a directory with pretrained LoRA adapters, and checks that they have the names and shapes
+/// of the model's adapters.
 pub fn open_matching_adapters(
     directory: &Path,
     units: &[ParamUnit],
@@ -52,8 +52,8 @@ pub fn open_matching_adapters(
     Err(mismatches.add_fields(error))
 }
 
-/// Loads the pretrained adapters if `train.lora.from` names a directory. Each rank reads the ranges
-/// that it owns. Collective: every rank must call it.
+/// Loads pretrained LoRA adapters into the trainers of all ranks if `train.lora.from` names a
+/// directory. Each rank reads the ranges that it owns. Collective: every rank must call it.
 pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
     let Some(directory) = ready.train_spec().lora.as_ref().and_then(|l| l.from.clone()) else {
         return Ok(());

@@ -14,7 +14,8 @@ use ckpt::{ExternalCheckpoint, OpenedCheckpoint};
 use diagnostic::Diagnostic;
 use std::path::{Path, PathBuf};
 
-/// The directories in which checkpoints are searched for.
+/// The places in which a run searches for checkpoints: the checkpoint directory, the working
+/// directory of relative paths, and the memory of hosts.
 pub struct CheckpointDirs<'a> {
     /// The directory `checkpoint.dir`.
     pub root: &'a Path,
@@ -47,14 +48,15 @@ pub(super) fn list_candidates(
     Ok(paths.into_iter().map(CheckpointCandidate::from_path).collect())
 }
 
-/// The checkpoint that `resume.from` names.
+/// The checkpoint that `resume.from` names: a native one, which launch wrote, or an external one,
+/// which another program wrote.
 pub(super) enum NamedCheckpoint {
     Native(CheckpointCandidate),
     External(Box<ExternalCheckpoint>, PathBuf),
 }
 
-/// Finds the checkpoint at `path`: a native checkpoint, the newest native one in the directory, or
-/// an external one.
+/// Finds the checkpoint at `path`: a checkpoint that launch wrote, the newest such checkpoint in
+/// the directory `path`, or a checkpoint that another program wrote.
 ///
 /// Collective: every rank must call it.
 pub(super) fn find_named_checkpoint(

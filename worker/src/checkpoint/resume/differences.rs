@@ -11,7 +11,8 @@ use std::{
     path::Path,
 };
 
-/// Formats the notice which states that the checkpoint at `path` has weights but no training state.
+/// Formats the notice which states that the checkpoint at `path` has weights but no training state,
+/// such as optimizer states.
 pub(super) fn format_weights_only_notice(path: &Path) -> String {
     format!(
         "{} holds only weights: the optimizer, the learning rate and the data start at step 0",
@@ -40,8 +41,8 @@ pub(super) fn find_master_weight_notice(
     }
 }
 
-/// Returns notices about parameters that the job trains but the checkpoint's job did not, or the
-/// reverse.
+/// Returns notices about parameters that this job trains but the job that wrote the checkpoint did
+/// not, or the reverse.
 pub(super) fn collect_frozen_parameter_notices(
     units: &[ParamUnit],
     tensors: &[TensorInfo],
@@ -177,7 +178,8 @@ fn compare_groups(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
     (!changed.is_empty()).then(|| format_group_notice(&ours.name, &changed))
 }
 
-/// Formats the notice about changed hyper-parameters of one parameter group.
+/// Formats the notice which reports that the hyper-parameters of a parameter group differ between
+/// the job and the checkpoint.
 pub(super) fn format_group_notice(group: &str, changed: &[String]) -> String {
     format!("parameter group `{group}` resumes with {}", changed.join(", "))
 }

@@ -86,8 +86,8 @@ pub(super) fn load_weights(
     Ok(())
 }
 
-/// Matches the checkpoint's tensors with the model's. Rank 0 also checks that tied weights are
-/// equal.
+/// Determines which tensor of an external checkpoint (one that another program wrote) contains
+/// which parameter of the model. Rank 0 also checks that tied weights are equal.
 ///
 /// Collective: every rank must call it.
 fn match_model_weights(
@@ -108,8 +108,8 @@ fn match_model_weights(
     require_on_all_ranks(ready.trainer.engine.queue(), aliases.map(|()| matched))
 }
 
-/// Reads this rank's ranges of the weights and, if the checkpoint has them, of the optimizer
-/// states. Collective: every rank must call it.
+/// Reads this rank's ranges of the weights and, if the external checkpoint has them, of the
+/// optimizer states into the trainer. Collective: every rank must call it.
 fn read_matched_ranges(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -154,9 +154,9 @@ fn reject_changed_world_with_strict_rng(
     Ok(())
 }
 
-/// Determines the position at which the run resumes, and sets for each parameter by how many
-/// updates its optimizer step is behind the run's step (the step lag). Returns the position with
-/// notices about how it was determined.
+/// Restores the progress of training (step, samples and tokens) from an external checkpoint, and
+/// for each parameter how many updates it is behind the run's step (the step lag). Returns the
+/// progress with notices about how it was determined.
 fn restore_position(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -210,15 +210,16 @@ fn restore_position(
     Ok((Cursor { step, consumed_samples, tokens, is_evaluation_due: false }, notices))
 }
 
-/// Restores the loss scale of the checkpoint, if the checkpoint has one. Returns a notice if this
-/// loss scale is not usable.
+/// Sets the trainer's fp16 loss scale to that of the external checkpoint, if the checkpoint has
+/// one. Returns a notice if this loss scale is not usable.
 fn restore_loss_scale(ready: &mut UninitializedTrainer, source: &ExternalCheckpoint) -> Option<String> {
     let LossScale { scale, steps } = source.training_state().parse_loss_scale()?;
     let restored = ready.trainer.loss_scale.restore_state(LossScaleState { scale, steps, skipped: 0 });
     restored.err().map(|why| format!("the loss scale starts at its initial value: {why}"))
 }
 
-/// Returns notices about parts of the checkpoint that are not loaded.
+/// Returns notices about parts of an external checkpoint, such as optimizer states or buffers, that
+/// this job does not load.
 fn collect_unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatch) -> Vec<String> {
     let rng = (!source.facts().rng_files.is_empty()).then(|| {
         "the checkpoint's RNG states of Python and torch are not loaded: the built-in runtime's random \
@@ -283,7 +284,8 @@ fn collect_hyperparam_notices(
     notices
 }
 
-/// Describes each hyper-parameter that differs from the checkpoint's, with both values.
+/// Describes each hyper-parameter of a parameter group that differs between the job and an external
+/// checkpoint, with both values.
 fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<String> {
     let number = |key: &str| stored.get(key).and_then(Value::as_f64);
     let betas = stored
@@ -312,8 +314,8 @@ fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) 
     changed
 }
 
-/// Returns a notice if the learning rate of the next step differs from the one that a group of the
-/// checkpoint would have used.
+/// Returns a notice if the job's learning rate in the next step differs from the rate with which
+/// the external checkpoint would have continued.
 fn find_learning_rate_notice(
     ready: &UninitializedTrainer,
     stored_groups: &[ckpt::ParamGroupInfo],
@@ -333,8 +335,8 @@ fn find_learning_rate_notice(
     })
 }
 
-/// Returns the step that a checkpoint's learning rate scheduler has reached. DeepSpeed's schedulers
-/// count from −1, torch's from 0.
+/// Returns the step that a learning rate scheduler had reached when an external checkpoint was
+/// saved. DeepSpeed's schedulers count from −1, torch's from 0.
 fn read_scheduler_position(scheduler: &Value) -> Option<u64> {
     let number = |key: &str| scheduler.get(key).and_then(Value::as_i64);
     let position = number("last_epoch").or_else(|| number("last_batch_iteration")?.checked_add(1));

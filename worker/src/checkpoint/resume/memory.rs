@@ -26,7 +26,7 @@ pub(super) enum MemorySearchOutcome {
     Unusable(Option<String>),
 }
 
-/// The range of steps within which [`resume_from_memory`] tries training states in memory.
+/// The range of steps whose training states in memory a resume may use.
 #[derive(Clone, Copy)]
 pub(super) struct MemoryStepRange {
     /// The step of the next checkpoint on disk. States of earlier steps are not tried. `None` if
@@ -37,8 +37,8 @@ pub(super) struct MemoryStepRange {
     pub(super) below: Option<u64>,
 }
 
-/// Resumes from the newest usable state in memory whose step is in `range`. Collective: every rank
-/// must call it.
+/// Resumes from the training state of the newest usable memory copies whose step is in `range`.
+/// Collective: every rank must call it.
 pub(super) fn resume_from_memory(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointDirs,
@@ -72,8 +72,8 @@ pub(super) fn resume_from_memory(
     Ok(MemorySearchOutcome::Unusable(format_unused_states_reason(&problems, range.from)))
 }
 
-/// Resumes from the copies of `state` in the memory of the hosts. Collective: every rank must call
-/// it.
+/// Loads the training state `state` from the memory copies on the hosts into the trainers of all
+/// ranks. Collective: every rank must call it.
 fn load_memory_state(
     ready: &mut UninitializedTrainer,
     memory: &HostMemoryCopies,

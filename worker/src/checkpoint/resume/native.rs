@@ -30,7 +30,8 @@ use std::{
     path::Path,
 };
 
-/// The reason why a checkpoint was not loaded.
+/// Why a checkpoint was not loaded: it is damaged and an older one may be tried, or an error ends
+/// the run.
 pub(super) enum LoadError {
     /// The checkpoint is damaged: its bytes are not those that were written. An older checkpoint
     /// may be usable.
@@ -51,8 +52,8 @@ impl From<Diagnostic> for LoadError {
     }
 }
 
-/// Loads a native checkpoint: each rank reads the tensor ranges that it owns. Collective: every
-/// rank must call it.
+/// Loads a checkpoint that launch wrote (a native checkpoint) into the trainers of all ranks, each
+/// of which reads the tensor ranges that it owns. Collective: every rank must call it.
 ///
 /// `reason` states why newer copies in memory are not used; `None` if there are none.
 pub(super) fn load_native(
@@ -68,14 +69,14 @@ pub(super) fn load_native(
     load_opened_checkpoint(ready, &opened, &candidate.path, data_digest, origin, events)
 }
 
-/// Where a native checkpoint is stored, and why it was selected.
+/// Where a native checkpoint is stored (checkpoint directory or memory), and why it was selected.
 pub(super) struct ResumeOrigin {
     pub(super) source: ResumeSource,
     pub(super) reason: Option<String>,
 }
 
-/// Returns the checkpoint if every rank could open it. Otherwise fails on every rank with the first
-/// error. Collective: every rank must call it.
+/// Returns the checkpoint `opened` if every rank could open it. Otherwise fails on every rank with
+/// the first error. Collective: every rank must call it.
 pub(super) fn require_readable_on_all_ranks(
     ready: &UninitializedTrainer,
     opened: Result<ReadableCheckpoint>,
@@ -87,8 +88,8 @@ pub(super) fn require_readable_on_all_ranks(
     }
 }
 
-/// Loads a native checkpoint that every rank has opened. `path` names the checkpoint in events.
-/// Collective: every rank must call it.
+/// Loads a native checkpoint, which every rank has opened, into the trainers of all ranks. `path`
+/// names the checkpoint in events. Collective: every rank must call it.
 pub(super) fn load_opened_checkpoint(
     ready: &mut UninitializedTrainer,
     opened: &ReadableCheckpoint,
@@ -149,14 +150,15 @@ pub(super) fn load_opened_checkpoint(
     Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation, memory })
 }
 
-/// A native checkpoint of which every rank can read all bytes.
+/// An open native checkpoint of which every rank can read all bytes: from a shared directory, or
+/// from several hosts.
 pub(super) enum ReadableCheckpoint {
     Shared(Box<Checkpoint>),
     HostLocal(Box<HostLocalCheckpoint>),
 }
 
-/// Opens a native checkpoint. The inner result is an error if the checkpoint is damaged. An outer
-/// error ends the job.
+/// Opens a checkpoint that launch wrote (a native checkpoint). The inner result is an error if the
+/// checkpoint is damaged. An outer error ends the job.
 ///
 /// Collective: every rank must call it.
 fn open_native(
@@ -183,13 +185,14 @@ fn open_native(
     }
 }
 
-/// Builds the error for a checkpoint whose recorded position in the run cannot be used.
+/// Builds the error which reports that the progress of training that a checkpoint records is
+/// invalid.
 fn build_invalid_position_error(path: &Path, what: &str) -> Diagnostic {
     let message = format!("checkpoint {}: {what}", path.display());
     build_checkpoint_error(codes::RESUME_POSITION_INVALID, path, message)
 }
 
-/// Reads the progress that the checkpoint records.
+/// Reads the progress of training (step, consumed samples and tokens) that the checkpoint records.
 ///
 /// A checkpoint that was converted from another program's records no progress. The position is then
 /// the checkpoint's step times the batch size, which the returned notice reports.
@@ -226,7 +229,8 @@ fn read_cursor(
     }
 }
 
-/// Restores the loss scale that the checkpoint records. Does nothing if no loss scale is recorded.
+/// Sets the trainer's fp16 loss scale to the one that the checkpoint records. Does nothing if no
+/// loss scale is recorded.
 fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: &Path) -> Result<()> {
     let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
     let invalid = || build_invalid_position_error(path, "cannot use the loss scale in its manifest");

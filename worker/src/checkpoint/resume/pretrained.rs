@@ -39,15 +39,15 @@ pub fn start_from_model(
     Ok(ready.start_at_position(Cursor::default()))
 }
 
-/// The open directory of a pretrained model. [`PretrainedModel::load_pretrained_weights`] reads its
-/// weights.
+/// The open Hugging Face directory of the model with whose weights training starts
+/// (`train.model.from`). [`PretrainedModel::load_pretrained_weights`] reads its weights.
 pub struct PretrainedModel {
     source: Box<ExternalCheckpoint>,
 }
 
 impl PretrainedModel {
-    /// Opens the directory of the pretrained model, and checks that all ranks see the same
-    /// configuration in it. Returns `None` if the job names no directory.
+    /// Opens the Hugging Face directory of the pretrained model, and checks that all ranks see the
+    /// same configuration in it. Returns `None` if the job names no directory.
     ///
     /// Collective: every rank must call it.
     pub fn open(directory: Option<&Path>, comm: &dyn Comm) -> Result<Option<PretrainedModel>> {
@@ -73,8 +73,8 @@ impl PretrainedModel {
         Ok(Some(PretrainedModel { source }))
     }
 
-    /// Loads the weights of the pretrained model. Each rank reads the tensor ranges that it owns.
-    /// Collective: every rank must call it.
+    /// Loads the weights of the pretrained model into the trainers of all ranks. Each rank reads
+    /// the tensor ranges that it owns. Collective: every rank must call it.
     pub fn load_pretrained_weights(
         &mut self,
         ready: &mut UninitializedTrainer,
@@ -102,8 +102,8 @@ impl PretrainedModel {
     }
 }
 
-/// Opens the directory of a pretrained model. Fails if `directory` itself is not a Hugging Face
-/// directory.
+/// Opens `directory`, the Hugging Face directory of a pretrained model. Fails if `directory` itself
+/// is not a Hugging Face directory.
 fn open_model_directory(directory: &Path) -> diagnostic::Result<Box<ExternalCheckpoint>> {
     let invalid = |what: &str, help: String| {
         let message = format!("{} {what}", directory.display());

@@ -19,8 +19,8 @@ pub struct ResumePoint {
     pub memory: MemoryResume,
 }
 
-/// Whether a run resumed from memory copies of the training state, and the number of its next
-/// memory copy.
+/// Whether a run resumed from copies of the training state in memory, and the number that its next
+/// memory copy gets.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryResume {
     /// Whether the run resumed from copies in memory.
@@ -32,8 +32,8 @@ pub struct MemoryResume {
 }
 
 impl ResumePoint {
-    /// Returns the number of reseeds of RNG streams so far (their generation), including this
-    /// resume, and a description of this resume, which the next checkpoint records.
+    /// Returns how many times the run's random-number (RNG) streams were reseeded, including at
+    /// this resume, and the record of this resume for the next checkpoint.
     ///
     /// The random numbers of the built-in runtime do not depend on the generation. `reseed`
     /// therefore increments the generation, but changes no random number.

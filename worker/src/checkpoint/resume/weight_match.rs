@@ -18,8 +18,8 @@ const MAX_LISTED_NAMES: usize = 4;
 /// The number of elements of two stored weights that are read and compared at a time.
 const COMPARE_CHUNK_ELEMENTS: usize = 1 << 18;
 
-/// Which tensors of an external checkpoint the job uses: how they are named, and which optimizer
-/// states there are.
+/// Which tensors of an external checkpoint the job uses: under which names they are stored, and
+/// which parameters have optimizer states.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct WeightMatch {
     /// Maps a weight's name in the job to its name in the checkpoint. Contains only weights whose
@@ -36,7 +36,8 @@ pub(super) struct WeightMatch {
     aliases: Vec<(String, String)>,
 }
 
-/// The tensors that the job's model needs from a checkpoint.
+/// What the job needs from an external checkpoint: the model's parameters, its tied weights, and
+/// the optimizer whose states are loaded.
 pub(super) struct ModelRequirements<'a> {
     /// The `model_type` in the model's `config.json`.
     pub(super) family: &'a str,
@@ -64,7 +65,8 @@ pub(super) fn list_weight_shapes(ready: &UninitializedTrainer) -> Vec<(String, V
     params.map(|p| (p.name.clone(), p.shape.iter().map(|&n| n as u64).collect())).collect()
 }
 
-/// Lists every name under which a checkpoint may store a weight that this job trains.
+/// Lists every name under which a checkpoint may store a weight that this job trains, with both
+/// names of tied weights.
 pub(super) fn list_trained_names(ready: &UninitializedTrainer) -> HashSet<String> {
     let (ties, model) = (ready.trainer.model.tied_weights(), &ready.trainer.model);
     let mut names = HashSet::new();
@@ -122,7 +124,8 @@ pub(super) fn match_weights(
     Ok(matched)
 }
 
-/// Finds the name under which the checkpoint stores the job's weight `name`.
+/// Returns the name under which the external checkpoint stores the job's weight `name`, or `None`
+/// if the checkpoint lacks this weight.
 fn find_stored_name<'a>(
     source: &'a ExternalCheckpoint,
     stored: &HashMap<(TensorRole, &'a str), &'a TensorInfo>,
@@ -175,7 +178,8 @@ impl TensorMismatches {
         present.map(|(kind, names)| format!("{kind}: {}", format_names(names))).collect()
     }
 
-    /// Adds the names of all mismatching tensors to the fields of `error`.
+    /// Adds the names of all mismatching tensors to the structured fields of the diagnostic
+    /// `error`.
     pub(super) fn add_fields(self, error: Diagnostic) -> Diagnostic {
         error
             .with_field("missing", self.missing)
@@ -184,7 +188,7 @@ impl TensorMismatches {
     }
 }
 
-/// Fails if `mismatches` contains tensors of the external checkpoint that do not fit the job's
+/// Fails if `mismatches` lists any tensor of the external checkpoint that does not fit the job's
 /// model.
 fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, family: &str) -> Result<()> {
     let mut parts = mismatches.describe();
@@ -210,8 +214,8 @@ fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, 
     Err(error.with_help(help).into())
 }
 
-/// Finds out whether the checkpoint has the optimizer's states, and which parameters lack them
-/// because the checkpoint's job did not train them.
+/// Determines whether an external checkpoint contains the optimizer states that the job needs, and
+/// which parameters lack them because they were not trained before.
 ///
 /// Fails if another optimizer state is missing, or if the training state has no optimizer state.
 fn match_optimizer_states(

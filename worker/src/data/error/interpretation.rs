@@ -40,8 +40,8 @@ impl InterpretationStep {
         STEPS.into_iter().find(|step| *step as u64 == number)
     }
 
-    /// Returns this kind of work as a verb with its object, to which a message appends the path of
-    /// a file.
+    /// Returns the kind of work of the sandbox process as a verb with its object, to which a
+    /// message appends the path of a file.
     fn describe(self) -> &'static str {
         match self {
             InterpretationStep::LoadTokenizer => "load the tokenizer",
@@ -53,8 +53,8 @@ impl InterpretationStep {
         }
     }
 
-    /// Returns the key of job.yaml that names the file that this work uses: the tokenizer, the chat
-    /// template or the data.
+    /// Returns the key of job.yaml for the file with which the sandbox process was working: the
+    /// tokenizer, the chat template or the data.
     fn job_yaml_key(self) -> &'static str {
         match self {
             InterpretationStep::LoadTokenizer
@@ -66,8 +66,8 @@ impl InterpretationStep {
     }
 }
 
-/// The record that a library was interpreting when it failed, or the first of the records of which
-/// one failed.
+/// The record of a data file that a library was interpreting when it failed, or the first of
+/// several records of which one failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FailedRecord {
     /// The record that was being interpreted, or the first of several such records.
@@ -93,7 +93,7 @@ pub struct InterpretationError {
 }
 
 impl InterpretationError {
-    /// Converts the error to a diagnostic with the text `message`.
+    /// Converts the failure of the sandbox process to a diagnostic with the text `message`.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         let diagnostic = match self.error.exceeded_limit() {
             Some((name, value)) => Diagnostic::error(codes::DATA_LIMIT_EXCEEDED, message)

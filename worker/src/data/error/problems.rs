@@ -63,7 +63,7 @@ impl fmt::Display for RecordPosition {
     }
 }
 
-/// serde_json's [`Category`] of errors as an enum that can be serialized.
+/// The categories of serde_json's errors ([`Category`]) as an enum that can be serialized.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Category")]
 enum JsonErrorCategory {
@@ -141,8 +141,8 @@ pub enum RecordProblem {
 }
 
 impl RecordProblem {
-    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's fields
-    /// and help.
+    /// Converts the problem of a record to a diagnostic with the text `message`, and adds the
+    /// problem's fields and help.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         const CONTENT_HELP: &str = "the field that train.data.field names must be a text or, with `format: chat`, a list of messages";
         let error = |code| Diagnostic::error(code, message.clone());
@@ -205,8 +205,8 @@ pub enum ParquetProblem {
 }
 
 impl ParquetProblem {
-    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's fields
-    /// and help.
+    /// Converts the problem of a Parquet file to a diagnostic with the text `message`, and adds the
+    /// problem's fields and help.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         match self {
             ParquetProblem::Undecodable(_) | ParquetProblem::DecoderPanicked => {
@@ -293,8 +293,8 @@ pub enum ChatProblem {
 }
 
 impl ChatProblem {
-    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's fields
-    /// and help.
+    /// Converts the problem of a chat to a diagnostic with the text `message`, and adds the
+    /// problem's fields and help.
     fn to_diagnostic(&self, message: String) -> Diagnostic {
         const MESSAGE_HELP: &str = "each message must be an object with a role and a content, such as \
                                     {\"role\": \"user\", \"content\": \"…\"}";
@@ -366,7 +366,8 @@ pub enum ChatTemplateProblem {
 }
 
 impl ChatTemplateProblem {
-    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's help.
+    /// Converts the problem of a chat template to a diagnostic with the text `message`, and adds
+    /// the problem's help.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         match self {
             ChatTemplateProblem::FileMissing { .. } => {
@@ -441,7 +442,8 @@ pub enum TokenizerProblem {
 }
 
 impl TokenizerProblem {
-    /// Converts the problem to a diagnostic with the text `message`, and adds the problem's help.
+    /// Converts the problem of a tokenizer file to a diagnostic with the text `message`, and adds
+    /// the problem's help.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         let error = |code| Diagnostic::error(code, message);
         match self {
@@ -460,7 +462,8 @@ impl TokenizerProblem {
     }
 }
 
-/// Which operation on the token cache failed.
+/// The operation on a token cache file that failed, for error messages: creating, locking, reading
+/// or writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CacheOperation {
     /// Create the directory.

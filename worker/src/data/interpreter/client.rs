@@ -16,8 +16,8 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// The command-line argument that makes `launch` run as a sandbox process. It must be the first
-/// argument.
+/// The command-line argument that makes the executable `launch` run as a sandbox process. It must
+/// be the first argument.
 pub const SANDBOX_ROLE: &str = "sandbox";
 
 /// The reason why the sandbox process did not answer a request.
@@ -55,8 +55,8 @@ pub(crate) struct Interpreter {
     state: Mutex<InterpreterState>,
 }
 
-/// The running sandbox process, and the tokenizer and the chat template that a restarted process
-/// must load.
+/// The sandbox process, if it is running, and the tokenizer and the chat template that a restarted
+/// process must load.
 #[derive(Default)]
 struct InterpreterState {
     process: Option<SandboxProcess>,

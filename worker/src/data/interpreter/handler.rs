@@ -29,7 +29,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-/// Creates the handler of a sandbox process, and starts its threads.
+/// Creates the object that handles the requests in a sandbox process, and starts its threads.
 pub(crate) fn create_handler(settings: &SandboxSettings) -> Box<dyn RequestHandler> {
     let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads as usize);
     // Without the pool, rayon starts a pool with other stacks at its first use.
@@ -44,7 +44,8 @@ struct DataHandler {
     rows: Option<ParquetRows>,
 }
 
-/// Interprets documents on all threads, with the loaded tokenizer and chat template.
+/// Renders chats and tokenizes documents on all threads of the sandbox process, with the loaded
+/// tokenizer and chat template.
 #[derive(Default)]
 pub(super) struct DocumentInterpreter {
     /// The loaded tokenizer. Without one, tokens are bytes.
@@ -90,8 +91,9 @@ fn encode_reply(reply: &impl Serialize) -> Vec<u8> {
     rmp_serde::to_vec(reply).unwrap_or_default()
 }
 
-/// Runs `work`, which calls a library, with a limit of CPU time for an input of `bytes` bytes. If
-/// the library panics, returns the message of the panic, converted by `convert`.
+/// Runs `work`, which calls a library, with a limit of CPU time for an input of `bytes` bytes, and
+/// catches a panic of the library. If the library panics, returns the message of the panic,
+/// converted by `convert`.
 fn run_with_cpu_limit<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl FnOnce() -> T) -> T {
     let result = catch_unwind(AssertUnwindSafe(|| limit_cpu_time(document_cpu_limit(bytes), work)));
     result.unwrap_or_else(|_| convert(describe_panic()))
@@ -102,7 +104,8 @@ fn describe_panic() -> String {
     format!("the library failed: {}", take_panic_message())
 }
 
-/// A document before tokenizing: its text, or the result of a document that is not tokenized.
+/// A document of a request before it is tokenized: its text, its text with a loss mask, or a result
+/// if it is not tokenized.
 enum PreparedDocument<'a> {
     Text(Cow<'a, str>),
     Masked(LossMaskedText),
@@ -110,7 +113,7 @@ enum PreparedDocument<'a> {
 }
 
 impl DataHandler {
-    /// Opens the Parquet file that came with the request.
+    /// Opens the Parquet file that a request passed to the sandbox process as a file descriptor.
     fn open_parquet(&mut self, file: Option<File>, field: &str, is_chat: bool) -> OpenParquetReply {
         let Some(file) = file else { return Err(ParquetProblem::Undecodable("no file".to_owned())) };
         let opened = catch_unwind(|| ParquetRows::open(file, field, is_chat));
@@ -149,7 +152,7 @@ impl DataHandler {
 }
 
 impl DocumentInterpreter {
-    /// Loads a tokenizer in place of the previous one.
+    /// Loads a tokenizer into the sandbox process in place of the previous one.
     pub(super) fn load_tokenizer(&mut self, files: &[(&str, &str)]) -> LoadTokenizerReply {
         let loaded = catch_unwind(|| LibraryTokenizer::load(files));
         let (tokenizer, reply) = loaded.unwrap_or_else(|_| {
@@ -160,7 +163,7 @@ impl DocumentInterpreter {
         reply
     }
 
-    /// Compiles a chat template in place of the previous one.
+    /// Compiles a chat template in the sandbox process, in place of the previous one.
     pub(super) fn compile_template(
         &mut self,
         source: &str,
@@ -256,7 +259,8 @@ impl DocumentInterpreter {
         })
     }
 
-    /// Converts a text to tokens, and marks the tokens that do not count for the loss.
+    /// Converts a text to tokens, and sets the bit `NO_LOSS_BIT` of the tokens that do not count
+    /// for the loss.
     fn tokenize_masked(&self, masked: &LossMaskedText) -> DocumentResult {
         let mut mask = masked.create_mask();
         let Some(tokenizer) = &self.tokenizer else {
@@ -295,8 +299,8 @@ fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, Recor
     (records, false)
 }
 
-/// Converts the tokens of a document, or the error of the tokenizer, to the result that is sent to
-/// the caller.
+/// Converts the tokens of a document, or the error of the tokenizer, to the result that the sandbox
+/// process replies with.
 fn to_document_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
     match tokens {
         Ok(tokens) => DocumentResult::Tokens(TokenList(tokens)),

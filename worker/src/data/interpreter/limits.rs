@@ -6,8 +6,8 @@ use std::time::Duration;
 /// bytes. The largest tokenizers in use, with 262,144 tokens, need half of it. The small tokenizers
 /// of the tests reach a lower limit sooner.
 const BASE_MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
-/// Total size in bytes of the documents for which [`BASE_MEMORY_BYTES`] is enough. More text needs
-/// additional memory.
+/// The total size in bytes of documents up to which [`BASE_MEMORY_BYTES`] of memory suffice. More
+/// text needs additional memory.
 const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
 /// Additional memory in bytes that the sandbox process may use for each byte of text that is being
 /// tokenized. 170 bytes were measured.
@@ -46,8 +46,8 @@ fn scale_cpu_time(per_mib: Duration, bytes: u64) -> Duration {
     Duration::from_nanos((per_mib.as_nanos() as u64).saturating_mul(bytes) >> 20)
 }
 
-/// Returns the limits of a request whose input, such as the files of a tokenizer, has `bytes`
-/// bytes.
+/// Returns the memory, CPU-time and reply-size limits of a request that loads an input of `bytes`
+/// bytes, such as a tokenizer's files.
 pub(super) fn input_request_limits(bytes: usize) -> RequestLimits {
     RequestLimits {
         cpu: BASE_CPU_TIME + scale_cpu_time(LOAD_CPU_TIME_PER_MIB, bytes as u64),
@@ -56,8 +56,8 @@ pub(super) fn input_request_limits(bytes: usize) -> RequestLimits {
     }
 }
 
-/// Returns the limits of a request for documents with the sizes `sizes` in bytes, of which up to
-/// `threads` are interpreted at the same time.
+/// Returns the memory, CPU-time and reply-size limits of a request for documents with the sizes
+/// `sizes` in bytes, of which up to `threads` are interpreted at the same time.
 pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threads: usize) -> RequestLimits {
     let mut sizes: Vec<u64> = sizes.map(|size| size as u64).collect();
     sizes.sort_unstable_by(|a, b| b.cmp(a));
@@ -72,14 +72,15 @@ pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threa
     }
 }
 
-/// Returns the limits of a request for rows of a Parquet file, whose sizes are not known.
+/// Returns the memory, CPU-time and reply-size limits of a request for rows of a Parquet file,
+/// whose sizes are not known.
 pub(crate) fn rows_request_limits(threads: usize) -> RequestLimits {
     let size = MAX_REQUEST_TEXT_BYTES / threads.max(2);
     documents_request_limits(std::iter::repeat_n(size, threads.max(2)), threads)
 }
 
-/// Returns the largest memory, in bytes, that any request may use if the longest document has
-/// `longest_document` bytes.
+/// Returns the largest memory, in bytes, that any request to the sandbox process may use if the
+/// longest document has `longest_document` bytes.
 pub(super) fn max_request_memory_bytes(longest_document: usize) -> u64 {
     BASE_MEMORY_BYTES + MEMORY_PER_TEXT_BYTE * (longest_document + MAX_REQUEST_TEXT_BYTES) as u64
 }

@@ -10,7 +10,8 @@ use std::fmt;
 /// Name and content of a file of a tokenizer.
 pub(crate) type TokenizerFile = (String, String);
 
-/// A request to the sandbox process.
+/// A request to the sandbox process: load a tokenizer, compile a chat template, or interpret
+/// documents or rows.
 #[derive(Serialize, Deserialize)]
 pub(crate) enum Request<'a> {
     /// Load the tokenizer with these files, of which the first is tokenizer.json. The reply is a
@@ -78,7 +79,8 @@ impl<'a> Document<'a> {
     }
 }
 
-/// How the sandbox process interprets documents, for example whether it tokenizes them.
+/// How the sandbox process interprets documents: which field has the text, which tokens count for
+/// the loss, and whether it tokenizes.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 pub(crate) struct DocumentOptions<'a> {
     /// The field or column with the text or the messages.
@@ -92,7 +94,7 @@ pub(crate) struct DocumentOptions<'a> {
     pub(crate) tokenize: bool,
 }
 
-/// The result of interpreting one document: its tokens, or the reason why it has none.
+/// What the sandbox process replies for one document: its tokens, or the reason why it has none.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum DocumentResult {
     /// The tokens of the document, with the bit

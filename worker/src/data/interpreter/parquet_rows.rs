@@ -1,5 +1,5 @@
-//! [`ParquetRows`]: reads the rows of a Parquet file as records. Memory holds one page of each
-//! column that is read.
+//! [`ParquetRows`]: reads the rows of a Parquet file as texts or chats. Memory holds one page of
+//! each column that is read.
 use crate::data::{
     chat_record::{ChatRecord, TOOLS_FIELD},
     error::{ParquetProblem, RecordProblem},
@@ -15,12 +15,12 @@ use std::{fs::File, sync::Arc};
 
 /// Largest number of columns that a Parquet file may have. A file with more columns is an error.
 const MAX_COLUMNS: usize = 4096;
-/// Deepest nesting that the values of a chat in a Parquet file may have. Deeper nesting is an
-/// error.
+/// The deepest accepted nesting of lists and objects in a chat that is stored in a Parquet file.
+/// Deeper nesting is an error.
 const MAX_DEPTH: usize = 32;
 /// Largest number of column names that an error message lists.
 const MAX_LISTED_COLUMNS: usize = 8;
-/// Estimated size in bytes of a value in memory, in addition to its text.
+/// The estimated size in bytes that a value of a chat takes in memory, in addition to its text.
 const VALUE_OVERHEAD_BYTES: usize = 64;
 
 /// The content of one row of a Parquet file: a text or a chat.
@@ -31,7 +31,7 @@ pub(crate) enum RowRecord {
     Chat(ChatRecord, usize),
 }
 
-/// Reads the rows of an open Parquet file in order, as records.
+/// Reads the rows of an open Parquet file in order, each as a text or a chat.
 pub(crate) struct ParquetRows {
     rows: RowIter<'static>,
     field: String,
@@ -39,8 +39,9 @@ pub(crate) struct ParquetRows {
 }
 
 impl ParquetRows {
-    /// Opens a Parquet file. `field` is the column with the text or, if `is_chat` is set, the
-    /// messages. Fails if the file has no such column or too many columns.
+    /// Opens a Parquet file for reading its rows as texts or chats. `field` is the column with the
+    /// text or, if `is_chat` is set, the messages. Fails if the file has no such column or too many
+    /// columns.
     pub(crate) fn open(file: File, field: &str, is_chat: bool) -> Result<Self, ParquetProblem> {
         let undecodable = |e: ParquetError| ParquetProblem::Undecodable(e.to_string());
         let reader = SerializedFileReader::new(file).map_err(undecodable)?;
@@ -86,8 +87,8 @@ impl Iterator for ParquetRows {
     }
 }
 
-/// Returns the part of the file's schema that has only the columns to read: the text or the chat,
-/// and the tools of a chat. Fails if the column is missing or the file has too many columns.
+/// Returns the schema of the Parquet file reduced to the columns to read: the text or the chat, and
+/// the tools of a chat. Fails if the column is missing or the file has too many columns.
 fn select_read_columns(schema: &Type, field: &str, is_chat: bool) -> Result<Type, ParquetProblem> {
     let columns = schema.get_fields();
     if columns.len() > MAX_COLUMNS {
@@ -103,9 +104,9 @@ fn select_read_columns(schema: &Type, field: &str, is_chat: bool) -> Result<Type
     group.build().map_err(|e| ParquetProblem::Undecodable(e.to_string()))
 }
 
-/// Converts a nested Parquet value to a value for templates, and adds its size to `bytes`. Omits
-/// null fields of an object, so that a chat equals one from a JSON lines file. `depth` is the
-/// number of enclosing values.
+/// Converts a nested value of a Parquet file to a value for chat templates, and adds its size to
+/// `bytes`. Omits null fields of an object, so that a chat equals one from a JSON lines file.
+/// `depth` is the number of enclosing values.
 fn convert_field_to_value(field: Field, depth: usize, bytes: &mut usize) -> Result<Value, RecordProblem> {
     if depth > MAX_DEPTH {
         return Err(RecordProblem::NestedTooDeep { limit: MAX_DEPTH });

@@ -30,7 +30,7 @@ const GENERATION_BEGIN: char = '\u{F70A1}';
 /// The private-use Unicode character that marks the template tag `{% endgeneration %}` in rendered
 /// text. A chat that contains the character is rejected.
 const GENERATION_END: char = '\u{F70A2}';
-/// The name of the chat template in the template engine.
+/// The name under which the chat template is registered in the template engine.
 const TEMPLATE_NAME: &str = "chat";
 
 /// A compiled chat template, with the special tokens that are available to the template.
@@ -77,7 +77,7 @@ impl CompiledTemplate {
         }
     }
 
-    /// Renders the given messages of a chat as text. Generation tags are rendered as
+    /// Renders `messages`, a part of a chat's messages, as text. Generation tags are rendered as
     /// [`GENERATION_BEGIN`] and [`GENERATION_END`]. If `add_generation_prompt` is set, the template
     /// also appends the generation prompt, after which a reply of the assistant would begin.
     fn render_messages(
@@ -122,7 +122,8 @@ impl CompiledTemplate {
     }
 }
 
-/// Compiles a template in an engine with the settings of `transformers`, and returns the engine.
+/// Compiles a chat template in a new template engine that has the settings of `transformers`, and
+/// returns the engine.
 fn compile_template(template: String) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -161,19 +162,20 @@ fn validate_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
     Ok(items)
 }
 
-/// Returns the role of a message, or `None` if the message has no text `role`.
+/// Returns the role of a chat message, such as `user`, or `None` if the message has no text `role`.
 fn read_message_role(message: &Value) -> Option<String> {
     message.get_attr("role").ok()?.as_str().map(str::to_owned)
 }
 
-/// Returns whether a message contains [`GENERATION_BEGIN`] or [`GENERATION_END`].
+/// Returns whether a chat message contains one of the private-use characters that mark generation
+/// tags in rendered text.
 fn has_reserved_character(value: &Value) -> bool {
     value.to_string().contains([GENERATION_BEGIN, GENERATION_END])
 }
 
-/// Replaces the generation tags of a template by includes of [`GENERATION_BEGIN`] and
-/// [`GENERATION_END`]. The includes keep the white space control of the tags. Returns the new
-/// template, and whether the old one had generation tags.
+/// Replaces the tags `{% generation %}` and `{% endgeneration %}` of a chat template by includes of
+/// the characters that mark them in rendered text. The includes keep the white space control of the
+/// tags. Returns the new template, and whether the old one had generation tags.
 fn replace_generation_tags(source: &str) -> (String, bool) {
     // The pattern is constant, and a test compiles it.
     let Ok(tag) = Regex::new(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}") else {
@@ -184,8 +186,8 @@ fn replace_generation_tags(source: &str) -> (String, bool) {
     (replaced.into_owned(), has_tags)
 }
 
-/// Removes the marks of generation tags from rendered text, and returns the text with the ranges
-/// that the marks enclosed.
+/// Removes the characters that mark generation tags from rendered text, and returns the text with
+/// the ranges that were between them.
 fn strip_generation_tags(rendered: &str) -> Result<LossMaskedText, ChatProblem> {
     let mut text = String::with_capacity(rendered.len());
     let (mut loss_ranges, mut open) = (Vec::new(), None);
@@ -206,8 +208,8 @@ fn strip_generation_tags(rendered: &str) -> Result<LossMaskedText, ChatProblem> 
     }
 }
 
-/// Converts an error of the template engine to the failure that the caller reports. The result has
-/// a line number only if the error is in the chat template.
+/// Converts an error of the template engine to a [`TemplateFailure`] with its message and line. The
+/// result has a line number only if the error is in the chat template.
 fn to_template_failure(e: &Error) -> TemplateFailure {
     TemplateFailure {
         is_endless: e.kind() == ErrorKind::OutOfFuel,

@@ -26,7 +26,8 @@ impl LibraryTokenizer {
         }
     }
 
-    /// Loads a tokenizer from `files`, or returns the problem with the name of the invalid file.
+    /// Loads a tokenizer from `files`, pairs of the name and the content of a file. An error
+    /// contains the name of the invalid file.
     fn try_load<'a>(files: &[(&'a str, &str)]) -> Result<(Self, TokenizerInfo), (&'a str, TokenizerProblem)> {
         let Some(((name, text), companions)) = files.split_first() else {
             return Err((TOKENIZER_FILE, TokenizerProblem::FileMissing));
@@ -60,8 +61,8 @@ impl LibraryTokenizer {
         Ok(self.inner.encode_fast(text, false)?.get_ids().to_vec())
     }
 
-    /// Converts a text to tokens, and returns the results of calling `mask` with each token and the
-    /// range of its bytes.
+    /// Converts a text to tokens, calls `mask` with each token and the range of its bytes, and
+    /// returns the tokens that `mask` returns.
     pub(super) fn encode_masked(
         &self,
         masked: &LossMaskedText,
@@ -115,13 +116,14 @@ fn find_eod_token<'a>(
     known.ok_or((tokenizer_file, TokenizerProblem::NoEndOfDocument))
 }
 
-/// Returns the text of a token that a configuration file states as a string or as an object.
+/// Returns the text of a special token, which tokenizer_config.json states as a string or as an
+/// object.
 fn read_token_text(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())
 }
 
-/// Returns name and text of each special token in the tokenizer's configuration. Chat templates use
-/// these names.
+/// Returns the names and texts of the special tokens, such as `bos_token`, in the tokenizer's
+/// configuration. Chat templates use these names.
 fn list_special_tokens(config: Option<&Value>, eod_text: &str) -> Vec<(String, String)> {
     const NAMES: [&str; 5] = ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token"];
     let text = |name: &str| config?.get(name).and_then(read_token_text);

@@ -18,19 +18,20 @@ use std::{
     sync::{Arc, LazyLock},
 };
 
-/// The number of threads of the sandbox process.
+/// The number of threads of the sandbox process in fuzz targets and tests.
 const THREADS: usize = 1;
-/// The largest number of requests for rows of one Parquet file.
+/// The largest number of requests in which a fuzz target reads rows of one Parquet file.
 const MAX_ROW_REQUESTS: usize = 4;
-/// Chats that are rendered with a template.
+/// The chats that are rendered with each untrusted chat template.
 const CHATS: [&str; 2] = [
     r#"{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}"#,
     r#"{"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "é\n"}], "tools": [{"a": 1}]}"#,
 ];
-/// Texts that are tokenized with a tokenizer.
+/// The texts that are tokenized with each untrusted tokenizer.
 const TEXTS: [&str; 3] = ["a b c", "", "Zoë's 12,345 naïve\t \u{1f680}\u{200d}\r\n</s> xxxxxxxxxxxxxxxx"];
 
-/// The error that an untrusted input was rejected, or exceeded a limit of the sandbox process.
+/// The error which reports that an untrusted input was rejected or exceeded a limit of the sandbox
+/// process.
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
 pub(crate) struct UnusableInput {
@@ -45,7 +46,7 @@ fn build_unusable_input_error(reason: &impl ToString) -> UnusableInput {
 /// The sandbox process, which all inputs share.
 static INTERPRETER: LazyLock<Arc<Interpreter>> = LazyLock::new(|| Interpreter::new(THREADS));
 
-/// Returns the options of a document with one of the usual fields.
+/// Returns options that interpret documents whose text or chat is in the field `field`.
 fn create_options(field: &str, loss_on: LossTargets) -> DocumentOptions<'_> {
     DocumentOptions { field, loss_on, filter: SplitFilter::All, tokenize: true }
 }
@@ -68,7 +69,7 @@ fn require_usable_result(result: DocumentResult) -> Result<(), UnusableInput> {
     }
 }
 
-/// Compiles a chat template, and renders chats with it.
+/// Compiles an untrusted chat template in the sandbox process, and renders test chats with it.
 pub(crate) fn interpret_chat_template(source: &str) -> Result<(), UnusableInput> {
     let special_tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
     let special_tokens = special_tokens.map(|(name, text)| (name.to_owned(), text.to_owned()));
@@ -83,7 +84,8 @@ pub(crate) fn interpret_chat_template(source: &str) -> Result<(), UnusableInput>
     Ok(())
 }
 
-/// Loads a tokenizer.json, tokenizes texts, and converts tokens to text.
+/// Loads an untrusted tokenizer.json in the sandbox process, tokenizes test texts, and converts
+/// tokens to text.
 pub(crate) fn interpret_tokenizer(json: &str) -> Result<(), UnusableInput> {
     let files: Arc<[(String, String)]> = Arc::new([(TOKENIZER_FILE.to_owned(), json.to_owned())]);
     let loaded = INTERPRETER.load_tokenizer(&files).map_err(to_unusable_input_error)?;
@@ -98,13 +100,13 @@ pub(crate) fn interpret_tokenizer(json: &str) -> Result<(), UnusableInput> {
     Ok(())
 }
 
-/// Reads the rows of a Parquet file, as texts and as chats.
+/// Reads the rows of an untrusted Parquet file in the sandbox process, as texts and as chats.
 pub(crate) fn interpret_parquet(bytes: &[u8]) -> Result<(), UnusableInput> {
     let as_texts = interpret_rows(bytes, "text", false);
     as_texts.or(interpret_rows(bytes, "messages", true))
 }
 
-/// Reads the rows of a Parquet file with the column `field`.
+/// Reads the rows of an untrusted Parquet file whose text or chat is in the column `field`.
 fn interpret_rows(bytes: &[u8], field: &str, is_chat: bool) -> Result<(), UnusableInput> {
     let memory = memfd_create(c"launch-untrusted", MFdFlags::MFD_CLOEXEC)
         .map_err(|error| build_unusable_input_error(&error))?;

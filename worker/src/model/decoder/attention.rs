@@ -11,8 +11,8 @@ use device::{
 };
 
 impl Model {
-    /// Returns the shape, scale, softcap and dropout of the attention in the layer of `input`, in
-    /// the form that attention ops take.
+    /// Returns the arguments with which attention ops are called for the layer of `input`: shape,
+    /// scale, softcap and dropout.
     fn create_attention_shape(&self, input: &LayerInput) -> AttentionShape {
         let (batch, sizes) = (input.batch, self.config.sizes);
         let divisor = if self.config.scales_by_layer_index { (input.layer + 1) as f64 } else { 1.0 };
@@ -24,7 +24,8 @@ impl Model {
         }
     }
 
-    /// Returns whether attention in the layer of `input` is limited to a sliding window.
+    /// Returns whether attention in the layer of `input` is limited to a sliding window of recent
+    /// tokens.
     fn is_sliding_layer(&self, input: &LayerInput) -> bool {
         self.config.sliding_layers.get(input.layer).is_some_and(|is_sliding| *is_sliding)
     }

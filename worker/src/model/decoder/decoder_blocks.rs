@@ -21,8 +21,8 @@ impl Model {
         list_buffers(SavedBuffers::declare(&self.config, b, t))
     }
 
-    /// Declares the scratch buffers that all blocks share, for micro-batches of `b` sequences of
-    /// `t` tokens.
+    /// Declares the scratch buffers that all blocks (embedding, layers and head) share, for
+    /// micro-batches of `b` sequences of `t` tokens.
     pub fn scratch_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
         let lora = self.linears.declare_scratch(b * t);
         list_buffers(ScratchBuffers::declare(&self.config, b * t, lora))
@@ -114,8 +114,7 @@ impl Model {
         (norm, matrix)
     }
 
-    /// Computes the logits of one row, the only row of `input`, and writes them to `out`,
-    /// `[vocab]`.
+    /// Computes the logits of the only row of `input`, and writes them to `out`, `[vocab]`.
     pub fn compute_logits(&self, input: &HeadInput, mut out: ViewMut, scratch: &mut ActivationBuffers) {
         let (d, v) = (self.config.sizes.hidden, self.config.sizes.vocab);
         let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_set_mut();

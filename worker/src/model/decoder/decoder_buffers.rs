@@ -1,5 +1,5 @@
-//! [`SavedBuffers`] and [`ScratchBuffers`]: the buffers that a decoder needs for its forward and
-//! backward pass.
+//! [`SavedBuffers`] and [`ScratchBuffers`]: the buffers for values that a decoder saves between its
+//! forward and backward pass, and for temporary values.
 use super::decoder_config::{DecoderConfig, NormKind, QkNorm};
 use crate::model::{
     activation_buffers::{BufferSpec, declare_buffer_set},
@@ -41,7 +41,7 @@ declare_buffer_set! {
 }
 
 declare_buffer_set! {
-    /// The scratch buffers that all blocks of a decoder share.
+    /// The scratch buffers (temporary values) that all blocks of a decoder share.
     pub(super) struct ScratchBuffers {
         /// Normalized rows, `[rows, hidden]`.
         norm,

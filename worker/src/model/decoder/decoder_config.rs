@@ -66,7 +66,8 @@ impl TensorNames {
     };
 }
 
-/// The names of a layer's norms, relative to the layer's module. An absent norm is `None`.
+/// The names of the norm modules of a decoder layer, relative to the layer's module. An absent norm
+/// is `None`.
 #[derive(Clone, Copy)]
 pub(in crate::model) struct LayerNorms {
     /// The name of the norm of the input of attention.
@@ -82,7 +83,8 @@ pub(in crate::model) struct LayerNorms {
 }
 
 impl LayerNorms {
-    /// The norms of a layer of Llama, where the inputs of attention and MLP are normalized.
+    /// The names of the norm modules of a Llama layer, where the inputs of attention and MLP are
+    /// normalized.
     const PRE_NORM: LayerNorms = LayerNorms {
         attention_in: Some("input_layernorm"),
         attention_out: None,
@@ -123,7 +125,7 @@ pub(in crate::model) enum Activation {
     Gelu,
 }
 
-/// Learned position embeddings: the name of their module, and the number of positions.
+/// Learned position embeddings of a model: the name of their module, and the number of positions.
 #[derive(Clone, Copy)]
 pub(in crate::model) struct LearnedPositions {
     /// The name of the module.
@@ -217,8 +219,8 @@ impl DecoderConfig {
         Self::from_fields_and_rope(fields, RopeConfig::from_fields(fields)?)
     }
 
-    /// Reads those keys of config.json that all decoder families share, except `hidden_act` and the
-    /// keys of the rotary embedding, which is `rope`.
+    /// Reads those keys of config.json that all decoder families share, apart from the activation
+    /// and the rotary embedding, which is given as `rope`.
     pub(in crate::model) fn from_fields_and_rope(fields: &HfConfigFields, rope: RopeConfig) -> Result<Self> {
         let attention_dropout = fields.read_dropout_rate(ATTENTION_DROPOUT, 0.0)?;
         fields.require_one_of("pretraining_tp", &[json!(1)])?;
@@ -265,8 +267,8 @@ impl DecoderConfig {
         Ok(config)
     }
 
-    /// Returns the config of a model with the given sizes and the options that most families have.
-    /// Neither rotary embedding nor learned positions are set.
+    /// Creates the config of a decoder with the given sizes and the options that most model
+    /// families have. Neither rotary embedding nor learned positions are set.
     pub(in crate::model) fn with_defaults(sizes: ModelSizes, intermediate_size: usize) -> Self {
         DecoderConfig {
             sizes,

@@ -37,14 +37,14 @@ pub(super) struct DecoderLayerSpans {
 }
 
 impl DecoderLayerSpans {
-    /// Returns the four matmuls of a layer with a dense MLP: qkv, o, gate_up and down, in the order
-    /// of [`LinearLayout::index`].
+    /// Returns the layouts of the four matmuls of a layer with a dense MLP: qkv, o, gate_up and
+    /// down, in the order of [`LinearLayout::index`].
     pub(super) fn list_linears(&self) -> [&LinearLayout; 4] {
         [&self.qkv, &self.o, &self.gate_up, &self.down]
     }
 
-    /// Converts the layout to the layer's four matmuls: qkv, o, gate_up and down. Those of the MLP
-    /// have no matrices in a layer with experts.
+    /// Converts the layer's layout to the layouts of its four matmuls: qkv, o, gate_up and down.
+    /// Those of the MLP have no matrices in a layer with experts.
     pub(super) fn into_linears(self) -> [LinearLayout; 4] {
         [self.qkv, self.o, self.gate_up, self.down]
     }
@@ -61,7 +61,8 @@ impl DecoderLayerSpans {
     }
 }
 
-/// A builder that assigns the tensors of a layer to consecutive ranges of a flat vector.
+/// Assigns the tensors of a decoder layer to consecutive ranges of a flat vector, one tensor after
+/// another.
 struct LayerLayoutBuilder<'a> {
     config: &'a DecoderConfig,
     /// The prefix of the tensors' names, without a trailing dot.
@@ -97,9 +98,9 @@ impl LayerLayoutBuilder<'_> {
         Some(span)
     }
 
-    /// Adds matrices that have a common input of width `inputs`, and their biases if `has_biases`
-    /// is set. `modules` are name and output width of each matrix, and `index` is the index of the
-    /// matmul in the layer.
+    /// Adds the matrices of one matmul, which have a common input of width `inputs`, and their
+    /// biases if `has_biases` is set. `modules` are name and output width of each matrix, and
+    /// `index` is the index of the matmul in the layer.
     fn add_linear(
         &mut self,
         index: usize,
@@ -125,7 +126,8 @@ impl LayerLayoutBuilder<'_> {
     }
 }
 
-/// Builds the parameter unit of a layer and its layout. The unit contains all tensors of the layer
+/// Builds the parameter unit of a decoder layer (its tensors, which are gathered together), and the
+/// ranges of the tensors in the unit's flat vector. The unit contains all tensors of the layer
 /// except experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense layer.
 pub(super) fn build_layer_unit(
     config: &DecoderConfig,

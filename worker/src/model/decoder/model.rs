@@ -25,7 +25,8 @@ use std::ops::Range;
 /// embedding.
 const LM_HEAD_NAME: &str = "lm_head.weight";
 
-/// A decoder-only transformer of any supported model family, described by its config.
+/// A decoder-only transformer of any supported model family: its config, and the names and places
+/// of its parameters, but not their values.
 ///
 /// A model describes its parameter units, and computes one block at a time from the parameters that
 /// are passed to it.
@@ -71,8 +72,9 @@ pub(super) struct LayerDropout {
 }
 
 impl Model {
-    /// Creates a model for sequences of at most `tokens` tokens. `hf_config` is the config.json
-    /// from which `config` was read, and `key_names` are the names of its keys.
+    /// Creates a decoder-only transformer with the config `config` for sequences of at most
+    /// `tokens` tokens. `hf_config` is the config.json from which `config` was read, and
+    /// `key_names` are the names of its keys.
     pub(in crate::model) fn new(
         config: DecoderConfig,
         key_names: ConfigKeyNames,
@@ -126,13 +128,13 @@ impl Model {
         &self.hf_config
     }
 
-    /// Returns the sizes of the model.
+    /// Returns the sizes of the model: vocabulary, width, layers and heads.
     pub fn sizes(&self) -> ModelSizes {
         self.config.sizes
     }
 
-    /// Returns the parameter units of the model: the embedding, each layer, and the head. A unit is
-    /// gathered as a whole. Experts are in separate units
+    /// Returns the parameter units of the model, which are gathered as a whole: the embedding, each
+    /// layer, and the head. Experts are in separate units
     /// ([`crate::model::MoeModel::expert_params`]).
     pub fn param_units(&self) -> Vec<ParamUnit> {
         let (config, d) = (&self.config, self.config.sizes.hidden);
@@ -180,8 +182,8 @@ impl Model {
         format!("{}.weight", self.config.names.embedding)
     }
 
-    /// Returns the second names of tied weights, with the names under which files store the
-    /// tensors.
+    /// Returns the tied weights of the model: for each, the second name, and the name under which
+    /// files store the tensor.
     pub fn tied_weights(&self) -> Vec<TiedWeight> {
         let tie = TiedWeight { alias: LM_HEAD_NAME.into(), target: self.embedding_name() };
         if self.has_tied_embeddings() { vec![tie] } else { Vec::new() }
@@ -199,8 +201,8 @@ impl Model {
         self.config.names.base_prefix
     }
 
-    /// Returns whether `name` is the name of a constant that older checkpoints store among the
-    /// tensors. Constants are not loaded.
+    /// Returns whether `name` is the name of a constant, such as a causal mask, that older
+    /// checkpoints store among the tensors. Constants are not loaded.
     pub fn is_constant_tensor(&self, name: &str) -> bool {
         let names = &self.config.names;
         let prefix = names.base_prefix.unwrap_or_default();

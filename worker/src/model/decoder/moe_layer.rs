@@ -15,7 +15,8 @@ use crate::model::{
 use crate::params::{ParamInit, ParamSpec};
 use device::{Ops, View, ViewMut, ops::WriteMode};
 
-/// View of a [`Model`] that has mixture-of-experts layers, with the functions for these layers.
+/// A view of a [`Model`] that has mixture-of-experts layers, with the functions for the parts of
+/// these layers outside of the experts.
 #[derive(Clone, Copy)]
 pub struct MoeModel<'a> {
     model: &'a Model,
@@ -23,12 +24,12 @@ pub struct MoeModel<'a> {
 }
 
 impl<'a> MoeModel<'a> {
-    /// Returns the mixture-of-experts layers of `model`, or `None` for a dense model.
+    /// Returns the view of the mixture-of-experts layers of `model`, or `None` for a dense model.
     pub fn from_model(model: &'a Model) -> Option<Self> {
         model.config.moe.as_ref().map(|config| MoeModel { model, config })
     }
 
-    /// Returns the sizes of the experts.
+    /// Returns the sizes of the experts: their number, width, and how many of them a token selects.
     pub fn expert_shape(&self) -> ExpertShape {
         self.config.shape
     }
@@ -67,8 +68,9 @@ impl<'a> MoeModel<'a> {
         ]
     }
 
-    /// Computes the attention and the router of a layer with experts. Writes the router's output to
-    /// `routing`. [`MoeModel::normed_rows`] then returns the input rows of the experts.
+    /// Computes the attention and the router of a mixture-of-experts layer in the forward pass.
+    /// Writes the router's output to `routing`. [`MoeModel::normed_rows`] then returns the input
+    /// rows of the experts.
     pub fn route_forward(&self, input: &LayerInput, routing: &mut RouterOutput, buffers: &mut LayerBuffers) {
         let model = self.model;
         model.attention_forward(input, buffers);

@@ -25,8 +25,8 @@ impl Model {
         buffer.view().slice(0..n)
     }
 
-    /// Returns the norm whose parameters are at `span` in `params`, the flat vector of a parameter
-    /// unit. `buffer` may be overwritten with the norm's factors.
+    /// Creates the norm (RMSNorm or LayerNorm) whose parameters are at `span` in `params`, the flat
+    /// vector of a parameter unit. `buffer` may be overwritten with the norm's factors.
     pub(super) fn create_row_norm<'a>(
         &self,
         ops: &'a dyn Ops,
@@ -40,8 +40,8 @@ impl Model {
         RowNorm { ops, factors, bias, span, eps: self.config.norm_eps }
     }
 
-    /// Returns the norm whose parameters are at `span` in the layer of `input`, or `None` if the
-    /// family has no such norm. `buffer` may be overwritten with the norm's factors.
+    /// Creates the norm whose parameters are at `span` in the layer of `input`, or returns `None`
+    /// if the model family has no such norm. `buffer` may be overwritten with the norm's factors.
     pub(super) fn find_norm<'a>(
         &self,
         input: &LayerInput<'a>,
@@ -51,8 +51,8 @@ impl Model {
         span.map(|span| self.create_row_norm(input.ops, input.params, span.clone(), buffer))
     }
 
-    /// Returns the norm that is applied to the input of attention or of the MLP. The parameters are
-    /// as in [`Model::find_norm`].
+    /// Creates the norm that is applied to the input of attention or of the MLP, which does nothing
+    /// if the model family has no such norm. The parameters are as in [`Model::find_norm`].
     pub(super) fn find_input_norm<'a>(
         &self,
         input: &LayerInput<'a>,
@@ -86,8 +86,8 @@ impl Model {
         buffer.view()
     }
 
-    /// Returns the layouts of q and of k in the rows of q, k and v, divided into the parts that are
-    /// normalized separately. A part is a head, or all heads of a token.
+    /// Returns where the elements of q and of k that are normalized together (a head, or all heads
+    /// of a token) are in the rows of q, k and v.
     fn normalized_part_layouts(&self, rows: usize, extent: QkNorm) -> [HeadLayout; 2] {
         let sizes = self.config.sizes;
         let layout = |first_column, heads: usize| {

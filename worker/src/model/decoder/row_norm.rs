@@ -31,7 +31,8 @@ impl RowNorm<'_> {
         }
     }
 
-    /// Adds `delta` to the rows `x`, and then normalizes them as [`RowNorm::forward`] does.
+    /// Adds `delta` to the rows `x` in place, and writes the normalized sums to `y` and the
+    /// statistics of the rows to `stats`.
     pub(super) fn add_forward(&self, y: ViewMut, stats: ViewMut, x: ViewMut, delta: View) {
         let (w, d, eps) = (self.factors, self.factors.len(), self.eps);
         let m = x.len() / d;
@@ -41,9 +42,10 @@ impl RowNorm<'_> {
         }
     }
 
-    /// Computes the backward pass of the norm. `dy` is the gradient of its output, and `(x, stats)`
-    /// are its input and the statistics. Adds the gradients of the parameters to `g`, the gradient
-    /// of their unit. Writes the gradient of the input to `dx`, or adds it to `dx`.
+    /// Computes the backward pass of the norm. Writes the gradient of its input to `dx` or adds it
+    /// to `dx`, and adds the gradients of its parameters to `g`, the gradient of their parameter
+    /// unit. `dy` is the gradient of the norm's output, and `(x, stats)` are its input and the
+    /// statistics.
     pub(super) fn backward(
         &self,
         g: &mut ViewMut,

@@ -73,9 +73,9 @@ pub(super) const GEMMA3: ModelFamily = ModelFamily {
     key_names: DECODER_KEY_NAMES,
 };
 
-/// Reads those keys of config.json that Gemma 2 and Gemma 3 share. `rope` is the rotary embedding
-/// of layers with full attention. Every `pattern`-th layer has full attention, unless the config
-/// key `layer_types` overrides this pattern.
+/// Reads those keys of config.json that Gemma 2 and Gemma 3 have in common. `rope` is the rotary
+/// embedding of layers with full attention. Every `pattern`-th layer has full attention, unless the
+/// config key `layer_types` overrides this pattern.
 fn read_gemma_config(fields: &HfConfigFields, rope: RopeConfig, pattern: usize) -> Result<DecoderConfig> {
     let gelu = json!("gelu_pytorch_tanh");
     fields.require_one_of("hidden_act", std::slice::from_ref(&gelu))?;

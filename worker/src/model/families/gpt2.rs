@@ -21,7 +21,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
 };
 
 /// The keys of config.json for the dropout rates of attention probabilities, of the embedding, and
-/// of the branches of the residual stream.
+/// of the outputs of attention and MLP.
 const DROPOUT_KEYS: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
 
 /// The names of the keys in the config.json of GPT-2.
@@ -32,7 +32,7 @@ const KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     intermediate_size: "n_inner",
 };
 
-/// The names of the norms of a GPT-2 layer.
+/// The names of the norm modules of a GPT-2 layer.
 const NORMS: LayerNorms =
     LayerNorms { attention_in: Some("ln_1"), attention_out: None, mlp_in: Some("ln_2"), mlp_out: None };
 

@@ -38,9 +38,9 @@ impl TensorDirection for Adafactor {
         2 * shape.iter().product::<usize>() + if shape.len() == 2 { shape[0] + shape[1] } else { 0 }
     }
 
-    /// Multiplies the gradient of consecutive elements by the step's gradient scale. For a
-    /// parameter that is not a matrix, also updates the second moments, and divides the gradient by
-    /// their roots.
+    /// Prepares the gradient of consecutive elements for Adafactor: multiplies it by the step's
+    /// gradient scale. For a parameter that is not a matrix, also updates the second moments, and
+    /// divides the gradient by their roots.
     fn prepare_gradient(
         &self,
         ops: &dyn Ops,
@@ -122,8 +122,8 @@ fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit
     ops.scale_rows(x, factors.view(), len);
 }
 
-/// Updates consecutive elements by subtracting their part of the tensor's Adafactor direction or,
-/// with `beta1`, the moving average of the directions.
+/// Subtracts the elements' part of the tensor's Adafactor direction or, with `beta1`, the moving
+/// average of the directions from the parameter's elements `p`.
 fn update(ops: &dyn Ops, p: ViewMut, direction: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
     let Some(beta1) = inputs.spec.beta1 else { return ops.axpby(p, keep, direction, -1.0) };

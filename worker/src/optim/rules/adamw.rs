@@ -25,8 +25,8 @@ impl UpdateRule for AdamW {
     }
 }
 
-/// Applies an AdamW update to the consecutive elements `p` and their first and second moments.
-/// `roles` are the roles of the first and the second moment.
+/// Applies an AdamW update to the consecutive elements `p` of a parameter and to their first and
+/// second moments. `roles` are the roles of the first and the second moment.
 pub(super) fn update_with_moments(
     ops: &dyn Ops,
     p: ViewMut,

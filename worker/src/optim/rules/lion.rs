@@ -20,7 +20,7 @@ impl UpdateRule for Lion {
     }
 }
 
-/// Applies a Lion update to the consecutive elements `p` and their states.
+/// Applies a Lion update to the consecutive elements `p` of a parameter and to their momentum.
 fn update(ops: &dyn Ops, p: ViewMut, g: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let ((beta1, beta2), weight_decay) = (inputs.group.betas, inputs.group.weight_decay);
     let h = LionHyperparams { lr: inputs.lr, beta1, beta2, weight_decay, grad_scale: inputs.grad_scale };

@@ -56,7 +56,7 @@ impl TensorDirection for Muon {
         2 * small * small + 2 * small * large
     }
 
-    /// Updates the momentum with the gradient, and replaces the gradient by the Nesterov momentum.
+    /// Updates the momentum with the gradient `g`, and replaces `g` by the Nesterov momentum.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, mut states: StateViews, inputs: &UpdateInputs<'_>) {
         ops.nesterov_momentum(
             states.take_state(TensorRole::Momentum),
@@ -77,7 +77,8 @@ impl TensorDirection for Muon {
     }
 }
 
-/// Updates consecutive elements of a matrix along `direction`, the orthogonalized momentum.
+/// Updates consecutive elements of a matrix along `direction`, the orthogonalized momentum, with
+/// weight decay.
 fn update_matrix(ops: &dyn Ops, p: ViewMut, direction: View, _: StateViews, inputs: &UpdateInputs<'_>) {
     let larger_side = inputs.shape[0].max(inputs.shape[1]) as f64;
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;

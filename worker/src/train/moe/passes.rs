@@ -30,9 +30,9 @@ impl Trainer {
         self.experts.as_ref().and_then(|e| e.expert_unit(l))
     }
 
-    /// Runs the forward pass of an MoE layer, including the exchange of rows with other ranks. If
-    /// `compute` is false, this rank has no micro-batch, and its experts only compute rows of other
-    /// ranks.
+    /// Runs the forward pass of a mixture-of-experts layer, including the exchange of token rows
+    /// with other ranks. If `compute` is false, this rank has no micro-batch, and its experts only
+    /// compute rows of other ranks.
     pub(in crate::train) fn run_moe_layer_forward(
         &mut self,
         l: usize,
@@ -50,8 +50,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the forward pass of a layer's attention and router, and records how often each expert
-    /// was selected.
+    /// Runs the forward pass of attention and router of a mixture-of-experts layer, and records how
+    /// often each expert was selected.
     fn run_attention_and_router_forward(&mut self, l: usize, guard: &ParamsGuard) {
         let (Some(x), Some(moe)) = (&mut self.experts, MoeModel::from_model(&self.model)) else { return };
         let (layer, saved, _, _, stats) = x.select_layer(l);
@@ -64,8 +64,8 @@ impl Trainer {
         stats.record_layer(ops, layer.index, &saved.routing);
     }
 
-    /// Dispatches this rank's tokens to their experts, and runs this rank's experts on the received
-    /// rows. If `compute` is false, this rank has no tokens to dispatch.
+    /// Sends this rank's token rows to the ranks of their experts, and runs this rank's experts on
+    /// the rows that it received. If `compute` is false, this rank has no tokens to dispatch.
     ///
     /// If `output` is set, also sends the experts' outputs back, and combines those for this rank's
     /// tokens into the input of the next layer. Otherwise only saves activations (recomputation).
@@ -121,7 +121,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the backward pass of an MoE layer and starts the reductions of its gradients.
+    /// Runs the backward pass of a mixture-of-experts layer, and starts to reduce its gradients to
+    /// the ranks that own the parameters.
     pub(in crate::train) fn run_moe_layer_backward(
         &mut self,
         l: usize,

@@ -44,7 +44,7 @@ impl ZeroEngine {
     }
 
     /// Adds `gradient`, the whole gradient of parameter unit `u` for one micro-batch, to this
-    /// rank's sums.
+    /// rank's sum over micro-batches.
     fn add_gradient_to_sums(&self, u: usize, micro_batch: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         if !self.accumulates_in_place(u) {
@@ -142,9 +142,9 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Takes an empty sum for the gradients of parameter unit `u`, to be filled in the order of the
-    /// micro-batches. [`ZeroEngine::push_micro_batch_gradient`] adds gradients in the order of the
-    /// micro-batches, and [`ZeroEngine::reduce_partial_sums`] reduces the sums.
+    /// Returns empty partial sums for the gradients of parameter unit `u`.
+    /// [`ZeroEngine::push_micro_batch_gradient`] adds gradients in the order of the micro-batches,
+    /// and [`ZeroEngine::reduce_partial_sums`] reduces the sums.
     pub fn take_partial_sums(&self, u: usize) -> MicroBatchSums {
         let len = self.shards[u].unit.trained_len();
         let Some((pooled, last_use)) = lock_ignoring_poison(&self.micro_batch_sums_pool).pop() else {
@@ -179,8 +179,9 @@ impl ZeroEngine {
         partial_sums.push_owned(ops, MicroBatchRange::from_index(micro_batch), gradient);
     }
 
-    /// Starts to reduce `partial_sums` to the ranks that own parameter unit `u`, if only some ranks
-    /// own it. The sums cover the micro-batches that this rank's group computed in `round`.
+    /// Starts to reduce `partial_sums`, sums of gradients over micro-batches, to the ranks that own
+    /// parameter unit `u`, if only some ranks own it. The sums cover the micro-batches that this
+    /// rank's group computed in `round`.
     ///
     /// Collective: every rank must call it for one of its units in every round. The sums are empty
     /// if the rank's group computed no micro-batch in the round.
@@ -219,8 +220,9 @@ impl ZeroEngine {
         })
     }
 
-    /// Waits for all reductions, and returns the summed gradient of this rank's shard of parameter
-    /// unit `u`, without frozen elements. Collective: every rank must call it after the last round.
+    /// Waits for all reductions of gradients, and returns the summed gradient of this rank's shard
+    /// of parameter unit `u`, without frozen elements. Collective: every rank must call it after
+    /// the last round.
     pub fn finish_gradient(&mut self, u: usize) -> Result<Buf> {
         for t in self.pending_reductions.drain(..) {
             t.wait()?;
@@ -304,14 +306,15 @@ impl ZeroEngine {
     }
 }
 
-/// Returns whether the transport may sum the partial sums of all ranks in any order, and has a
-/// collective for it. `partial_counts` are the numbers of partial sums of the ranks. The result is
-/// equal on all ranks.
+/// Returns whether the transport between ranks may sum the gradients of all ranks in any order, and
+/// has a collective for it. `partial_counts` are the numbers of partial sums of the ranks. The
+/// result is equal on all ranks.
 fn can_sum_natively(comm: &dyn Comm, policy: ShardingPolicy, partial_counts: &[usize]) -> bool {
     policy.sums_in_arrival_order && comm.has_native_reduce_scatter() && partial_counts.iter().all(|n| *n == 1)
 }
 
-/// Returns the range of micro-batches that each partial sum of `rank` covers, after the last round.
+/// Returns which micro-batches each partial gradient sum of `rank` covers, after the last round
+/// (forward and backward pass) of a step.
 fn list_partial_sum_ranges(
     policy: ShardingPolicy,
     schedule: MicroBatchSchedule,
