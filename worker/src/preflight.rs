@@ -85,8 +85,9 @@ fn check_train_section(
     }
 }
 
-/// Checks the training and evaluation data. Returns the tokenizer's vocabulary size and the number
-/// of tokens, or `None` if the training data cannot be read.
+/// Checks the training and evaluation data of a job without running it, and adds errors and
+/// warnings to the report. Returns the tokenizer's vocabulary size and the number of tokens, or
+/// `None` if the training data cannot be read.
 fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) -> Option<(u32, u64)> {
     let eval_files = train.eval.as_ref().map_or(&[][..], |eval| &eval.files);
     let checked = data::check_data(&train.data, eval_files, &job.run.workdir);

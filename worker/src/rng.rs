@@ -12,7 +12,8 @@ use rayon::prelude::*;
 
 pub use device::philox::philox4x32_10;
 
-/// What random numbers are used for. Different purposes never share numbers.
+/// What random numbers are used for, such as initial values, dropout or the order of data.
+/// Different purposes never share numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Purpose {
     /// Initial parameter values; the scope is the parameter's name.
@@ -58,8 +59,8 @@ const SAMPLE_BITS: u32 = 43;
 const STEP_BITS: u32 = 42;
 
 impl RandomStream {
-    /// Creates a stream of random numbers. Depending on the purpose, `scope` is a parameter's name,
-    /// a layer or a prompt.
+    /// Creates a stream of random numbers for a purpose and a scope, derived from the run's seed.
+    /// Depending on the purpose, `scope` is a parameter's name, a layer or a prompt.
     pub fn new(run_seed: u64, purpose: Purpose, scope: &str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 random stream v1");
         hasher.update(&run_seed.to_le_bytes());

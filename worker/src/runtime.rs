@@ -60,7 +60,8 @@ use std::{
 };
 use training_loop::{RunContext, train_until_done};
 
-/// Runs the subcommand `launch worker`. Returns the exit code of the process.
+/// Runs the process of a worker, which is the subcommand `launch worker`. Returns the exit code of
+/// the process.
 pub fn main() -> u8 {
     ignore_signals();
     let (session, read, mut init) = match AgentSession::connect() {

@@ -37,7 +37,7 @@ pub(super) type ShardWriteResult = std::result::Result<ShardReport, CkptError>;
 /// a cancellation), and the host buffers for the next save.
 type BackgroundWriteResult = std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), DeviceError>;
 
-/// A background thread that writes this rank's shard.
+/// A background thread that writes this rank's shard of a checkpoint, with its progress.
 pub(super) struct BackgroundWrite {
     /// The thread; `None` after [`BackgroundWrite::finish`].
     thread: Option<JoinHandle<BackgroundWriteResult>>,
@@ -81,7 +81,7 @@ impl BackgroundWrite {
         Ok(BackgroundWrite { thread: Some(spawn_thread("checkpoint", write)?), progress })
     }
 
-    /// Returns whether the thread is still writing.
+    /// Returns whether the background thread is still writing this rank's shard.
     pub(super) fn is_running(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
@@ -96,8 +96,8 @@ impl BackgroundWrite {
         self.progress.is_cancelled.store(true, Relaxed);
     }
 
-    /// Waits for the writing thread to end. Returns its result, which is `None` after a
-    /// cancellation, and the staging memory.
+    /// Waits for the thread that writes this rank's shard to end. Returns its result, which is
+    /// `None` after a cancellation, and the staging memory.
     pub(super) fn finish(
         mut self,
     ) -> std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), ThreadFailure> {

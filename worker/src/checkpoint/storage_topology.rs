@@ -27,7 +27,8 @@ struct ProbeFile {
     nonce: Vec<u8>,
 }
 
-/// Guard that removes a probe file when dropped.
+/// A guard with the path of a probe file in the checkpoint directory, which is removed when the
+/// guard is dropped.
 struct ProbeGuard(PathBuf);
 
 impl Drop for ProbeGuard {
@@ -37,8 +38,8 @@ impl Drop for ProbeGuard {
     }
 }
 
-/// Which ranks see the same checkpoint directory. The directory may be on a file system that
-/// hosts share, or on a local file system of each host.
+/// Which ranks see the same checkpoint directory, and on which hosts the directories are. The
+/// directory may be on a file system that hosts share, or on a local file system of each host.
 #[derive(Clone)]
 pub struct StorageTopology {
     /// For each rank, the leader of its directory, which is the lowest rank that sees the

@@ -18,7 +18,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// The BLAKE3 digest of a file's content.
+/// The BLAKE3 digest of a data file's content.
 pub(crate) type ContentDigest = [u8; 32];
 
 /// A map from the identity of a known file to the digest of the file's content.

@@ -66,7 +66,8 @@ pub(crate) enum DataFileFormat {
 }
 
 impl DataFileFormat {
-    /// Returns the format for the extension of `path`. A file with an unknown extension is text.
+    /// Returns the format of a data file, which the extension of `path` determines. A file with an
+    /// unknown extension is text.
     pub(crate) fn from_path(path: &Path) -> DataFileFormat {
         match get_lower_case_extension(path).as_str() {
             "jsonl" | "ndjson" => DataFileFormat::JsonLines,
@@ -138,8 +139,8 @@ fn emit_record(
     Ok(())
 }
 
-/// Opens a data file and determines its format. Rejects compressed files, text files for chats, and
-/// files that are not regular.
+/// Opens a data file of a job, and determines its format from its name. Rejects compressed files,
+/// text files for chats, and files that are not regular.
 pub(crate) fn open_data_file(path: &Path, options: RecordReadOptions) -> Result<OpenDataFile, DataError> {
     reject_compressed_file(path)?;
     let unreadable = |source| DataError::unreadable(path, source);

@@ -305,7 +305,7 @@ impl<'a> DocumentTokenizer<'a> {
         written.map_err(|source| self.unwritable_cache_error(source))
     }
 
-    /// Ends the current document of the token cache.
+    /// Ends the current document in the token cache file with an end-of-document token.
     fn end_document(&mut self) -> Result<(), DataError> {
         let written = self.writer.end_document();
         written.map_err(|source| self.unwritable_cache_error(source))

@@ -43,7 +43,7 @@ impl FilePatternCache {
         FilePatternCache { workdir: workdir.to_path_buf(), found: Vec::new() }
     }
 
-    /// Returns the directory to which relative patterns refer.
+    /// Returns the directory at which relative file patterns start.
     pub(super) fn workdir(&self) -> &Path {
         &self.workdir
     }

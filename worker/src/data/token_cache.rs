@@ -32,7 +32,7 @@ pub(crate) const FORMAT_VERSION: u32 = 2;
 /// The bit of a stored token that is set if the token does not count for the loss. Only set in
 /// streams with a loss mask.
 pub(crate) const NO_LOSS_BIT: u32 = 1 << 31;
-/// Size of a token cache's header, in bytes.
+/// The size in bytes of the header at the beginning of a token cache file.
 const HEADER_BYTES: usize = 256;
 /// Size of the blocks of a token cache that are hashed separately, in bytes. Several threads can
 /// check the blocks. The digest of the body is the digest of the blocks' digests.
@@ -258,12 +258,12 @@ fn check_body_digest_and_tokens(
 /// A stream of tokens with boundaries of documents, which [`super::packer::Packer`] divides into
 /// samples.
 pub(crate) trait TokenStream {
-    /// Returns the number of documents.
+    /// Returns the number of documents in the stream.
     fn documents(&self) -> u64;
     /// Returns the position of the first token of document number `d`, or the end of the stream for
     /// `d = documents()`.
     fn document_offset(&self, d: u64) -> u64;
-    /// Copies the tokens at the positions `from .. from + out.len()` to `out`, including the bit
+    /// Copies the `out.len()` tokens from position `from` on to `out`, including the bit
     /// [`NO_LOSS_BIT`] of tokens that do not count for the loss.
     fn read_tokens(&self, from: u64, out: &mut [u32]);
     /// Returns whether some tokens do not count for the loss, which the bit [`NO_LOSS_BIT`] marks.

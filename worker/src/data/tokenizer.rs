@@ -109,12 +109,12 @@ impl TextTokenizer {
         self.file.as_ref().map(|file| file.path.as_path())
     }
 
-    /// Returns the vocabulary size. Every token id is less than this size.
+    /// Returns the vocabulary size of the tokenizer. Every token id is less than this size.
     pub fn vocab_size(&self) -> u32 {
         self.file.as_ref().map_or(byte_tokenizer::VOCAB_SIZE, |file| file.info.vocab_size)
     }
 
-    /// Returns the id of the end-of-document token.
+    /// Returns the id of the tokenizer's end-of-document token.
     pub fn eod(&self) -> u32 {
         self.file.as_ref().map_or(byte_tokenizer::EOD_TOKEN, |file| file.info.eod)
     }
@@ -144,7 +144,7 @@ impl TextTokenizer {
         Ok(())
     }
 
-    /// Converts tokens to text. Omits special and unknown tokens.
+    /// Converts token ids to text with this tokenizer. Omits special and unknown tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, DataError> {
         if self.is_byte_tokenizer() {
             return Ok(byte_tokenizer::decode(tokens));
@@ -180,8 +180,8 @@ impl TextTokenizer {
         }
     }
 
-    /// Returns a digest that identifies the tokenizer. Tokenizers with equal digests encode equal
-    /// texts equally.
+    /// Returns a digest that depends on everything that affects how the tokenizer encodes text.
+    /// Tokenizers with equal digests encode equal texts equally.
     pub fn digest(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 tokenizer v1");
         match &self.file {
@@ -256,15 +256,15 @@ fn invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError 
     DataError::InvalidTokenizer { path: path.to_path_buf(), problem }
 }
 
-/// Reads one of a tokenizer's files. Returns `None` if the file does not exist. Fails if the file
-/// has more than `limit` bytes.
+/// Reads tokenizer.json or one of the other files of a tokenizer. Returns `None` if the file does
+/// not exist. Fails if the file has more than `limit` bytes.
 fn read_tokenizer_file(path: &Path, limit: u64) -> Result<Option<String>, DataError> {
     read_text_file(path, limit)
         .map_err(|problem| invalid_tokenizer_error(path, TokenizerProblem::FileUnreadable(problem)))
 }
 
-/// Reads a regular UTF-8 file. Returns `None` if the file does not exist. Fails if the file has
-/// more than `limit` bytes.
+/// Reads the text of a regular UTF-8 file. Returns `None` if the file does not exist. Fails if the
+/// file has more than `limit` bytes.
 pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<Option<String>, TextFileError> {
     let io_error = |e: std::io::Error| TextFileError::Io(e.to_string());
     // Without O_NONBLOCK, opening a pipe would wait for a writer.

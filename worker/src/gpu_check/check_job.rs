@@ -54,7 +54,8 @@ pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<Job
     Ok(job)
 }
 
-/// Returns the `train` section of the job. Fails if the job has no such section.
+/// Returns the `train` section of the job, which the checks of training need. Fails if the job has
+/// no such section.
 pub(super) fn require_train_section(job: &JobSpec) -> diagnostic::Result<&TrainSpec> {
     job.train.as_ref().ok_or_else(|| {
         Diagnostic::error(codes::training::TRAIN_SECTION_MISSING, "the job has no `train` section")
@@ -72,7 +73,8 @@ pub(super) fn build_trainer(
     parameters.shard_model(comm, ops)?.create_optimizer()
 }
 
-/// Runs one training step on generated samples. Returns the loss and the gradient norm.
+/// Runs one optimizer step of the trainer on generated samples. Returns the loss and the gradient
+/// norm.
 pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Error> {
     let source = GeneratedSamples { vocab: running.train_spec().model.vocab_size };
     let (outcome, _) = running.run_step(&source, RankStepReport::default())?;

@@ -102,7 +102,7 @@ pub(super) fn report_used_kernels(output: &PartOutput, cuda: &Cuda) -> diagnosti
     Ok(())
 }
 
-/// Converts the report of a kernel to JSON.
+/// Converts the report about one GPU kernel (registers, local memory, launches) to JSON.
 fn to_kernel_json(kernel: &KernelReport) -> Value {
     let launch = kernel.launch.map(|launch| {
         json!({

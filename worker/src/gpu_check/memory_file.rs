@@ -23,7 +23,7 @@ impl MemoryFile {
         format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd()).into()
     }
 
-    /// Returns another descriptor of the file.
+    /// Returns another file descriptor of the file in memory.
     pub(super) fn duplicate(&self) -> io::Result<OwnedFd> {
         self.0.try_clone()
     }

@@ -58,7 +58,8 @@ pub(super) fn run_part(
     Ok(is_ok)
 }
 
-/// Opens GPU number `device`. An error has the category `Cluster`.
+/// Opens GPU number `device` for the operations of the built-in runtime. An error has the category
+/// `Cluster`.
 pub(super) fn open_gpu(device: usize) -> diagnostic::Result<Arc<Cuda>> {
     Cuda::open(&collect_library_search_paths(&[], Path::new("")), device, find_kernel_cache_directory())
         .map(Arc::new)

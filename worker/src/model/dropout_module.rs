@@ -18,8 +18,9 @@ pub(super) struct DropoutModule {
 }
 
 impl DropoutModule {
-    /// Creates a dropout module. `name` is the name of the module in transformers, which selects
-    /// the random numbers together with the run's seed.
+    /// Creates the dropout module with the name `name` and the dropout rate `rate`. `name` is the
+    /// name of the module in transformers, which selects the random numbers together with the run's
+    /// seed.
     pub(super) fn new(rate: f64, seed: u64, name: &str) -> Self {
         DropoutModule { rate, stream: RandomStream::new(seed, Purpose::Dropout, name) }
     }

@@ -168,8 +168,8 @@ impl<'a> HfConfigFields<'a> {
         self.map.get(key).filter(|v| !v.is_null())
     }
 
-    /// Reads the integer at `key`, which is required. Fails if the key is absent, or the value is
-    /// not from 1 to [`SIZE_MAX`].
+    /// Reads the integer at the key `key` of config.json, which is required. Fails if the key is
+    /// absent, or the value is not from 1 to [`SIZE_MAX`].
     pub(super) fn read_size(&self, key: &'static str) -> Result<u32> {
         self.read_optional_size(key)?.ok_or_else(|| ModelError::KeyMissing { key: key.into() })
     }
@@ -234,7 +234,8 @@ impl<'a> HfConfigFields<'a> {
         rate.ok_or_else(|| ModelError::DropoutRateInvalid { key, value: format_short_value(v) })
     }
 
-    /// Rejects every value of `key` except `supported`. Accepts an absent key.
+    /// Rejects every value of the key `key` of config.json that is not in `supported`. Accepts an
+    /// absent key.
     pub(super) fn require_one_of(&self, key: &'static str, supported: &[Value]) -> Result<()> {
         let equal = |v: &Value, s: &Value| v == s || (v.is_number() && v.as_f64() == s.as_f64());
         match self.read_value(key).filter(|v| !supported.iter().any(|s| equal(v, s))) {

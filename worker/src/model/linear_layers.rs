@@ -48,8 +48,8 @@ impl LinearLayers {
         Ok(())
     }
 
-    /// Switches the matmuls of the layers to fp8. `sizes` are the config key and the value of each
-    /// dimension.
+    /// Switches the matmuls with the layers' weight matrices to fp8 precision. `sizes` are the
+    /// config key and the value of each dimension.
     ///
     /// # Errors
     ///

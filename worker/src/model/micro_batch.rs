@@ -1,7 +1,7 @@
 //! [`MicroBatch`]: the tokens and labels of one forward pass.
 
-/// The inputs and labels of one micro-batch. Each vector has one element per token, sequence after
-/// sequence.
+/// The inputs and labels of one micro-batch, which is processed in one forward pass. Each vector
+/// has one element per token, sequence after sequence.
 #[derive(Clone, Debug, Default)]
 pub struct MicroBatch {
     /// The number of sequences.

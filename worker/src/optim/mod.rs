@@ -200,7 +200,7 @@ impl Optimizer {
         self.units.iter_mut()
     }
 
-    /// Returns the optimizer's settings in the job.
+    /// Returns the settings of the optimizer from the job.
     pub fn spec(&self) -> &OptimizerSpec {
         &self.spec
     }

@@ -152,8 +152,8 @@ impl GradientBufferEstimate {
         self.start_reduction(None);
     }
 
-    /// Simulates the start of a gradient's reduction. If more than `in_flight` gradients are then
-    /// being reduced, frees the oldest ones.
+    /// Simulates that the reduction of the gradient in `buffer` to its owner ranks starts. If more
+    /// than `in_flight` gradients are then being reduced, frees the oldest ones.
     fn start_reduction(&mut self, buffer: Option<usize>) {
         self.reducing.push_back(buffer);
         while self.reducing.len() > self.in_flight {

@@ -39,8 +39,8 @@ pub(super) struct MemoryEstimator<'a> {
 }
 
 impl MemoryEstimator<'_> {
-    /// Estimates the peak memory of one rank. Counts GPU memory if the rank trains on a GPU,
-    /// otherwise host memory.
+    /// Estimates the peak memory that one rank of the job needs, in bytes by purpose. Counts GPU
+    /// memory if the rank trains on a GPU, otherwise host memory.
     pub(super) fn estimate_rank_memory(&self, rank: u32) -> MemoryEstimate {
         let policy = ShardingPolicy::for_job(self.train);
         let mut parts = self.list_common_memory(policy, rank as usize);

@@ -401,8 +401,9 @@ fn evaluate_held_out(
     Ok(Some(events))
 }
 
-/// Begins to save a checkpoint. If `wait` is set or saves do not run in the background, returns
-/// only when the checkpoint is complete. Collective: every rank must call it.
+/// Begins to save a checkpoint of the training state, and waits for its completion if necessary. If
+/// `wait` is set or saves do not run in the background, returns only when the checkpoint is
+/// complete. Collective: every rank must call it.
 fn save_checkpoint(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -448,8 +449,8 @@ fn cancel_mostly_unwritten_save(
     }
 }
 
-/// Completes the checkpoint in progress and reports it. Does nothing if no checkpoint is in
-/// progress. Collective: every rank must call it.
+/// Completes the save of a checkpoint that is in progress, and reports the saved checkpoint. Does
+/// nothing if no checkpoint is in progress. Collective: every rank must call it.
 fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
     match saver.finish_save(running)? {
         Some(done) if run.is_leader => run.session.send_event(Event::Checkpoint {

@@ -57,8 +57,9 @@ impl GenerationRequest {
         likeliest as u32
     }
 
-    /// Generates the tokens that follow the prompt. Returns them on rank 0, and no tokens on other
-    /// ranks. The context is the last `train.data.seq_len` tokens.
+    /// Generates the tokens that follow the prompt with the current parameters of `trainer`.
+    /// Returns them on rank 0, and no tokens on other ranks. The context is the last
+    /// `train.data.seq_len` tokens.
     ///
     /// Calls `is_stopping` before each token. Returns `None` without further tokens if the result
     /// is true on any rank. Collective: every rank must call it.

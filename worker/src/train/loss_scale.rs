@@ -73,8 +73,8 @@ impl LossScale {
         Ok(())
     }
 
-    /// Records a step whose gradients did not overflow. Doubles the scale after `loss_scale_window`
-    /// such steps.
+    /// Records a step whose gradients did not overflow fp16. Doubles the scale after
+    /// `loss_scale_window` such steps.
     pub fn record_step(&mut self) {
         let Some(spec) = &self.spec else { return };
         self.state.steps += 1;

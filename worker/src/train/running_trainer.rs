@@ -36,8 +36,8 @@ impl RunningTrainer {
         RunningTrainer { trainer, train, position }
     }
 
-    /// Runs one optimizer step. Returns its outcome and learning rate. Collective: every rank must
-    /// call it.
+    /// Runs one optimizer step of this rank: gradients of the global batch, and update of the
+    /// parameters. Returns its outcome and learning rate. Collective: every rank must call it.
     ///
     /// If the loss or the gradient norm is not finite, no parameter changes and the step is not
     /// counted. If the step was skipped because fp16 gradients overflowed, its samples still count

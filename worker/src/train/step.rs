@@ -31,7 +31,8 @@ pub trait SampleSource {
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()>;
 }
 
-/// Computes the training steps of one rank. Owns the model, its sharded parameters and the buffers.
+/// Computes the training steps of one rank with the model, its sharded parameters, the optimizer
+/// and the activation buffers. Owns the model, its sharded parameters and the buffers.
 pub struct Trainer {
     /// The architecture of the model.
     pub model: Arc<Model>,

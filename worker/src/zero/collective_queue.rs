@@ -22,8 +22,8 @@ use std::{thread::JoinHandle, time::Instant};
 /// caller.
 const QUEUE_LIMIT: usize = 64;
 
-/// The closure that runs a submitted collective. The communication thread calls it with the
-/// communicator.
+/// A closure that runs a collective with the communicator that it gets. The communication thread
+/// calls it with the communicator.
 type CollectiveJob = Box<dyn FnOnce(&dyn Comm) + Send>;
 
 /// A queue of collectives, which a separate thread runs in the order of their submission. With one

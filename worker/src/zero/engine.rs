@@ -250,7 +250,8 @@ impl ZeroEngine {
         self.rank
     }
 
-    /// Returns the number of ranks.
+    /// Returns the number of ranks among which parameters, gradients and optimizer states are
+    /// divided.
     pub fn world(&self) -> usize {
         self.world
     }
@@ -276,7 +277,7 @@ impl ZeroEngine {
         self.shards.iter().map(|shard| shard.unit.clone()).collect()
     }
 
-    /// Returns the element types of the parameters.
+    /// Returns the element types of the parameters in forward and backward passes and in updates.
     pub fn param_dtypes(&self) -> ParamDtypes {
         self.weights
     }

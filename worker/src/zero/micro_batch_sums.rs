@@ -21,7 +21,7 @@ pub struct MicroBatchRange {
 }
 
 impl MicroBatchRange {
-    /// Creates the range with the single micro-batch `start`.
+    /// Creates the range that contains only the micro-batch number `start`.
     pub fn from_index(start: usize) -> Self {
         MicroBatchRange { start, len: 1 }
     }

@@ -2,9 +2,9 @@
 
 /// The key of job.yaml for the data files, which errors about records and files name.
 pub(crate) const FILES_KEY: &str = "train.data.files";
-/// The key of job.yaml for the tokenizer.
+/// The key of job.yaml for the tokenizer, which errors about tokenizer files name.
 pub(crate) const TOKENIZER_KEY: &str = "train.data.tokenizer";
-/// The key of job.yaml for the chat template.
+/// The key of job.yaml for the chat template, which errors about templates name.
 pub(crate) const CHAT_TEMPLATE_KEY: &str = "train.data.chat_template";
 /// The key of job.yaml for the length of a sample, in tokens.
 pub(crate) const SEQUENCE_LENGTH_KEY: &str = "train.data.seq_len";

@@ -327,7 +327,8 @@ impl ChatProblem {
     }
 }
 
-/// Why a chat template cannot be loaded.
+/// Why a chat template cannot be loaded: its file cannot be read, there is none, or its syntax is
+/// wrong.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum ChatTemplateProblem {
     /// The file of `train.data.chat_template` does not exist.

@@ -108,7 +108,7 @@ impl Interpreter {
         self.open_stream().interpret_document(document, options)
     }
 
-    /// Converts tokens to text, in the sandbox process.
+    /// Converts tokens to text in the sandbox process, with the loaded tokenizer.
     pub(crate) fn decode_tokens(&self, tokens: &[u32]) -> Result<DecodeTokensReply, InterpreterFailure> {
         let request = Request::DecodeTokens { tokens: TokenList(tokens.to_vec()) };
         self.open_stream().call(&request, &input_request_limits(size_of_val(tokens)))
@@ -136,7 +136,7 @@ impl Interpreter {
         RequestStream { threads: self.threads, state: self.lock() }
     }
 
-    /// Locks the state of the sandbox process.
+    /// Locks the mutex with the sandbox process and what the process has loaded.
     fn lock(&self) -> MutexGuard<'_, InterpreterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -155,7 +155,7 @@ fn build_compile_request(template: &TemplateSource) -> (Request<'_>, RequestLimi
     (request, input_request_limits(template.source.len()))
 }
 
-/// Borrows both strings of each pair.
+/// Converts pairs of owned strings to pairs of string slices.
 fn borrow_pairs(pairs: &[(String, String)]) -> Vec<(&str, &str)> {
     pairs.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect()
 }
@@ -186,8 +186,8 @@ impl RequestStream<'_> {
         Ok(())
     }
 
-    /// Receives the reply to the oldest request. After an error, the process and the replies to the
-    /// other requests are lost.
+    /// Receives the reply of the sandbox process to the oldest request. After an error, the process
+    /// and the replies to the other requests are lost.
     pub(crate) fn receive<R: DeserializeOwned>(&mut self) -> Result<R, InterpreterFailure> {
         let process = self.state.process.as_mut().ok_or(SandboxError::InvalidReply)?;
         let reply = process.receive().map_err(InterpreterFailure::from);
@@ -196,7 +196,8 @@ impl RequestStream<'_> {
         reply.inspect_err(|_| self.state.process = None)
     }
 
-    /// Sends a request and receives its reply. No other request may be pending.
+    /// Sends a request to the sandbox process and receives the reply. No other request may be
+    /// pending.
     pub(crate) fn call<R: DeserializeOwned>(
         &mut self,
         request: &Request,

@@ -189,7 +189,8 @@ impl DocumentInterpreter {
         })
     }
 
-    /// Renders and tokenizes documents on all threads.
+    /// Renders and tokenizes the documents of a request on all threads, with the loaded tokenizer
+    /// and chat template.
     pub(super) fn interpret_documents<'a>(
         &self,
         documents: &[Document<'a>],
@@ -210,7 +211,7 @@ impl DocumentInterpreter {
         self.tokenize(prepared, options, begin)
     }
 
-    /// Renders a chat with the loaded template.
+    /// Renders a chat as text with the loaded chat template, ready to be tokenized.
     fn render_chat(
         &self,
         chat: Result<ChatRecord, RecordProblem>,

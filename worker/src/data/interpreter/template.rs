@@ -42,7 +42,7 @@ pub(crate) struct CompiledTemplate {
 }
 
 impl CompiledTemplate {
-    /// Compiles a template from its source text. `special_tokens` are pairs of name and text.
+    /// Compiles a chat template from its source text. `special_tokens` are pairs of name and text.
     pub(crate) fn new(source: &str, special_tokens: &[(&str, &str)]) -> Result<Self, TemplateFailure> {
         let (template, has_generation_tags) = replace_generation_tags(source);
         let environment = compile_template(template).map_err(|e| to_template_failure(&e))?;

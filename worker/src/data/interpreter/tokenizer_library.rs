@@ -8,10 +8,10 @@ use crate::data::{
 };
 use serde_json::Value;
 
-/// Largest accepted size of a vocabulary, in tokens.
+/// The largest accepted vocabulary of a tokenizer, in tokens.
 const MAX_VOCAB_SIZE: u32 = 1 << 24;
 
-/// A tokenizer loaded by the crate `tokenizers`.
+/// A Hugging Face tokenizer that the crate `tokenizers` has loaded.
 pub(super) struct LibraryTokenizer {
     inner: tokenizers::Tokenizer,
 }

@@ -43,7 +43,7 @@ fn build_unusable_input_error(reason: &impl ToString) -> UnusableInput {
     UnusableInput { reason: reason.to_string() }
 }
 
-/// The sandbox process, which all inputs share.
+/// The client of the sandbox process to which all fuzz targets and tests pass untrusted input.
 static INTERPRETER: LazyLock<Arc<Interpreter>> = LazyLock::new(|| Interpreter::new(THREADS));
 
 /// Returns options that interpret documents whose text or chat is in the field `field`.

@@ -249,7 +249,7 @@ impl Model {
         self.linears.add_adapters(lora, &layers, self.config.moe.is_some())
     }
 
-    /// Switches the matmuls of the layers to FP8.
+    /// Switches the matmuls with the layers' weight matrices to fp8 precision.
     ///
     /// # Errors
     ///
