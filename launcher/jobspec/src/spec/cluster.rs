@@ -105,6 +105,9 @@ const fn only_on_gpus_rule(when: &'static [Condition]) -> Rule {
         .with_help("set `cluster.devices: cuda`, or remove the key")
 }
 
+/// The rule that warns about `cluster.store` in a built-in training, which needs no store.
+const STORE_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning()];
+
 /// The rule that the built-in training cannot use accelerators other than GPUs of NVIDIA.
 const DEVICE_RULES: &[Rule] = &[Rule::no_effect(&[
     Condition::NotGiven("run.command"),
