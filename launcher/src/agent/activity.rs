@@ -13,7 +13,8 @@ pub(super) struct WorkerActivity {
     pub(super) stopped: bool,
 }
 
-/// Measures, from `/proc`, the CPU time of several workers and whether each worker is stopped.
+/// Reads from `/proc`, for each of several workers, the CPU time that its processes have used so
+/// far and whether its first process is stopped.
 ///
 /// `leaders` are the pids of the workers' first processes. The results have the order of `leaders`.
 pub(super) fn measure_activity(leaders: &[u32]) -> Vec<WorkerActivity> {
@@ -26,8 +27,8 @@ pub(super) fn list_process_tree(leader: u32) -> Vec<i32> {
     list_process_trees(&[leader]).pop().unwrap_or_default()
 }
 
-/// Returns the pids of each of several workers, as [`list_process_tree`] does. The results have the
-/// order of `leaders`.
+/// Returns, for each of several workers, the pids of its first process (an element of `leaders`)
+/// and of all descendants. The results have the order of `leaders`.
 pub(super) fn list_process_trees(leaders: &[u32]) -> Vec<Vec<i32>> {
     let processes = list_processes();
     let children = index_children(&processes);
@@ -39,9 +40,9 @@ pub(super) fn list_process_trees(leaders: &[u32]) -> Vec<Vec<i32>> {
     leaders.iter().map(list).collect()
 }
 
-/// Sums the CPU time of each process in `leaders` and its descendants, and determines whether the
-/// leader is stopped. The results have the order of `leaders`. `processes` is a list of all
-/// processes of the host.
+/// Sums, for each first process of a worker in `leaders`, the CPU time of the process and its
+/// descendants, and determines whether the process is stopped. The results have the order of
+/// `leaders`. `processes` is a list of all processes of the host.
 fn sum_cpu_times(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivity> {
     let children = index_children(processes);
     let measure = |leader: &u32| {
@@ -64,7 +65,8 @@ fn index_children(processes: &[ProcessStat]) -> HashMap<i32, Vec<usize>> {
     children
 }
 
-/// Calls `visit` for the process with pid `leader` and for each of its descendants in `processes`.
+/// Calls `visit` for the process with pid `leader` and for each of its descendants. `children` maps
+/// the pid of a parent to the indices of its children in `processes`.
 fn visit_process_tree(
     children: &HashMap<i32, Vec<usize>>,
     processes: &[ProcessStat],

@@ -44,33 +44,35 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// The number of socket names that an agent may use; the agent takes the first free one. There are
-/// several, so that another user cannot easily take all of them.
+/// The number of socket names that are derived for one run and host. An agent listens on the first
+/// of these names that is free. There are several, so that another user cannot easily take all of
+/// them.
 const SOCKET_NAME_COUNT: u32 = 16;
 /// The largest number of connections on which the handshake with the key of the run is performed at
 /// the same time. Further connections wait.
 const MAX_CONCURRENT_HANDSHAKES: usize = 16;
-/// How long an agent waits for the end of an older agent of its host.
+/// How long a new agent waits until an older agent of the same run on its host has ended.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
-/// How often an agent checks whether an older agent of the host, which it has asked to end, has
-/// ended.
+/// How often a new agent checks whether the older agent of the same run on this host has ended,
+/// after it has asked that agent to end.
 const EXIT_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The reading half of a connection between an agent and a process that has connected to the
-/// agent's socket.
+/// The reading half of an encrypted connection between an agent and a process that has connected to
+/// the agent's Unix socket, such as a new controller.
 pub(super) type SocketReader = EncryptedReader<OwnedReadHalf>;
-/// The writing half of a connection between an agent and a process that has connected to the
-/// agent's socket.
+/// The writing half of an encrypted connection between an agent and a process that has connected to
+/// the agent's Unix socket, such as a new controller.
 pub(super) type SocketWriter = EncryptedWriter<OwnedWriteHalf>;
 
-/// A connection to the agent's socket whose other side has proved that it has the key of the run.
+/// A connection to the agent's Unix socket whose other side has proved that it has the key of the
+/// run, with the request that arrived on it.
 pub(super) struct AttachConnection {
     pub(super) input: SocketReader,
     pub(super) output: SocketWriter,
     pub(super) request: AttachRequest,
 }
 
-/// Derives the names that the socket of the agent of run `run` on host `host` may have, in the
+/// Derives the names that the Unix socket of the agent of run `run` on host `host` may have, in the
 /// order in which agents try them.
 fn derive_socket_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Item = String> {
     let mut hasher = blake3::Hasher::new_keyed(&key.0);
@@ -83,15 +85,15 @@ fn derive_socket_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Ite
     })
 }
 
-/// Returns whether the process at the other end of a socket belongs to this user or to root. For a
-/// connecting socket, this is the process that listens.
+/// Returns whether the process at the other end of a Unix socket belongs to the user of this
+/// process or to root. For a connecting socket, this is the process that listens.
 fn is_peer_of_user_or_root(socket: &impl AsFd) -> bool {
     let credentials = getsockopt(socket, PeerCredentials);
     credentials.is_ok_and(|peer| peer.uid() == 0 || peer.uid() == nix::unistd::geteuid().as_raw())
 }
 
-/// Connects to the socket of the agent of `run` that already runs on this host. Returns `None` if
-/// there is none. Fails on a system without abstract sockets. Never blocks.
+/// Connects to the Unix socket of the agent of run `run` that is already alive on this host.
+/// Returns `None` if there is none. Fails on a system without abstract sockets. Never blocks.
 fn connect_to_agent_socket(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
     for name in derive_socket_names(key, run, host) {
         let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
@@ -106,8 +108,8 @@ fn connect_to_agent_socket(key: &JobKey, run: &str, host: &str) -> io::Result<Op
     Ok(None)
 }
 
-/// Makes an agent listen on a socket with the first of its possible names that is free. Fails if no
-/// name is free, or on a system without abstract sockets.
+/// Makes this agent listen on a Unix socket with the first of the agent's possible socket names
+/// that is free. Fails if no name is free, or on a system without abstract sockets.
 fn bind_first_free_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
     let mut last = io::Error::from(io::ErrorKind::AddrInUse);
     for name in derive_socket_names(&terms.key, &terms.run, &terms.host) {
@@ -119,8 +121,8 @@ fn bind_first_free_name(terms: &SupervisionTerms) -> io::Result<StdListener> {
     Err(last)
 }
 
-/// Makes an agent listen on its socket, unless another agent of the run is alive on this host.
-/// Fails with [`io::ErrorKind::AddrInUse`] if one is.
+/// Makes this agent listen on its Unix socket, unless another agent of the run is alive on this
+/// host. Fails with [`io::ErrorKind::AddrInUse`] if one is.
 fn bind_unless_in_use(terms: &SupervisionTerms) -> io::Result<StdListener> {
     match connect_to_agent_socket(&terms.key, &terms.run, &terms.host)? {
         Some(_) => Err(io::ErrorKind::AddrInUse.into()),
@@ -137,9 +139,9 @@ pub(super) enum LockError {
     InUse(Diagnostic),
 }
 
-/// Makes the calling agent the only agent of its run on this host, by binding its socket and
-/// evicting an older agent of the run. Returns the listener of the agent's socket, or `None` on a
-/// system without abstract sockets. Fails if the older agent does not end.
+/// Makes the calling agent the only agent of its run on this host: binds the agent's Unix socket,
+/// and asks an older agent of the run to end. Returns the listener of the agent's socket, or `None`
+/// on a system without abstract sockets. Fails if the older agent does not end.
 pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdListener>, LockError> {
     let deadline = Instant::now() + EVICTION_TIMEOUT;
     let mut eviction = Box::pin(request_eviction(terms));
@@ -197,8 +199,8 @@ async fn request_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>,
     Ok(read_frame(&mut input).await.ok().flatten())
 }
 
-/// Sends an attach request to the agent of the run that already runs on this host. Returns the
-/// connection, on which the agent answers.
+/// Sends a request to control or to end an agent to the agent of the run that is already alive on
+/// this host. Returns the connection, on which the agent answers.
 pub(super) async fn send_request_to_agent(
     request: &AttachRequest,
 ) -> Result<(SocketReader, SocketWriter), AttachRejection> {
@@ -224,8 +226,9 @@ pub(super) async fn send_request_to_agent(
     connected.map_err(|error| failed(&error))
 }
 
-/// Accepts connections on the socket of an agent, and authenticates the other side of each. Sends
-/// each authenticated connection to `requests`, together with its request.
+/// Accepts connections on the Unix socket of an agent, and makes the other side of each prove that
+/// it has the key of the run. Sends each authenticated connection to `requests`, together with its
+/// request.
 pub(super) async fn accept_connections(
     listener: StdListener,
     terms: SupervisionTerms,
@@ -252,7 +255,8 @@ pub(super) async fn accept_connections(
     }
 }
 
-/// Authenticates the other side of a connection to an agent's socket, and reads its request.
+/// Makes the other side of a connection to an agent's Unix socket prove that it has the key of the
+/// run, and reads its request.
 async fn receive_request(
     stream: UnixStream,
     terms: &SupervisionTerms,
@@ -280,13 +284,14 @@ async fn receive_request(
     }
 }
 
-/// Writes the encoded message `frame` to a connection of an agent's socket.
+/// Writes `frame`, an encoded message, to a connection of an agent's Unix socket.
 async fn write_frame(output: &mut SocketWriter, frame: &[u8]) -> io::Result<()> {
     output.write_all(frame).await?;
     output.flush().await
 }
 
-/// Answers an attach request with `rejection`, and closes the connection.
+/// Answers the request of a process that wants to control or end this agent with `rejection`, and
+/// closes the connection.
 pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRejection) {
     if let Ok(frame) = encode_frame(&FromAgent::NotAdopted(rejection)) {
         // An error means that the other side has ended.
@@ -294,8 +299,8 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
     }
 }
 
-/// Informs the processes that have requested the end of this agent, over their `connections`, that
-/// this agent has no workers left.
+/// Informs the later agents of this host that have asked this agent to end, over their
+/// `connections`, that this agent has no workers left.
 pub(super) async fn report_agent_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {

@@ -21,15 +21,17 @@ const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of one TCP connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Connects to the controller that an invitation names. Returns the control connection as soon as
-/// the controller has proved at one address that it has the job's key. Fails if no address
-/// succeeds.
+/// Connects this agent to the controller whose addresses an invitation (the line that the agent has
+/// read from stdin) contains. Returns the control connection as soon as the controller has proved
+/// at one address that it has the job's key. Fails if no address succeeds.
 pub(super) async fn connect_back(invitation: &Invitation) -> diagnostic::Result<EncryptedStream<TcpStream>> {
     race_controller_addresses(invitation, &cluster::read_host_name()).await
 }
 
 /// Tries all addresses of the controller in parallel, each started [`NEXT_ADDRESS_DELAY`] after the
-/// previous one, and returns the first connection that succeeds.
+/// previous one. Returns the first connection on which the controller proves that it has the job's
+/// key, and drops the other connections. Fails if no address succeeds. `name` is the name of this
+/// host.
 ///
 /// Returns the first connection on which the controller proves that it has the job's key, and drops
 /// the other connections. Fails if no address succeeds. `name` is the name of this host.

@@ -7,17 +7,20 @@ use nix::unistd::{Uid, User, getgid, getuid};
 use protocol::control::{ExecId, HostPlan, WorkerPlan};
 use std::{collections::BTreeSet, path::Path};
 
-/// The shell script that changes to the directory `$1` and then executes its other arguments as a
-/// command. Runtimes without an option for the working directory start it.
+/// A shell script that changes to the directory `$1` and then executes its other arguments as a
+/// command. Container runtimes without an option for the working directory start it in the
+/// container.
 const CHANGE_DIRECTORY_SCRIPT: &str = "cd -- \"$1\" && shift && exec \"$@\"";
-/// The longest name of a container, in bytes.
+/// The longest name that launch gives a container, in bytes.
 const MAX_CONTAINER_NAME_BYTES: usize = 128;
-/// The prefix by which Apptainer takes a variable of the job over instead of replacing its value.
+/// The prefix of an environment variable's name with which Apptainer sets the variable inside the
+/// container, even if Apptainer would otherwise replace its value.
 const APPTAINER_VARIABLE_PREFIX: &str = "APPTAINERENV_";
-/// The variables whose values Apptainer replaces in the container.
+/// The environment variables whose values from the host Apptainer replaces inside the container.
 const APPTAINER_REPLACED_VARIABLES: [&str; 2] = ["PATH", "LD_LIBRARY_PATH"];
 
-/// The kind of GPUs on the host, which decides the options that make them visible in containers.
+/// The vendor of the GPUs that a container must see, which decides the options of the container
+/// runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ContainerGpus {
     None,
@@ -26,7 +29,8 @@ enum ContainerGpus {
 }
 
 impl ContainerGpus {
-    /// Returns the kind of the GPUs that the job uses on this host, by their device files.
+    /// Detects the vendor of the GPUs of this host by their device files. Returns `None` for a job
+    /// that uses only CPUs.
     fn detect(devices: &DeviceSelection) -> ContainerGpus {
         match devices {
             DeviceSelection::Cpu => ContainerGpus::None,
@@ -37,7 +41,8 @@ impl ContainerGpus {
     }
 }
 
-/// The container of one worker, or of one command of `launch exec`.
+/// Builds the commands that start and remove the container of one worker, or of one command of
+/// `launch exec`.
 pub(super) struct WorkerContainer<'a> {
     spec: &'a ContainerSpec,
     /// The name of the container in Docker and Podman.
@@ -55,8 +60,9 @@ pub(super) struct WorkerContainer<'a> {
 }
 
 impl<'a> WorkerContainer<'a> {
-    /// Returns the container of a worker, or of a command of `launch exec` (`exec`) that runs next
-    /// to the worker. Returns `None` for a job without `run.container`.
+    /// Returns the builder of commands for the container of a worker or, with `exec`, of a command
+    /// of `launch exec` that runs next to the worker. Returns `None` for a job without
+    /// `run.container`.
     pub(super) fn for_worker(
         plan: &'a HostPlan,
         worker: &'a WorkerPlan,
@@ -80,9 +86,9 @@ impl<'a> WorkerContainer<'a> {
         })
     }
 
-    /// Changes the command of `worker` to one that runs the same program in the container. The
-    /// words of the runtime precede those of `run.wrap`, which run in the container, too. Fails if
-    /// a path cannot be mounted.
+    /// Changes the planned command of `worker` to one that runs the same program in the container.
+    /// The words of the runtime precede those of `run.wrap`, which run in the container, too. Fails
+    /// if a path cannot be mounted.
     pub(super) fn wrap_command(&self, worker: &mut WorkerPlan) -> diagnostic::Result<()> {
         let mounts = self.collect_mounts()?;
         let mut words = match self.spec.runtime {
@@ -96,15 +102,15 @@ impl<'a> WorkerContainer<'a> {
         Ok(())
     }
 
-    /// Returns the command that ends the container and deletes its record. Returns `None` if the
-    /// container ends with the process of its runtime.
+    /// Builds the command that stops the container and removes it from the container runtime's list
+    /// of containers. Returns `None` if the container ends with the process of its runtime.
     pub(super) fn build_removal_command(&self) -> Option<Vec<String>> {
         let runtime = self.spec.runtime;
         let has_record = matches!(runtime, ContainerRuntime::Docker | ContainerRuntime::Podman);
         has_record.then(|| to_owned_strings(&[runtime.program(), "rm", "--force", &self.name]))
     }
 
-    /// Returns the directories to mount in the container, which are those of the job, the working
+    /// Collects the directories to mount in the container: those that the job lists, the working
     /// directory and the run directory. Fails if one does not exist, or if its path contains a
     /// separator.
     fn collect_mounts(&self) -> diagnostic::Result<Vec<ContainerMount>> {
@@ -133,9 +139,9 @@ impl<'a> WorkerContainer<'a> {
         Ok(mounts)
     }
 
-    /// Builds the command line of `apptainer exec`. Apptainer passes the environment, except for
-    /// the variables that it replaces, and shares devices, network and process numbers with the
-    /// host.
+    /// Builds the `apptainer exec` command line that runs the worker's program in its container.
+    /// Apptainer passes the environment, except for the variables that it replaces, and shares
+    /// devices, network and process numbers with the host.
     fn build_apptainer_command(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
         let mut words = to_owned_strings(&["apptainer", "exec"]);
         match self.gpus {
@@ -159,7 +165,8 @@ impl<'a> WorkerContainer<'a> {
         self.append_job_options_and_image(words)
     }
 
-    /// Builds the command line of `enroot start`, which passes only the variables that are named.
+    /// Builds the `enroot start` command line that runs the worker's program in its container, and
+    /// names the environment variables to pass.
     fn build_enroot_command(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
         let mut words = to_owned_strings(&["enroot", "start", "--rw"]);
         for mount in mounts {
@@ -177,9 +184,10 @@ impl<'a> WorkerContainer<'a> {
         words
     }
 
-    /// Builds the command line of `docker run` or `podman run`. The container shares the network,
-    /// shared memory and process numbers of the host, as ranks need them. Only the names of
-    /// variables are arguments, because every user of the host can list arguments.
+    /// Builds the `docker run` or `podman run` command line that runs the worker's program in its
+    /// container. The container shares the network, shared memory and process numbers of the host,
+    /// as ranks need them. Only the names of variables are arguments, because every user of the
+    /// host can list arguments.
     fn build_docker_command(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
         let runtime = self.spec.runtime;
         let mut words = to_owned_strings(&[runtime.program(), "run", "--rm", "--name", &self.name]);
@@ -226,8 +234,9 @@ impl<'a> WorkerContainer<'a> {
         self.append_job_options_and_image(words)
     }
 
-    /// Builds the command line of `ch-run` (Charliecloud), which passes the environment and shares
-    /// devices, network and process numbers with the host. Fails for a read-only mount.
+    /// Builds the `ch-run` command line (Charliecloud) that runs the worker's program in its
+    /// container. `ch-run` passes the environment and shares devices, network and process numbers
+    /// with the host. Fails for a read-only mount.
     fn build_charliecloud_command(
         &self,
         mounts: &[ContainerMount],
@@ -260,14 +269,16 @@ impl<'a> WorkerContainer<'a> {
         Ok(words)
     }
 
-    /// Returns the options that pass the variables of a worker by their names.
+    /// Returns the `--env NAME` options of a container runtime that pass the environment variables
+    /// of a worker into its container.
     fn list_environment_options(&self, worker: &WorkerPlan) -> Vec<String> {
         let set = worker.env.iter().map(|(name, _)| name);
         let names: BTreeSet<&String> = set.chain(&self.passed).collect();
         names.into_iter().flat_map(|name| ["--env".to_owned(), name.clone()]).collect()
     }
 
-    /// Appends the container options that the job states, and the image, to a command line.
+    /// Appends to the command line `words` of a container runtime the options of `run.container`
+    /// that the job gives, and then the image.
     fn append_job_options_and_image(&self, mut words: Vec<String>) -> Vec<String> {
         words.extend(self.spec.options.iter().cloned());
         words.push(self.spec.image.clone());
@@ -275,8 +286,8 @@ impl<'a> WorkerContainer<'a> {
     }
 }
 
-/// Returns the name of a container, `launch-RUN` with `suffix`, of the characters that Docker
-/// permits.
+/// Returns the name of a container in Docker or Podman: `launch-RUN` and `suffix`, with characters
+/// that Docker does not permit replaced by `-`.
 fn build_container_name(run: &str, suffix: &str) -> String {
     let fits = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
     let run: String = run.chars().map(|c| if fits(c) { c } else { '-' }).collect();
@@ -284,12 +295,13 @@ fn build_container_name(run: &str, suffix: &str) -> String {
     format!("launch-{}{suffix}", &run[..length])
 }
 
-/// Formats a mount as Apptainer, Docker and Charliecloud take it.
+/// Formats a directory to mount as `SOURCE:TARGET`, with `:ro` if it is read-only, which Apptainer,
+/// Docker and Charliecloud understand.
 fn format_bind_mount(mount: &ContainerMount) -> String {
     format!("{}:{}{}", mount.source, mount.target, if mount.read_only { ":ro" } else { "" })
 }
 
-/// Returns whether the plan of a worker sets a variable.
+/// Returns whether the plan of a worker sets the environment variable `name`.
 fn has_variable(worker: &WorkerPlan, name: &str) -> bool {
     worker.env.iter().any(|(set, _)| set == name)
 }

@@ -1,5 +1,6 @@
-//! The agent's state machine, which decides what the agent does. Messages, process exits and time
-//! are its input, and actions are its output. The state machine does no I/O and reads no clock.
+//! The agent's state machine, which decides how the agent starts, supervises and ends the workers
+//! of its host. Messages, process exits and time are its input, and actions are its output. The
+//! state machine does no I/O and reads no clock.
 mod actions;
 mod controller_link;
 mod kept_workers;
@@ -30,11 +31,12 @@ use std::{
     time::Duration,
 };
 
-/// The time without a message after which a built-in worker counts as failed. The time is
-/// long because a worker in a debugger or on a machine that swaps is silent, too.
+/// The time without a message after which the agent reports a built-in worker as failed. The time
+/// is long because a worker in a debugger or on a machine that swaps is silent, too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
-/// The time limit for writing the stacks of hanging workers, and for the wait until the controller
-/// has the evidence of all hosts. After this time, the workers are killed in any case.
+/// How long the agent waits until the stacks of hanging workers are written, and until the
+/// controller has the evidence about the hang from all hosts. After this time, the workers are
+/// killed in any case.
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which the agent measures the activity (CPU time) of its workers.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
@@ -42,7 +44,7 @@ pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
 /// report of the worker.
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The phase of an agent's life, from the wait for the controller's hello to the exit.
+/// The phase of an agent's life, from the wait for the controller's first message to the exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AgentState {
     /// The agent waits for the controller's hello, which is the first message.
@@ -57,7 +59,8 @@ enum AgentState {
     Exiting,
 }
 
-/// The state of a worker of the current attempt, in the agent's state machine.
+/// What the agent's state machine knows about one worker of the current attempt (one start of all
+/// workers).
 #[derive(Debug)]
 struct WorkerState {
     /// Whether the worker runs the built-in runtime instead of a program.
@@ -85,13 +88,14 @@ struct WorkerState {
 }
 
 impl WorkerState {
-    /// Returns whether the worker's process was started, has not been reaped, and has not left the
-    /// attempt.
+    /// Returns whether the worker's process was started, has not been reaped, and takes part in the
+    /// current attempt (one start of all workers).
     fn is_alive(&self) -> bool {
         self.pid.is_some() && self.status.is_none() && !self.has_left
     }
 
-    /// Returns whether the worker has left the attempt, and its process has not been reaped.
+    /// Returns whether the worker has left the current attempt (one start of all workers) and its
+    /// process waits for the next one.
     fn is_waiting(&self) -> bool {
         self.status.is_none() && self.has_left
     }
@@ -166,8 +170,8 @@ pub(crate) struct AgentCore {
 }
 
 impl AgentCore {
-    /// Creates the state machine of an agent that waits for the controller's hello. `pid` is the
-    /// pid of the agent, `stream` the number that identifies its sequence of reports, and
+    /// Creates the state machine of an agent that waits for the controller's first message. `pid`
+    /// is the pid of the agent, `stream` the number that identifies its sequence of reports, and
     /// `inventory` describes its host.
     pub(crate) fn new(pid: u32, stream: u64, inventory: HostInventory) -> Self {
         AgentCore {
@@ -207,14 +211,14 @@ impl AgentCore {
         }
     }
 
-    /// Sets the delay with which the agent reports that a worker died of SIGKILL, and returns the
+    /// Sets how long the agent delays its report that a worker died of SIGKILL, and returns the
     /// changed state machine.
     pub(crate) fn with_kill_report_delay(self, kill_report_delay: Duration) -> Self {
         AgentCore { kill_report_delay, ..self }
     }
 
-    /// Returns the time, on the clock of [`AgentCore::handle_input`], by which the driver must pass
-    /// the next [`AgentInput::Tick`].
+    /// Returns the time, on the clock of [`AgentCore::handle_input`], at which the driver must pass
+    /// the next [`AgentInput::Tick`] at the latest.
     pub(crate) fn next_deadline(&self) -> Duration {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return Duration::MAX;
@@ -228,8 +232,9 @@ impl AgentCore {
         deadlines.flatten().fold(Duration::MAX, Duration::min)
     }
 
-    /// Handles an event and returns the actions that the driver must execute. `now` is the time
-    /// since any fixed start and must never decrease.
+    /// Handles one input, such as a message, a process exit or the passing of time, and returns the
+    /// actions that the agent's driver must execute. `now` is the time since any fixed start and
+    /// must never decrease.
     pub(crate) fn handle_input(&mut self, now: Duration, input: AgentInput) -> Vec<AgentAction> {
         self.now = now;
         match input {
@@ -315,19 +320,20 @@ impl AgentCore {
         }
     }
 
-    /// Takes the next report that the driver has to send to the controller. Returns `None` if there
-    /// is no report or no controller.
+    /// Returns the next numbered report (a message that must reach a controller) for the driver to
+    /// send, and marks the report as sent. Returns `None` if there is no report or no controller.
     pub(crate) fn take_report(&mut self, now: Duration) -> Option<FromAgent> {
         self.unattended_since.is_none().then(|| self.reports.take_unsent(now)).flatten()
     }
 
-    /// Returns whether [`AgentCore::take_report`] has a report to return.
+    /// Returns whether a report (a message that must reach a controller) waits to be sent to the
+    /// present controller.
     pub(crate) fn has_report(&self) -> bool {
         self.unattended_since.is_none() && self.reports.has_unsent()
     }
 
-    /// Returns whether so many events wait for the controller that the driver must stop reading
-    /// messages of workers.
+    /// Returns whether so many events of workers wait for the controller that the driver must stop
+    /// reading messages of workers.
     pub(crate) fn is_backlogged(&self) -> bool {
         self.reports.is_full()
     }
@@ -338,7 +344,7 @@ impl AgentCore {
         self.request_exit(1);
     }
 
-    /// Requests that the driver end the agent with this exit code.
+    /// Requests that the driver end the agent's process with the exit code `code`.
     fn request_exit(&mut self, code: u8) {
         self.kill_waiting_workers(|_| true);
         self.state = AgentState::Exiting;
@@ -347,8 +353,9 @@ impl AgentCore {
 
     // ---- orders of the controller ----
 
-    /// Sends the addresses of all ranks to the built-in workers of the current attempt.
-    /// Ignores the addresses if the workers have them already, from an earlier controller.
+    /// Sends the addresses at which the ranks of the job can reach each other to the built-in
+    /// workers of the current attempt. Ignores the addresses if the workers have them already, from
+    /// an earlier controller.
     fn forward_peer_addresses(&mut self, peers: WorkerPeers) {
         let is_current = self.plan.as_ref().is_some_and(|plan| plan.attempt == peers.attempt);
         if !is_current || self.peers.is_some() {
@@ -362,8 +369,8 @@ impl AgentCore {
         self.peers = Some(peers);
     }
 
-    /// Requests that all workers save a checkpoint. Built-in workers get a message, and programs
-    /// the signal `signal`.
+    /// Requests that all workers of this host save a checkpoint. Built-in workers get a message,
+    /// and programs the signal `signal`.
     fn request_saves(&mut self, signal: i32) {
         for rank in self.running_ranks() {
             if self.workers[&rank].builtin {
@@ -374,7 +381,9 @@ impl AgentCore {
         }
     }
 
-    /// Applies the values of a changed job file, and forwards them to the built-in worker of rank
+    /// Applies the values of a job file that the user has changed during the run: updates which
+    /// ranks' output is forwarded to the controller. Also sends the values to rank 0, if rank 0 is
+    /// a built-in worker on this host. Rank 0 decides from which step on the values apply.
     /// 0. Updates which ranks' output is forwarded to the controller.
     ///
     /// Also sends the values to rank 0, if rank 0 is a built-in worker on this host. Rank 0 decides
@@ -390,9 +399,10 @@ impl AgentCore {
         }
     }
 
-    /// Begins a new attempt with the workers of `plan`. Resets the state of the previous attempt,
-    /// and requests what the start of workers needs. The workers start afterwards. Ends the agent
-    /// with an error if the plan is inconsistent or workers are still running.
+    /// Begins a new attempt (one start of all workers) with the workers of this host that `plan`
+    /// describes. Resets the state of the previous attempt, and requests what the start of workers
+    /// needs. The workers start afterwards. Ends the agent with an error if the plan is
+    /// inconsistent or workers are still running.
     fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {
@@ -422,8 +432,8 @@ impl AgentCore {
         self.out.push(AgentAction::PrepareWorkers { plan, kept });
     }
 
-    /// Requests the start of the next worker of the plan. Does nothing if the workers have to stop,
-    /// or if a kill of the workers is scheduled.
+    /// Requests that the driver start the next worker of this host's plan. Does nothing if the
+    /// workers have to stop, or if a kill of the workers is scheduled.
     fn spawn_next_worker(&mut self) {
         let count = self.plan.as_ref().map_or(0, |p| p.workers.len());
         let is_ending = self.stop_requested || self.kill_after_stacks.is_some() || self.kill_at.is_some();
@@ -439,8 +449,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests that all workers stop. Schedules a kill of the workers that still run `deadline_ms`
-    /// milliseconds after `now`. With `None`, no kill is scheduled.
+    /// Requests that all workers of this host stop by themselves. Schedules a kill of the workers
+    /// that still run `deadline_ms` milliseconds after `now`. With `None`, no kill is scheduled.
     fn stop_workers(&mut self, now: Duration, deadline_ms: Option<u64>) {
         // A second SIGTERM, from a later controller, would end some programs without a save.
         let is_repeated = std::mem::replace(&mut self.stop_requested, true);
@@ -455,7 +465,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests that a worker stop.
+    /// Requests that the worker `rank` stop by itself. A built-in worker gets a message, and a
+    /// program gets SIGTERM.
     fn stop_worker(&mut self, rank: Rank) {
         if self.workers[&rank].builtin {
             self.send_to_worker(rank, ToWorker::Stop);
@@ -466,7 +477,8 @@ impl AgentCore {
 
     // ---- time ----
 
-    /// Performs what is due at `now`, such as heartbeats, checks of leases, kills and measurements.
+    /// Performs what is due at the time `now`, such as heartbeats, checks of silent workers and
+    /// controllers, kills and measurements.
     fn act_on_deadlines(&mut self, now: Duration) {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return;
@@ -536,8 +548,8 @@ impl AgentCore {
 
     // ---- progress ----
 
-    /// Handles a measurement of a worker's CPU time and collectives. Reports a stall to the
-    /// controller if the worker has made no progress for `run.hang_timeout`.
+    /// Handles a measurement of a worker's CPU time and of its counter of collectives. Reports a
+    /// stall to the controller if the worker has made no progress for `run.hang_timeout`.
     fn on_activity(
         &mut self,
         now: Duration,
@@ -576,7 +588,8 @@ impl AgentCore {
     }
 }
 
-/// Creates the error that the controller violated the control protocol, as `message` describes.
+/// Creates the error that the controller has violated the protocol of control connections.
+/// `message` states the violation.
 fn protocol_error(message: &str) -> Diagnostic {
     Diagnostic::error(run::INTERNAL, message)
 }

@@ -5,8 +5,8 @@ use protocol::control::{FromAgent, HostPlan, ToAgent};
 use std::io;
 use tracing::{debug, info, trace, warn};
 
-/// Starts the debug log with the filter that the plan contains, and opens its file in the run
-/// directory. Does nothing for later attempts.
+/// Starts the agent's debug log with the filter in the plan of this host, and opens the log's file
+/// in the run directory. Does nothing for later attempts.
 pub(super) fn start_debug_log(plan: &HostPlan) -> io::Result<()> {
     let Ok(filter) = Filter::from_directives_or_verbosity(Some(&plan.debug_filter), 0) else { return Ok(()) };
     debuglog::start(&filter, None);
@@ -17,7 +17,7 @@ pub(super) fn start_debug_log(plan: &HostPlan) -> io::Result<()> {
     Ok(())
 }
 
-/// Logs an input of the agent's state machine, without secrets.
+/// Writes an input of the agent's state machine, without secrets, to the debug log.
 pub(super) fn log_input(input: &AgentInput) {
     match input {
         AgentInput::Controller(ToAgent::Heartbeat) => {}
@@ -44,7 +44,7 @@ pub(super) fn log_input(input: &AgentInput) {
     }
 }
 
-/// Logs an action that the agent's state machine requests, without secrets.
+/// Writes an action that the agent's state machine requests, without secrets, to the debug log.
 pub(super) fn log_action(action: &AgentAction) {
     match action {
         AgentAction::Send(FromAgent::Line { .. }) => {}

@@ -1,4 +1,5 @@
-//! Executes the actions of the agent's state machine and reports events to it.
+//! The event loop and I/O of an agent: executes the actions that the agent's state machine
+//! requests, and reports events to the state machine.
 mod containers;
 mod controller_connection;
 mod controller_messages;
@@ -58,19 +59,21 @@ use tokio::{
 };
 use worker_spawner::WorkerSpawner;
 
-/// How long a sweep, which kills the processes that workers left, waits for these processes to end.
-/// Processes that remain are reported as unkillable.
+/// How long the agent waits for the end of the processes that workers have left and that it has
+/// killed. Processes that remain are reported as unkillable.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest pause between two searches for remaining processes during a sweep.
+/// The longest pause between two searches for processes that workers have left, while the agent
+/// kills these processes.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
-/// The number of messages that fit into each channel to the event loop.
+/// The number of messages that fit into each channel through which tasks and threads send to the
+/// agent's event loop.
 const CHANNEL_CAPACITY: usize = 256;
 
 /// The rank and the pid that identify one process of a worker. The pid of a rank differs between
 /// attempts and reveals late messages of an earlier attempt.
 type WorkerId = (Rank, u32);
 
-/// The agent's connections to a worker's process.
+/// The process of one worker, with the agent's message queue, output pump and terminal for it.
 struct WorkerHandle {
     pid: u32,
     outbox: Option<Outbox<ToWorker>>,
@@ -85,14 +88,15 @@ struct WorkerHandle {
 /// A message of a controller, the end of its connection (`Ok(None)`), or a read error of the
 /// connection. The number distinguishes the connections of the agent.
 type ControllerMessage = (ConnectionNumber, Result<Option<ToAgent>, FrameError>);
-/// The sender and the receiver of one channel to the event loop.
+/// The sender and the receiver of a channel through which tasks and threads send to the agent's
+/// event loop.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 /// A message of a worker, the end of the worker's control connection (`Ok(None)`), or a read error
-/// of the connection.
+/// of the connection; with the worker's rank and pid.
 type WorkerMessage = (WorkerId, Result<Option<FromWorker>, FrameError>);
 
-/// Executes the actions that the agent's state machine (`core`) requests, and reports events to the
-/// state machine.
+/// Executes the actions that the agent's state machine (`core`) requests, and reports messages,
+/// exits and time to the state machine.
 pub(super) struct AgentDriver {
     core: AgentCore,
     clock: RunningClock,
@@ -184,8 +188,9 @@ pub(super) struct AgentDriver {
 }
 
 impl AgentDriver {
-    /// Creates a driver without workers and without a controller. Reads the inventory of the host,
-    /// starts the watches for OOM kills and GPU errors, and raises the limit of open files.
+    /// Creates the driver of an agent that has no workers and no controller yet. Reads the
+    /// inventory of the host, starts the watches for OOM kills and GPU errors, and raises the limit
+    /// of open files.
     pub(super) fn new(prober: Prober) -> io::Result<Self> {
         let inventory = crate::discover::local::discover_local_host()?;
         let mut clock = RunningClock::start();
@@ -287,8 +292,8 @@ impl AgentDriver {
         }
     }
 
-    /// Waits until the last messages and the logs of the workers are written, and returns the exit
-    /// code of the agent.
+    /// Waits until the agent's last messages to the controller and the logs of the workers are
+    /// written, and returns the exit code of the agent.
     async fn flush_and_get_exit_code(mut self, code: u8) -> u8 {
         self.send_reports();
         // The pumps write the rest of the output.
@@ -303,8 +308,9 @@ impl AgentDriver {
 
     // ---- events, translated for the core ----
 
-    /// Converts an event of a worker's output pump to an input of the agent's state machine. An
-    /// event of an earlier process of the rank becomes a tick.
+    /// Converts an event of a worker's output pump (the thread that copies the output to the log)
+    /// to an input of the agent's state machine. An event of an earlier process of the rank becomes
+    /// a tick.
     fn on_pump_event(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> AgentInput {
         match event {
             _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
@@ -386,8 +392,8 @@ impl AgentDriver {
         }
     }
 
-    /// Kills and reaps the descendants of the agent that its workers left (a sweep). Does nothing
-    /// if no sweep is running.
+    /// Kills and reaps the descendants of the agent that its workers left, if the state machine has
+    /// requested this sweep. Does nothing if no sweep is running.
     ///
     /// Reports the end of the sweep to the core when no process is left or [`SWEEP_TIMEOUT`] has
     /// passed.
@@ -414,8 +420,8 @@ impl AgentDriver {
 
     // ---- actions of the core ----
 
-    /// Executes an action that the agent's state machine requests. Returns the answer if the action
-    /// has an immediate answer.
+    /// Executes an action that the agent's state machine requests, such as sending a message or
+    /// killing a worker. Returns the answer if the action has an immediate answer.
     fn execute_action(&mut self, command: AgentAction) -> Option<AgentInput> {
         debug_log::log_action(&command);
         match command {
@@ -465,14 +471,14 @@ impl AgentDriver {
         None
     }
 
-    /// Returns the pid of a worker that has not been reaped. Returns `None` for a reaped worker,
-    /// because another process may have got the pid.
+    /// Returns the pid of the worker `rank` if its process has not been reaped. Returns `None` for
+    /// a reaped worker, because another process may have got the pid.
     fn find_unreaped_pid(&self, rank: Rank) -> Option<u32> {
         self.workers.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid))
     }
 
-    /// Sends the signal that requests a checkpoint to a program, if the program has a handler for
-    /// the signal. Otherwise returns a warning, but only once per attempt.
+    /// Requests a checkpoint from a program by sending it `signal`, if the program has a handler
+    /// for the signal. Otherwise returns a warning, but only once per attempt.
     fn request_save(&mut self, rank: Rank, signal: i32) -> Option<AgentInput> {
         let attempt = self.plan.as_ref()?.attempt;
         if process::signal_if_handled(self.find_unreaped_pid(rank)?, signal)
@@ -488,8 +494,9 @@ impl AgentDriver {
         Some(AgentInput::Warning { rank, message })
     }
 
-    /// Opens the port of the rendezvous of a new attempt, after closing the rendezvous of the
-    /// earlier attempt. Returns the port or the error as the answer for the agent's state machine.
+    /// Opens the port of the rendezvous of a new attempt, at which the workers of a program meet,
+    /// after closing that of the earlier attempt. Returns the port or the error as the answer for
+    /// the agent's state machine.
     fn bind_rendezvous(&mut self, bind: &RendezvousRequest) -> AgentInput {
         // The rendezvous of the earlier attempt must be closed first, because both may use one
         // port.
@@ -503,7 +510,7 @@ impl AgentDriver {
         AgentInput::Bound { attempt: bind.attempt, port }
     }
 
-    /// Passes the workers that have not been reaped to the thread that measures their usage.
+    /// Informs the thread that measures resource usage which workers have not been reaped.
     pub(super) fn update_sampled_workers(&self) {
         let Some(plan) = &self.plan else { return };
         let is_program = |rank: Rank| plan.workers.iter().any(|w| w.rank == rank && w.command.is_some());
@@ -516,8 +523,8 @@ impl AgentDriver {
     }
 }
 
-/// Waits for the next signal that the signal stream `stream` delivers. Waits forever if `stream` is
-/// `None`.
+/// Waits for the next signal that the async runtime's stream `stream` delivers. Waits forever if
+/// `stream` is `None`.
 async fn receive_signal(stream: &mut Option<SignalStream>) {
     match stream {
         Some(stream) => _ = stream.recv().await,
@@ -525,8 +532,8 @@ async fn receive_signal(stream: &mut Option<SignalStream>) {
     }
 }
 
-/// Waits until the message queue of `connection` has space for another report. Waits forever if
-/// `connection` is `None`.
+/// Waits until the queue of messages to the controller has space for another report of the agent.
+/// Waits forever if `connection` is `None`.
 async fn wait_for_queue_space(connection: Option<&ControllerConnection>) {
     match connection {
         Some(connection) => connection.outbox.wait_for_space_for_report().await,
@@ -534,8 +541,8 @@ async fn wait_for_queue_space(connection: Option<&ControllerConnection>) {
     }
 }
 
-/// Draws a random number that identifies the sequence of reports of this agent. All programs can
-/// store the number as a JSON number.
+/// Draws a random number that identifies this agent's numbered sequence of reports to controllers.
+/// All programs can store the number as a JSON number.
 fn draw_stream_number() -> io::Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)?;

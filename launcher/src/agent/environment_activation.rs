@@ -75,15 +75,16 @@ pub(crate) fn activate_environments(
     }
 }
 
-/// Returns a random text that marks where the activated environment begins in the output of the
-/// shell.
+/// Returns a random text that the activation script prints directly before the activated
+/// environment in its output.
 fn generate_output_marker() -> io::Result<String> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
     Ok(format!("launch-activation-{:032x}", u128::from_ne_bytes(bytes)))
 }
 
-/// Returns the variables of an environment by name, without those of the shell and of the script.
+/// Returns the environment variables by name, without those of the shell itself and of launch's
+/// activation script.
 fn remove_shell_variables(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> BTreeMap<OsString, OsString> {
@@ -103,8 +104,9 @@ __launch_fail() { printf 'E%s' "$1" >&9; exit 1; }
 __launch_check() { [ "$2" = 0 ] || __launch_fail "failed $1 $2"; }
 "#;
 
-/// Shell code that makes `conda activate` available. If `conda` is a program, its hook defines the
-/// function. If it is missing, the usual directories are searched.
+/// Shell code that makes the command `conda activate` available to the activation script. If
+/// `conda` is a program, its hook defines the function. If it is missing, the usual directories are
+/// searched.
 const CONDA_SETUP_SCRIPT: &str = r#"case "$(command -v conda)" in
 conda) ;;
 '') for __launch_conda in "${CONDA_EXE-}" "${HOME-}"/miniforge3/bin/conda "${HOME-}"/mambaforge/bin/conda "${HOME-}"/miniconda3/bin/conda "${HOME-}"/anaconda3/bin/conda /opt/conda/bin/conda /opt/miniforge3/bin/conda /opt/miniconda3/bin/conda /opt/anaconda3/bin/conda; do
@@ -126,8 +128,8 @@ fi
 command -v module >/dev/null 2>&1 || __launch_fail 'modules-missing'
 "#;
 
-/// Builds the shell script that activates `steps` and writes the environment after `marker`.
-/// Relative paths begin at `workdir`.
+/// Builds the shell script that activates the environments `steps`, and then prints `marker` and
+/// the resulting environment variables. Relative paths begin at `workdir`.
 fn build_activation_script(steps: &[ActivationStep], workdir: &Path, marker: &str) -> String {
     let mut script = format!("{SCRIPT_PROLOGUE}printf '{marker}' >&9\n");
     for (i, step) in steps.iter().enumerate() {
@@ -164,8 +166,8 @@ fn quote_word(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
 }
 
-/// Quotes an absolute path for a POSIX shell. `~/` at the beginning stands for the home directory
-/// of the host. Other relative paths begin at `workdir`.
+/// Converts a path to an absolute one and quotes it for a POSIX shell. `~/` at the beginning stands
+/// for the home directory of the host. Other relative paths begin at `workdir`.
 fn quote_path(workdir: &Path, path: &Path) -> String {
     match path.strip_prefix("~") {
         Ok(rest) => format!("\"${{HOME-}}\"/{}", quote_word(&rest.to_string_lossy())),
@@ -173,15 +175,16 @@ fn quote_path(workdir: &Path, path: &Path) -> String {
     }
 }
 
-/// Parses the result of activating `steps` on a host, and builds the errors of a failed activation.
+/// Parses the output of the shell script that has activated the environments `steps` on a host, and
+/// builds the errors of a failed activation.
 struct ActivationResultParser<'a> {
     steps: &'a [ActivationStep],
     host: &'a str,
 }
 
 impl ActivationResultParser<'_> {
-    /// Parses the activated environment from the output of a shell. Fails if the shell reported a
-    /// failure, or ended without the environment.
+    /// Parses the activated environment variables from the output of the activation script. Fails
+    /// if the shell reported a failure, or ended without the environment.
     fn parse_environment(
         &self,
         output: &ShellOutput,
@@ -218,7 +221,8 @@ impl ActivationResultParser<'_> {
         }
     }
 
-    /// Builds the error for a failure that the activation script reported as `reason`.
+    /// Builds the error for a failure that the activation script has reported with the text
+    /// `reason`.
     fn build_reported_error(&self, reason: &str, printed: &[u8]) -> Diagnostic {
         let mut words = reason.split(' ');
         let kind = words.next().unwrap_or_default();
@@ -253,7 +257,8 @@ impl ActivationResultParser<'_> {
         }
     }
 
-    /// Builds an activation error that contains the end of the shell's output `printed`.
+    /// Builds an error of environment activation that contains the last lines of the script's
+    /// output `printed`.
     fn build_error(&self, code: Code, message: &str, printed: &[u8]) -> Diagnostic {
         let message = format!("cannot activate the environment of the workers on {}: {message}", self.host);
         let error = Diagnostic::error(code, message)
@@ -270,7 +275,7 @@ impl ActivationResultParser<'_> {
     }
 }
 
-/// Adds the exit code or signal of the shell to an error.
+/// Adds the exit code or signal of the shell that ran the activation script to an error.
 fn add_exit_status(error: Diagnostic, status: ExitStatus) -> Diagnostic {
     match status {
         ExitStatus::Code(code) => error.with_field("exit_code", u64::from(code)),
@@ -278,7 +283,8 @@ fn add_exit_status(error: Diagnostic, status: ExitStatus) -> Diagnostic {
     }
 }
 
-/// Describes how the shell ended, as the end of a sentence, such as `exited with code 1`.
+/// Describes how the shell that ran the activation script ended, as the end of a sentence, such as
+/// `exited with code 1`.
 fn describe_shell_exit(status: ExitStatus) -> String {
     match status {
         ExitStatus::Code(code) => format!("ended with exit code {code}"),
@@ -286,7 +292,8 @@ fn describe_shell_exit(status: ExitStatus) -> String {
     }
 }
 
-/// Parses the output of `env -0`. Returns `None` unless every entry ends with NUL and has a name.
+/// Parses environment variables from the output of `env -0`. Returns `None` unless every entry ends
+/// with NUL and has a name.
 fn parse_variables(text: &[u8]) -> Option<Vec<(OsString, OsString)>> {
     let entries = text.strip_suffix(b"\0")?.split(|byte| *byte == 0);
     let parse = |entry: &[u8]| {

@@ -1,4 +1,5 @@
-//! [`EnvironmentChanges`]: how activating environments changes the environment of workers.
+//! [`EnvironmentChanges`]: how activating environments (`run.activate`) changes the environment
+//! variables of workers.
 use std::{
     collections::BTreeMap,
     ffi::{OsStr, OsString},
@@ -16,7 +17,8 @@ pub(crate) struct EnvironmentChanges {
 }
 
 impl EnvironmentChanges {
-    /// Returns the differences between the environments before and after the activation.
+    /// Returns the differences between the environment variables before and after the activation of
+    /// `run.activate`.
     pub(super) fn compare_environments(
         before: &BTreeMap<OsString, OsString>,
         after: BTreeMap<OsString, OsString>,
@@ -28,14 +30,16 @@ impl EnvironmentChanges {
         EnvironmentChanges { added, changed, removed }
     }
 
-    /// Returns the new value of each variable that was changed; `None` for a removed variable.
+    /// Returns the name and the new value of each variable that the activation has added or
+    /// changed, and `None` as the value of a removed variable.
     pub(crate) fn assignments(&self) -> impl Iterator<Item = (&OsStr, Option<&OsStr>)> {
         let set = self.added.iter().chain(&self.changed);
         let set = set.map(|(name, value)| (name.as_os_str(), Some(value.as_os_str())));
         set.chain(self.removed.iter().map(|name| (name.as_os_str(), None)))
     }
 
-    /// Returns whether the activation has changed the value of the variable `name`.
+    /// Returns whether the activation (`run.activate`) has added, changed or removed the variable
+    /// `name`.
     pub(crate) fn changes_variable(&self, name: &str) -> bool {
         self.added.contains_key(OsStr::new(name)) || self.changed.contains_key(OsStr::new(name))
     }

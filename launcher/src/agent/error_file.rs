@@ -5,13 +5,14 @@
 use serde_json::Value;
 use std::{fs::OpenOptions, io::Read, os::unix::fs::OpenOptionsExt, path::Path};
 
-/// The number of bytes of an error file that are read. The file may contain a whole traceback.
+/// The largest number of bytes that are read of the file in which a failed program has recorded its
+/// error. The file may contain a whole traceback.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The length in characters to which an error message is truncated.
+/// The length in characters to which the message in a program's error file is truncated.
 const MAX_MESSAGE_CHARS: usize = 500;
 
-/// Reads the error message that a program recorded in `file`, and joins the message to one line.
-/// Returns `None` if the file is missing or invalid.
+/// Reads the error message that a failed program recorded in `file` (`TORCHELASTIC_ERROR_FILE`),
+/// and joins the message to one line. Returns `None` if the file is missing or invalid.
 pub(super) fn read_error_message(file: &Path) -> Option<String> {
     // Without these flags, opening a named pipe would block, and a link could lead to any file.
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_NOCTTY;
@@ -25,8 +26,9 @@ pub(super) fn read_error_message(file: &Path) -> Option<String> {
     parse_error_message(&text)
 }
 
-/// Parses the content of an error file. Returns the error message, joined to one line and
-/// truncated, or `None` if the content is invalid or the message is empty.
+/// Parses the content of the file in which a failed program has recorded its error
+/// (`TORCHELASTIC_ERROR_FILE`). Returns the error message, joined to one line and truncated, or
+/// `None` if the content is invalid or the message is empty.
 fn parse_error_message(text: &[u8]) -> Option<String> {
     let value: Value = serde_json::from_slice(text).ok()?;
     let message = value.get("message")?;

@@ -16,19 +16,21 @@ use std::{
 /// The interval at which an agent updates the modification time of its executable, which marks the
 /// executable as used.
 const TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
-/// The time without an update of its modification time after which an executable counts as unused.
-/// Much longer than [`TOUCH_INTERVAL`], so that the executable of a suspended agent stays.
+/// The time without an update of its modification time after which an executable in the cache
+/// counts as unused. Much longer than [`TOUCH_INTERVAL`], so that the executable of a suspended
+/// agent stays.
 const MIN_UNUSED_TIME: Duration = Duration::from_secs(2 * 24 * 3600);
-/// The age from which an unused executable is removed.
+/// The time without an update of its modification time after which an executable is always removed
+/// from the cache.
 const MAX_UNUSED_TIME: Duration = Duration::from_secs(30 * 24 * 3600);
 /// The number of newest executables that stay in the cache even if they are unused. The executable
 /// of the agent is one of them.
 const KEPT_EXECUTABLES: usize = 4;
 /// The length of the name of a cached executable, which is its BLAKE3 hash in hexadecimal.
 const EXECUTABLE_NAME_LENGTH: usize = 64;
-/// The prefix of the names of executables whose copy is not complete.
+/// The prefix of the names of executables in the cache that are not yet completely copied.
 const COPY_PREFIX: &str = ".launch-";
-/// The prefix of the names of executables that are being removed.
+/// The prefix that the name of an executable gets while an agent removes it from the cache.
 const REMOVED_PREFIX: &str = ".removed-";
 /// The stack size of the thread that cleans the cache, in bytes.
 const STACK_BYTES: usize = 128 << 10;
@@ -56,7 +58,8 @@ fn find_cached_executable() -> Option<PathBuf> {
     is_cached.then_some(path)
 }
 
-/// Returns whether a file of the cache with this name is a complete executable.
+/// Returns whether a file in the cache directory with the name `name` is a complete executable,
+/// which is named after its hash.
 fn is_executable_name(name: &str) -> bool {
     name.len() == EXECUTABLE_NAME_LENGTH && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }

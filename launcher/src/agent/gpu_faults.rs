@@ -4,11 +4,11 @@ use super::kernel_log::KernelLog;
 use protocol::failure::GpuFault;
 use std::{collections::VecDeque, time::Duration};
 
-/// The largest number of GPU errors that a [`GpuFaultWatch`] remembers. A new fault replaces the
-/// oldest one.
+/// The largest number of GPU errors from the kernel log that are remembered. A new fault replaces
+/// the oldest one.
 const MAX_FAULTS: usize = 1000;
-/// How long after a GPU fault that the driver reported without a pid the end of a process is
-/// attributed to the fault. A process fails at its next CUDA call, but may compute on the CPU or
+/// The longest time between a GPU error that the driver logs without a pid and the end of a process
+/// that the error may explain. A process fails at its next CUDA call, but may compute on the CPU or
 /// wait for data before that.
 const ATTRIBUTION_WINDOW: Duration = Duration::from_secs(120);
 
@@ -25,7 +25,7 @@ const XID_DESCRIPTIONS: [(u32, &str); 5] = [
     (79, "the GPU fell off the bus"),
 ];
 
-/// A GPU error that the kernel log reports.
+/// A GPU error (Xid) that the kernel log reports.
 #[derive(Debug, PartialEq)]
 struct LoggedFault {
     /// The address of the GPU on the PCI bus.
@@ -39,7 +39,7 @@ struct LoggedFault {
     logged_at: Duration,
 }
 
-/// Collects the GPU errors that the kernel log reports after the start of the watch.
+/// Collects the GPU errors (Xids) that the kernel log reports after this watch was started.
 #[derive(Debug)]
 pub(super) struct GpuFaultWatch {
     log: Option<KernelLog>,
@@ -54,8 +54,8 @@ impl GpuFaultWatch {
         GpuFaultWatch { log: KernelLog::open(), faults: VecDeque::new() }
     }
 
-    /// Finds the GPU error that explains why the process `pid` ended, after reading the new records
-    /// of the kernel log.
+    /// Finds the GPU error that explains why the process `pid` has ended, after reading the new
+    /// records of the kernel log.
     ///
     /// Returns the first fault with this pid. Without such a fault, returns the first fault of the
     /// last [`ATTRIBUTION_WINDOW`] without a pid, and attributes the fault to this process only.
@@ -64,8 +64,8 @@ impl GpuFaultWatch {
         self.attribute_fault(pid, now)
     }
 
-    /// Lists the GPU errors that the driver has reported for one of these processes, after reading
-    /// the new records of the kernel log.
+    /// Lists the GPU errors that the driver has logged for one of the processes `pids`, after
+    /// reading the new records of the kernel log.
     pub(super) fn list_faults_of(&mut self, pids: &[i32]) -> Vec<GpuFault> {
         self.read_log();
         let is_of_process = |pid: u32| pids.iter().any(|member| u32::try_from(*member) == Ok(pid));
@@ -73,8 +73,8 @@ impl GpuFaultWatch {
         faults.map(LoggedFault::to_gpu_fault).collect()
     }
 
-    /// Lists the GPU errors of the last `within` that were not attributed to a process. Reads the
-    /// new records of the kernel log before.
+    /// Lists the GPU errors of the last `within` that the driver has logged without a pid, and that
+    /// were not attributed to the end of a process. Reads the new records of the kernel log before.
     pub(super) fn list_unattributed_faults(&mut self, within: Duration) -> Vec<GpuFault> {
         let now = self.read_log();
         let is_recent = |fault: &&LoggedFault| now.saturating_sub(fault.logged_at) <= within;
@@ -93,8 +93,8 @@ impl GpuFaultWatch {
         now
     }
 
-    /// Remembers the GPU error that a record of the kernel log reports, if it reports one. `now` is
-    /// the time since the boot of the host.
+    /// Remembers the GPU error that `record`, a record of the kernel log, reports; does nothing for
+    /// other records. `now` is the time since the boot of the host.
     fn record_fault(&mut self, record: &str, now: Duration) {
         let Some(fault) = parse_fault(record, now).filter(|fault| fault.xid != XID_CLEANUP) else { return };
         if self.faults.len() == MAX_FAULTS {
@@ -103,8 +103,8 @@ impl GpuFaultWatch {
         self.faults.push_back(fault);
     }
 
-    /// Finds the recorded fault that explains why the process `pid` ended at `now`, the time since
-    /// the boot of the host. A fault without a pid gets this pid, so that no other process is
+    /// Finds the recorded GPU error that explains why the process `pid` ended at `now`, the time
+    /// since the boot of the host. A fault without a pid gets this pid, so that no other process is
     /// matched.
     fn attribute_fault(&mut self, pid: u32, now: Duration) -> Option<GpuFault> {
         let is_recent = |fault: &LoggedFault| now.saturating_sub(fault.logged_at) <= ATTRIBUTION_WINDOW;
@@ -118,7 +118,8 @@ impl GpuFaultWatch {
 }
 
 impl LoggedFault {
-    /// Converts the fault to a [`GpuFault`] with a description of its Xid.
+    /// Converts a GPU error of the kernel log to the form in which agents report it, with a
+    /// description of its Xid.
     fn to_gpu_fault(&self) -> GpuFault {
         let description = XID_DESCRIPTIONS.iter().find(|(xid, _)| *xid == self.xid);
         let description = description.map(|(_, description)| (*description).to_owned());

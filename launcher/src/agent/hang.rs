@@ -1,4 +1,4 @@
-//! Collects evidence about ranks that hang, such as the counters and the flight recorder of torch,
+//! Collects evidence about ranks that hang: counters of collectives, torch's flight recorder,
 //! Python stacks, and the state of the main thread.
 //!
 //! Programs in Python get a hook (`hang/sitecustomize.py`) by the variable `PYTHONPATH`. The hook
@@ -61,7 +61,8 @@ pub(super) struct HangingWorker {
     pub(super) host_gpu_faults: Vec<GpuFault>,
 }
 
-/// A hanging worker, with the one of its processes about which evidence is collected.
+/// A hanging worker, and the process of the worker about which evidence is collected, such as a
+/// child that uses torch.
 struct ObservedWorker {
     worker: HangingWorker,
     pid: u32,
@@ -70,8 +71,8 @@ struct ObservedWorker {
     answer: Option<HookAnswer>,
 }
 
-/// Collects evidence about the hanging workers of a request. Blocks for little more than
-/// [`ANSWER_TIMEOUT`] at most.
+/// Collects evidence about the hanging workers of a request, such as their stacks and collectives.
+/// Blocks for little more than [`ANSWER_TIMEOUT`] at most.
 pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
     let EvidenceRequest { workers, hook_directory, status, attempt, world } = request;
     let begin = Instant::now();
@@ -121,8 +122,8 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
     subjects.into_iter().map(build).collect()
 }
 
-/// Builds the evidence about one rank that publishes no worker status, because it is not built-in
-/// training. `stacks` are the stacks of the ranks that did not answer.
+/// Builds the evidence about one hanging rank that runs a program (not the built-in training).
+/// `stacks` are the stacks of the ranks that did not answer.
 fn build_program_evidence(
     subject: ObservedWorker,
     stacks: &mut [((Rank, u32), Vec<protocol::hang::StackFrame>)],
@@ -145,7 +146,8 @@ fn build_program_evidence(
     add_gpu_faults(evidence, subject.worker)
 }
 
-/// Adds the GPU errors of a worker to the evidence about it.
+/// Adds the GPU errors that the kernel log reports for a hanging worker and its host to the
+/// evidence about the worker.
 fn add_gpu_faults(evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
     RankEvidence { gpu_faults: worker.gpu_faults, host_gpu_faults: worker.host_gpu_faults, ..evidence }
 }

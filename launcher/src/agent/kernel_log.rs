@@ -23,8 +23,8 @@ impl KernelLog {
         Some(KernelLog(log))
     }
 
-    /// Reads the records that were added since the last call, and passes each record to
-    /// `on_record`. Does not block.
+    /// Reads the records that were added to the kernel log since the last call, and passes each
+    /// record to `on_record`. Does not block.
     pub(super) fn read_new_records(&mut self, mut on_record: impl FnMut(&str)) {
         let mut bytes = [0; MAX_RECORD_BYTES];
         for _ in 0..MAX_RECORDS {

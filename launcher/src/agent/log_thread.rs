@@ -9,8 +9,8 @@ use std::{
     time::Duration,
 };
 
-/// The largest amount of workers' output, in bytes, that may wait in memory until the disk accepts
-/// it. Further output is dropped and counted.
+/// The largest amount of workers' output, in bytes, that may wait in the agent's memory until the
+/// disk accepts it. Further output is dropped and counted.
 const MAX_WAITING_LOG_BYTES: usize = 32 << 20;
 /// How long an agent that is about to end retries log writes that fail because the disk is full.
 /// The controller kills an agent on its own machine that does not end within a second.
@@ -19,7 +19,8 @@ const FULL_DISK_TIMEOUT: Duration = Duration::from_millis(500);
 /// respond.
 const STALLED_DISK_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The handle of the thread that writes the logs of all ranks of an agent.
+/// A handle of the thread that writes the logs of all ranks of an agent, and that queues writes for
+/// it.
 #[derive(Clone, Debug)]
 pub(crate) struct LogThread {
     thread: BackgroundThread,
@@ -28,7 +29,7 @@ pub(crate) struct LogThread {
     lost_bytes: Arc<AtomicU64>,
 }
 
-/// The amount of workers' output that could not be written to their logs before the agent ended.
+/// Output of workers that could not be written to their logs before the agent ended.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum LostOutput {
     /// The disk has rejected this number of bytes, because it is full for example.
@@ -38,22 +39,23 @@ pub(crate) enum LostOutput {
 }
 
 impl LogThread {
-    /// Starts the thread that writes logs. At most [`MAX_WAITING_LOG_BYTES`] of output may wait for
+    /// Starts the thread that writes the ranks' logs, with at most [`MAX_WAITING_LOG_BYTES`] of
+    /// output that may wait to be written. At most [`MAX_WAITING_LOG_BYTES`] of output may wait for
     /// it.
     pub(crate) fn start() -> io::Result<LogThread> {
         LogThread::with_capacity(MAX_WAITING_LOG_BYTES)
     }
 
-    /// Starts the thread that writes logs, with at most `max_bytes` bytes of output that may wait
-    /// for it.
+    /// Starts the thread that writes the ranks' logs, with at most `max_bytes` bytes of output that
+    /// may wait to be written.
     pub(crate) fn with_capacity(max_bytes: usize) -> io::Result<LogThread> {
         let thread = BackgroundThread::start("rank-logs", max_bytes)?;
         Ok(LogThread { thread, retries: WriteRetrySwitch::default(), lost_bytes: Arc::default() })
     }
 
-    /// Queues the function `write`, which writes to a log, to run on the thread after all earlier
-    /// writes. `write` returns the number of bytes that the disk has not accepted. Returns `false`
-    /// if too much output waits to accept another `bytes` bytes. Never blocks.
+    /// Queues the function `write`, which writes to a rank's log, to run on the log thread after
+    /// all earlier writes. `write` returns the number of bytes that the disk has not accepted.
+    /// Returns `false` if too much output waits to accept another `bytes` bytes. Never blocks.
     pub(crate) fn queue_write(
         &self,
         bytes: usize,
@@ -65,10 +67,10 @@ impl LogThread {
         })
     }
 
-    /// Waits until all output is written to the logs. Gives up writes that the disk still rejects
-    /// after [`FULL_DISK_TIMEOUT`], and stops waiting for a disk that does not answer after another
-    /// [`STALLED_DISK_TIMEOUT`]. Returns the output that was lost; `None` if all output was
-    /// written.
+    /// Waits, when the agent ends, until all output of workers is written to their logs. Gives up
+    /// writes that the disk still rejects after [`FULL_DISK_TIMEOUT`], and stops waiting for a disk
+    /// that does not answer after another [`STALLED_DISK_TIMEOUT`]. Returns the output that was
+    /// lost; `None` if all output was written.
     pub(crate) fn finish(&self) -> Option<LostOutput> {
         if !self.thread.flush(FULL_DISK_TIMEOUT) {
             self.retries.switch_off();
@@ -80,15 +82,15 @@ impl LogThread {
         (bytes > 0).then_some(LostOutput::Rejected { bytes })
     }
 
-    /// Waits, for at most `limit`, until all output that is queued at present is written. Returns
-    /// whether all of this output was written.
+    /// Waits, for at most `limit`, until all output that is queued for the log thread at present is
+    /// written. Returns whether all of this output was written.
     #[cfg(test)]
     pub(crate) fn flush(&self, limit: Duration) -> bool {
         self.thread.flush(limit)
     }
 
-    /// Returns how long the write that currently runs on the thread has taken so far. Returns zero
-    /// if no write runs.
+    /// Returns how long the write to a log that the log thread currently executes has taken so far.
+    /// Returns zero if no write runs.
     #[cfg(test)]
     pub(crate) fn current_write_time(&self) -> Duration {
         self.thread.busy_time()

@@ -15,16 +15,17 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The shortest time between two recorded pairs of time and log size.
+/// The shortest time between two recordings of a log's size in the file `rank-N.log.times`.
 const MIN_RECORD_INTERVAL: Duration = Duration::from_secs(1);
-/// The size of a pair of time and log size, in bytes.
+/// The size in bytes of one entry of the file `rank-N.log.times`: a time and the size of the log at
+/// that time.
 const PAIR_BYTES: usize = 16;
 /// The largest size of a file `rank-N.log.times`, in bytes. It is reached after twelve days with
 /// output every second. After that, no more times are recorded.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Records the growth of one log by appending pairs of time and log size to the log's file of
-/// times. Write errors end the recording, but do not affect the log.
+/// Records how a rank's log grows, by appending pairs of time and log size to the file
+/// `rank-N.log.times`. Write errors end the recording, but do not affect the log.
 #[derive(Debug)]
 pub(super) struct LogTimesWriter {
     file: Option<File>,
@@ -33,8 +34,8 @@ pub(super) struct LogTimesWriter {
 }
 
 impl LogTimesWriter {
-    /// Opens or creates the file of times that belongs to `log`, and removes an incomplete last
-    /// pair. If the file cannot be opened, the writer records nothing.
+    /// Opens or creates the file `rank-N.log.times` that belongs to the log file `log`, and removes
+    /// an incomplete last entry. If the file cannot be opened, the writer records nothing.
     pub(super) fn open(log: &Path) -> LogTimesWriter {
         let file = append_private_file(&log_times_path(log)).ok();
         let size = file.as_ref().and_then(|f| f.metadata().ok()).map_or(0, |m| m.len());
@@ -44,9 +45,9 @@ impl LogTimesWriter {
         LogTimesWriter { file, size, last: None }
     }
 
-    /// Records that the log currently has a size of `bytes` bytes. Does nothing within
-    /// [`MIN_RECORD_INTERVAL`] of the last recorded size, or if the file of times has reached
-    /// [`MAX_FILE_BYTES`].
+    /// Records the current time together with the present size of the log, `bytes` bytes. Does
+    /// nothing within [`MIN_RECORD_INTERVAL`] of the last recorded size, or if the file of times
+    /// has reached [`MAX_FILE_BYTES`].
     ///
     /// The caller must call this function before each write to the log.
     pub(super) fn record_size(&mut self, bytes: u64) {
@@ -101,12 +102,13 @@ pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     }
 }
 
-/// Decodes the log size, in bytes, from the second half of a pair of time and log size.
+/// Decodes the log size, in bytes, from an entry of `rank-N.log.times`, which contains a time and
+/// the size at that time.
 fn decode_log_size(pair: &[u8]) -> u64 {
     pair[8..].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
 }
 
-/// Returns the path of the file of times that belongs to `log`.
+/// Returns the path of the file `rank-N.log.times` that belongs to the log file `log`.
 fn log_times_path(log: &Path) -> PathBuf {
     let mut name = log.as_os_str().to_owned();
     name.push(".times");

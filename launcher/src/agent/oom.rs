@@ -18,8 +18,8 @@ pub(super) struct OomWatch {
 }
 
 impl OomWatch {
-    /// Starts to watch for OOM kills, through the counter of the control group or, if that is not
-    /// readable, the kernel log.
+    /// Starts to watch for OOM kills, through the control group's counter of such kills or, if that
+    /// is not readable, the kernel log.
     pub(super) fn start() -> Self {
         let known_kills = read_oom_kill_count(Path::new("/"));
         let log = if known_kills.is_none() { KernelLog::open() } else { None };
@@ -49,9 +49,9 @@ impl OomWatch {
     }
 }
 
-/// Parses the pid of a process that was killed for lack of memory from a record of the kernel log.
-/// An example of a record is `… Out of memory: Killed process 123 (name) …`. Returns `None` if the
-/// record does not report an OOM kill.
+/// Parses, from a record of the kernel log, the pid of a process that the kernel has killed for
+/// lack of memory. An example of a record is `… Out of memory: Killed process 123 (name) …`.
+/// Returns `None` if the record does not report an OOM kill.
 fn parse_killed_pid(record: &str) -> Option<u32> {
     let (before, after) = record.split_once("Killed process ")?;
     let is_oom = before.to_ascii_lowercase().contains("out of memory");

@@ -1,4 +1,5 @@
-//! [`AgentInput`] and [`AgentAction`]: what the agent's state machine receives and requests.
+//! The types [`AgentInput`] and [`AgentAction`]: events that the agent's state machine receives,
+//! and actions that the state machine requests.
 use diagnostic::Diagnostic;
 use jobspec::ids::Rank;
 use protocol::{

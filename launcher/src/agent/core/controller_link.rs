@@ -13,9 +13,9 @@ use protocol::control::{
 };
 use std::time::Duration;
 
-/// The minimum time in which built-in workers without a controller can save and stop. The time
-/// begins when the workers may not train any longer. If `run.controller_timeout` is longer, it
-/// applies instead.
+/// The minimum time that built-in workers have to save and stop when no controller has returned for
+/// `run.controller_timeout`. The time begins when the workers may not train any longer. If
+/// `run.controller_timeout` is longer, it applies instead.
 pub(super) const MIN_UNATTENDED_SAVE_TIME: Duration = Duration::from_secs(600);
 
 impl AgentCore {
@@ -68,8 +68,9 @@ impl AgentCore {
         }
     }
 
-    /// Continues without a controller, or ends the workers, after the controller was lost. The loss
-    /// is the end of the connection or, with `silent_for`, silence of this length.
+    /// Decides what happens to the workers after the controller was lost: they continue without a
+    /// controller, or they are ended. The loss is the end of the connection or, with `silent_for`,
+    /// silence of this length.
     pub(super) fn on_controller_lost(&mut self, now: Duration, silent_for: Option<Duration>) {
         if self.is_ending || self.unattended_since.is_some() || self.state == AgentState::Exiting {
             return;
@@ -99,15 +100,15 @@ impl AgentCore {
         self.end_agent();
     }
 
-    /// Ends this agent, which has just started, because an older agent on the host obeys a later
-    /// controller.
+    /// Ends this agent, which has just started, because an older agent on the host obeys a
+    /// controller that is newer than this agent's.
     pub(super) fn on_controller_replaced(&mut self, token: ControllerToken) {
         self.send_if_connected(FromAgent::Released { token: Some(token), silent_ms: None });
         self.request_exit(0);
     }
 
-    /// Returns to the previous controller, because the new controller was lost before it took over
-    /// the run.
+    /// Makes the agent obey its previous controller again, because the new controller was lost
+    /// before it took over the run.
     fn forget_new_controller(&mut self, previous: PreviousController) {
         if let Some(terms) = &mut self.terms {
             terms.token = previous.token;
@@ -139,14 +140,14 @@ impl AgentCore {
         }
     }
 
-    /// Returns the time at which the workers must save and stop because the agent has no
-    /// controller. Returns `None` if the agent has a controller, or if the workers are stopping.
+    /// Returns the time by which the agent makes the workers save and stop if no controller has
+    /// returned. Returns `None` if the agent has a controller, or if the workers are stopping.
     pub(super) fn unattended_deadline(&self) -> Option<Duration> {
         let timeout = Duration::from_millis(self.terms.as_ref()?.controller_timeout_ms);
         self.unattended_since.filter(|_| !self.is_ending).map(|since| since + timeout)
     }
 
-    /// Lets the workers save and stop, because no controller has returned, and requests the exit of
+    /// Makes the workers save a checkpoint and stop, because no controller has returned, and ends
     /// the agent as soon as no worker is left.
     fn end_unattended_workers(&mut self, now: Duration) {
         let (Some(terms), AgentState::Running) = (&self.terms, self.state) else {
@@ -162,8 +163,8 @@ impl AgentCore {
         self.stop_workers(now, Some(grace_ms));
     }
 
-    /// Reports to the controller that the batch system is about to end the job. Without a
-    /// controller, lets the workers save and stop.
+    /// Handles the SIGTERM by which a batch system announces the end of the job, and reports it to
+    /// the controller. Without a controller, lets the workers save and stop.
     pub(super) fn on_terminated(&mut self, now: Duration) {
         match self.unattended_since {
             Some(_) if !self.is_ending => self.end_unattended_workers(now),
@@ -174,8 +175,9 @@ impl AgentCore {
 
     // ---- other controllers ----
 
-    /// Decides on the request of another controller, or of a later agent of this host. The driver
-    /// executes the decision for the connection that carries the request.
+    /// Decides whether to accept the request of another controller to control this agent, or of a
+    /// later agent of this host to end it. The driver executes the decision for the connection that
+    /// carries the request.
     pub(super) fn on_attach_requested(
         &mut self,
         now: Duration,
@@ -201,7 +203,8 @@ impl AgentCore {
         }
     }
 
-    /// Returns why this agent may not obey a new controller with this token, or `None` if it may.
+    /// Returns the reason why this agent may not obey the new controller that has sent `token`, or
+    /// `None` if it may.
     fn find_adoption_conflict(
         &self,
         now: Duration,
@@ -221,8 +224,8 @@ impl AgentCore {
         (token <= terms.token).then_some(AttachRejection::Stale { token: terms.token })
     }
 
-    /// Obeys a new controller from now on. Releases the previous one, reports the state of this
-    /// agent, and repeats the kept reports.
+    /// Makes the agent obey the new controller that has sent `token`. Releases the previous one,
+    /// reports the state of this agent, and repeats the kept reports.
     fn obey_new_controller(&mut self, now: Duration, token: ControllerToken) {
         let since = self.unattended_since.or(self.controller_heard_at).unwrap_or(now);
         let unattended_ms = now.saturating_sub(since).as_millis() as u64;
@@ -257,8 +260,8 @@ impl AgentCore {
     }
 }
 
-/// Creates the error that the controller has another version of the control protocol, `version`,
-/// than this agent.
+/// Creates the error that the controller uses version `version` of the control protocol, which this
+/// agent does not know.
 fn version_error(version: u32) -> Diagnostic {
     let message = format!(
         "the agent speaks version {PROTOCOL_VERSION} of the control protocol and the controller version {version}"

@@ -1,4 +1,5 @@
-//! The part of the agent's state machine that keeps the processes of workers between attempts.
+//! The part of the agent's state machine that keeps the processes of workers between attempts
+//! (starts of all workers).
 //!
 //! After a failure of another worker, the controller may allow built-in workers to leave the
 //! attempt instead of ending. The process of a worker that has left waits for the next attempt. It
@@ -8,33 +9,36 @@ use jobspec::{env, ids::Rank};
 use protocol::control::{FromAgent, HostPlan, WorkerPlan};
 use std::{collections::BTreeMap, time::Duration};
 
-/// How long a worker that has left an attempt waits for the next one. The controller may wait this
-/// long for a lost host, and a host may be a spare host from now on.
+/// How long a worker that has left an attempt (one start of all workers) waits for the next
+/// attempt, before its process is killed. The controller may wait this long for a lost host, and a
+/// host may be a spare host from now on.
 pub(super) const MAX_WAITING_TIME: Duration = Duration::from_secs(600);
-/// How old the last message of a waiting worker may be for its process to take part in the next
-/// attempt. Workers send a heartbeat every second, so an older message means that the process is
-/// stopped or its connection does not work.
+/// The largest age of the last message of a worker that waits for the next attempt (start of all
+/// workers), with which its process may take part in that attempt. Workers send a heartbeat every
+/// second, so an older message means that the process is stopped or its connection does not work.
 const MAX_LAST_MESSAGE_AGE: Duration = Duration::from_secs(4);
-/// The environment variables that differ between attempts, and that built-in workers do not read.
+/// The environment variables whose values differ between attempts (starts of all workers), and that
+/// built-in workers do not read.
 const PER_ATTEMPT_VARIABLES: [&str; 1] = [env::MASTER_PORT];
 
 impl AgentCore {
-    /// Returns whether the workers of the current plan are built-in workers on CPUs, which can
-    /// leave an attempt.
+    /// Returns whether the workers of the current plan are built-in workers on CPUs, which can take
+    /// part in several attempts (starts of all workers).
     pub(super) fn trains_on_cpus(&self) -> bool {
         self.plan.as_ref().is_some_and(|plan| {
             plan.workers.iter().all(|w| w.command.is_none()) && !plan.job.cluster.trains_on_gpus()
         })
     }
 
-    /// Returns the ranks of the workers that have left the attempt and whose processes are alive,
-    /// in ascending order.
+    /// Returns the ranks of the workers that have left an attempt and whose processes wait for the
+    /// next attempt, in ascending order.
     pub(super) fn waiting_ranks(&self) -> Vec<Rank> {
         self.workers.iter().filter(|(_, w)| w.is_waiting()).map(|(r, _)| *r).collect()
     }
 
-    /// Records that a worker has left the current attempt, and reports this to the controller.
-    /// Ignores a worker that must end instead, which is killed after the grace period.
+    /// Records that a worker has left the current attempt (one start of all workers) and waits for
+    /// the next one, and reports this to the controller. Ignores a worker that must end instead,
+    /// which is killed after the grace period.
     pub(super) fn on_worker_left(&mut self, rank: Rank, attempt: u32) {
         let may_leave = self.may_leave && attempt == self.attempt;
         let may_leave = |worker: &WorkerState| may_leave && worker.is_alive() && !worker.silence_reported;
@@ -45,14 +49,15 @@ impl AgentCore {
         }
     }
 
-    /// Kills the waiting processes (those that wait for the next attempt) of the ranks that
+    /// Kills the processes that wait for the next attempt (start of all workers) and whose rank
     /// `selects` accepts.
     pub(super) fn kill_waiting_workers(&mut self, selects: impl Fn(Rank) -> bool) {
         let ranks = self.waiting_ranks().into_iter().filter(|rank| selects(*rank));
         self.out.extend(ranks.map(|rank| AgentAction::Signal(rank, GroupSignal::Kill)));
     }
 
-    /// Selects the waiting processes that take part in the attempt of `next`. Kills the others.
+    /// Selects the processes of earlier workers that take part in the next attempt, which the plan
+    /// `next` describes. Kills the others.
     pub(super) fn select_rejoining_workers(&mut self, now: Duration, next: &HostPlan) {
         let can_rejoin = |rank: &Rank| {
             let worker = &self.workers[rank];
@@ -68,8 +73,8 @@ impl AgentCore {
     }
 }
 
-/// Returns whether the worker of a rank has equal plans in two attempts, apart from values that
-/// differ in every attempt.
+/// Returns whether two plans of this host describe the worker of a rank equally, apart from values
+/// that differ in every attempt (start of all workers).
 fn is_worker_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
     let find =
         |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(remove_attempt_values);
@@ -85,7 +90,8 @@ fn is_worker_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
         && job(last) == next.job
 }
 
-/// Returns the plan of a worker without the values that differ in every attempt.
+/// Returns the plan of a worker without the values that differ in every attempt (start of all
+/// workers), such as the port of the rendezvous.
 fn remove_attempt_values(mut worker: WorkerPlan) -> WorkerPlan {
     worker.env.retain(|(name, _)| !PER_ATTEMPT_VARIABLES.contains(&name.as_str()));
     worker

@@ -4,8 +4,9 @@ use jobspec::ids::Rank;
 use protocol::{control::FromAgent, frame::encode_frame};
 use std::{collections::VecDeque, time::Duration};
 
-/// The largest size, in bytes, of the events that the controller has not yet acknowledged. At this
-/// size, the agent stops reading messages of its workers.
+/// The largest total size, in bytes, of the workers' events that the agent has reported and the
+/// controller has not yet acknowledged. At this size, the agent stops reading messages of its
+/// workers.
 pub(crate) const MAX_UNACKNOWLEDGED_BYTES: usize = 64 << 20;
 
 /// The numbered reports of an agent, some of which are kept for a later controller. Events are kept
@@ -23,7 +24,7 @@ pub(crate) struct ReportLog {
     event_bytes: usize,
 }
 
-/// A report that is kept, because a later controller may need it.
+/// A report of an agent that is kept after it was sent, because a later controller may need it.
 #[derive(Debug)]
 struct KeptReport {
     seq: u64,
@@ -35,7 +36,8 @@ struct KeptReport {
 }
 
 impl KeptReport {
-    /// Returns whether the report states that this rank stalls or has recovered.
+    /// Returns whether the report states that the worker `rank` makes no progress, or makes
+    /// progress again.
     fn is_stall_of(&self, rank: Rank) -> bool {
         matches!(&self.message,
             FromAgent::Stalled { rank: r, .. } | FromAgent::Recovered { rank: r, .. } if *r == rank)
@@ -43,7 +45,7 @@ impl KeptReport {
 }
 
 impl ReportLog {
-    /// Appends the report `message`, which the agent makes at the time `now`, and gives it the next
+    /// Appends `message`, a report that the agent makes at the time `now`, and gives it the next
     /// number.
     pub(crate) fn append_report(&mut self, now: Duration, message: FromAgent) {
         if let FromAgent::Stalled { rank, .. } | FromAgent::Recovered { rank, .. } = message {
@@ -58,8 +60,8 @@ impl ReportLog {
         self.reports.push_back(KeptReport { seq: self.last, at: now, message, event_bytes });
     }
 
-    /// Returns the next report to send to the present controller, and marks it as sent. Returns
-    /// `None` if there is none.
+    /// Returns the oldest report that was not yet sent to the present controller, and marks it as
+    /// sent. Returns `None` if there is none.
     pub(crate) fn take_unsent(&mut self, now: Duration) -> Option<FromAgent> {
         let next = self.reports.get(self.reports.partition_point(|report| report.seq <= self.sent))?;
         self.sent = next.seq;
@@ -67,40 +69,45 @@ impl ReportLog {
         Some(FromAgent::Report { seq: next.seq, age_ms, message: Box::new(next.message.clone()) })
     }
 
-    /// Forgets the events with numbers up to `seq`, which the controller has stored.
+    /// Forgets the reported events with numbers up to `seq`, because the controller has stored
+    /// them.
     pub(crate) fn acknowledge(&mut self, seq: u64) {
         let seq = seq.min(self.sent);
         self.drop_reports(|report| report.seq <= seq && matches!(report.message, FromAgent::Event { .. }));
     }
 
-    /// Forgets all reports of previous attempts that are not events, because a new attempt starts.
+    /// Forgets all reports of previous attempts except workers' events, because a new attempt
+    /// (start of all workers) begins.
     pub(crate) fn begin_attempt(&mut self) {
         self.drop_reports(|report| !matches!(report.message, FromAgent::Event { .. }));
     }
 
-    /// Makes [`ReportLog::take_unsent`] begin with the oldest kept report, for a new controller.
+    /// Makes [`ReportLog::take_unsent`] begin again with the oldest kept report, so that a new
+    /// controller gets all kept reports.
     pub(crate) fn rewind(&mut self) {
         self.sent = 0;
     }
 
-    /// Returns the number of the newest report that is kept for a later controller; 0 if none is
-    /// kept.
+    /// Returns the number of the newest report that is kept for later controllers; 0 if no report
+    /// is kept.
     pub(crate) fn last_kept_number(&self) -> u64 {
         self.reports.back().map_or(0, |report| report.seq)
     }
 
-    /// Returns whether so many events wait for an acknowledgement that no further message of a
-    /// worker may be read.
+    /// Returns whether so many events wait for the controller's acknowledgement that the agent must
+    /// read no further message of its workers.
     pub(crate) fn is_full(&self) -> bool {
         self.event_bytes >= MAX_UNACKNOWLEDGED_BYTES
     }
 
-    /// Returns whether there is a report that was not yet sent to the present controller.
+    /// Returns whether there is a report of the agent that was not yet sent to the present
+    /// controller.
     pub(crate) fn has_unsent(&self) -> bool {
         self.last_kept_number() > self.sent
     }
 
-    /// Drops the kept reports for which `is_dropped` returns `true`.
+    /// Drops the kept reports for which `is_dropped` returns `true`, so that no later controller
+    /// gets them.
     fn drop_reports(&mut self, is_dropped: impl Fn(&KeptReport) -> bool) {
         let mut dropped_bytes = 0;
         self.reports.retain(|report| {

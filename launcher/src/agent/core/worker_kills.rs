@@ -8,7 +8,7 @@ use protocol::{
 use std::time::Duration;
 
 impl AgentCore {
-    /// Ends all workers within the grace period of the request.
+    /// Ends all workers of this host within the grace period of the controller's request.
     ///
     /// With `stacks`, first writes the stacks of the workers to their logs. The grace period then
     /// begins after the stacks were written. A second request in this time ends the workers
@@ -25,10 +25,10 @@ impl AgentCore {
         self.end_workers(now, request);
     }
 
-    /// Sends the hang evidence of the workers to the controller after their stacks were written.
-    /// The workers then continue until the controller repeats its kill request, because their end
-    /// would end ranks on other hosts, about which there may be no evidence yet. Without evidence,
-    /// executes the kill request.
+    /// Sends the evidence about hanging workers to the controller, after their stacks were written
+    /// to their logs. The workers then continue until the controller repeats its kill request,
+    /// because their end would end ranks on other hosts, about which there may be no evidence yet.
+    /// Without evidence, executes the kill request.
     pub(super) fn on_stacks_written(&mut self, now: Duration, evidence: Vec<RankEvidence>) {
         if evidence.is_empty() {
             return self.end_waiting_workers(now);
@@ -42,7 +42,8 @@ impl AgentCore {
         }
     }
 
-    /// Executes the kill request that was postponed until the stacks of the workers were written.
+    /// Executes a kill request of the controller that was postponed until the stacks of the workers
+    /// were written to their logs.
     pub(super) fn end_waiting_workers(&mut self, now: Duration) {
         self.stacks_deadline = Duration::MAX;
         if let Some(request) = self.kill_after_stacks.take() {
@@ -50,8 +51,8 @@ impl AgentCore {
         }
     }
 
-    /// Ends all workers now, and schedules a kill of the workers that still run after the grace
-    /// period.
+    /// Asks all workers to end now, and schedules a kill of those that still run after the grace
+    /// period of `request`.
     ///
     /// Initialized built-in workers get an abort message, and all others get SIGTERM. With a grace
     /// period of 0, all workers are killed immediately instead.

@@ -26,8 +26,8 @@ impl AgentCore {
         self.workers.iter().filter(|(_, w)| w.is_alive()).map(|(r, _)| *r).collect()
     }
 
-    /// Sends a message to a built-in worker. Before the worker is initialized, holds the message
-    /// back until the initialization.
+    /// Sends a message to the built-in worker `rank`. Before the worker is initialized, holds the
+    /// message back until the initialization.
     pub(super) fn send_to_worker(&mut self, rank: Rank, message: ToWorker) {
         match self.workers.get_mut(&rank) {
             Some(worker) if worker.init.is_some() => worker.after_init.push(message),
@@ -35,9 +35,9 @@ impl AgentCore {
         }
     }
 
-    /// Records that the process of a worker was started or, with `rejoins`, that a kept process
-    /// takes part in another attempt. Reports the start to the controller, and requests the start
-    /// of the next worker.
+    /// Records that the process of a worker was started or, with `rejoins`, that a process of an
+    /// earlier attempt takes part in the current one. Reports the start to the controller, and
+    /// requests the start of the next worker.
     pub(super) fn on_spawned(&mut self, now: Duration, rank: Rank, pid: u32, rejoins: bool) {
         let Some(plan) = self.plan.clone() else { return };
         let Some(worker) = plan.workers.iter().find(|w| w.rank == rank) else { return };
@@ -93,8 +93,9 @@ impl AgentCore {
         self.spawn_next_worker();
     }
 
-    /// Handles a message of a built-in worker. Answers the hello with the first message to the
-    /// worker, and reports events and progress to the controller.
+    /// Handles a message of a built-in worker, such as its first message, an event or a sign of
+    /// progress. Answers the hello with the first message to the worker, and reports events and
+    /// progress to the controller.
     pub(super) fn on_worker_message(&mut self, now: Duration, rank: Rank, message: FromWorker) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.last_message_at = now;
@@ -165,8 +166,8 @@ impl AgentCore {
         }
     }
 
-    /// Records how the process of a worker ended, and requests the output that the worker left in
-    /// its pipes.
+    /// Records how the process of a worker ended, and requests that the driver read the output that
+    /// remains in the worker's pipes.
     pub(super) fn on_worker_exited(
         &mut self,
         now: Duration,
@@ -189,7 +190,8 @@ impl AgentCore {
         }
     }
 
-    /// Returns the time at which the agent must report the end of a worker to the controller.
+    /// Returns the time at which the agent must report the end of the process of `worker` to the
+    /// controller.
     ///
     /// This is the end of the worker if all output and messages of the worker have arrived, else
     /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL or SIGTERM that the agent did not send, it
@@ -207,9 +209,9 @@ impl AgentCore {
         worker.ended_at + output_delay.max(kill_delay)
     }
 
-    /// Sends the reports of ended workers that are due at `now` to the controller, in the order in
-    /// which the workers ended. See [`Self::exit_report_time`]. A report that is not due delays the
-    /// reports of workers that ended later.
+    /// Reports to the controller the ends of workers that are due to be reported at `now`, in the
+    /// order in which the workers ended. See [`Self::exit_report_time`]. A report that is not due
+    /// delays the reports of workers that ended later.
     pub(super) fn report_ended_workers(&mut self, now: Duration) {
         while let Some(&rank) = self.unreported.front() {
             if self.workers.get(&rank).is_none_or(|worker| now < self.exit_report_time(worker)) {
@@ -227,8 +229,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests a sweep, which kills the processes that the workers left, if all workers have ended
-    /// and all ends were reported to the controller.
+    /// Requests that the driver kill the processes that workers have left, once all workers have
+    /// ended and the controller was informed of all ends.
     pub(super) fn sweep_if_all_ended(&mut self) {
         let all_ended = self.running_ranks().is_empty() && self.unreported.is_empty() && !self.spawning;
         if self.state == AgentState::Running && all_ended {
@@ -239,9 +241,9 @@ impl AgentCore {
         }
     }
 
-    /// Reports to the controller that the workers of the attempt have ended, after a sweep has
-    /// killed the processes that they left. Ends the agent with an error if processes `left` did
-    /// not end after SIGKILL.
+    /// Reports to the controller that the workers of the attempt have ended, after the processes
+    /// that they left were killed. Ends the agent with an error if processes `left` did not end
+    /// after SIGKILL.
     pub(super) fn on_swept(&mut self, left: &[i32]) {
         if self.state != AgentState::Sweeping {
             return;

@@ -4,15 +4,15 @@ use protocol::control::FromAgent;
 use std::time::Duration;
 use tokio::{task::JoinHandle, time::timeout};
 
-/// The number of a connection of the agent, counted from 1.
+/// The number of one of the agent's successive connections to controllers, counted from 1.
 pub(super) type ConnectionNumber = u64;
 
-/// How long the agent waits for queued messages to be written before it closes a connection. Then
-/// they are dropped.
+/// How long the agent waits for queued messages to be written before it closes its connection to a
+/// controller. Then they are dropped.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The agent's connection to its controller, with the queue of messages and the tasks that read and
-/// write them.
+/// write the connection.
 pub(super) struct ControllerConnection {
     pub(super) number: ConnectionNumber,
     pub(super) outbox: Outbox<FromAgent>,
@@ -21,7 +21,8 @@ pub(super) struct ControllerConnection {
 }
 
 impl ControllerConnection {
-    /// Creates a connection from its queue of messages, and the tasks that read and write it.
+    /// Creates a connection from its number, its queue of messages, and the tasks that read and
+    /// write the connection.
     pub(super) fn new(
         number: ConnectionNumber,
         outbox: Outbox<FromAgent>,
@@ -31,8 +32,8 @@ impl ControllerConnection {
         ControllerConnection { number, outbox, reader, writer }
     }
 
-    /// Closes the connection after the queued messages were written. Does not wait longer than
-    /// [`FLUSH_TIMEOUT`] for a controller that does not read.
+    /// Closes the connection to the controller after the queued messages were written. Does not
+    /// wait longer than [`FLUSH_TIMEOUT`] for a controller that does not read.
     pub(super) async fn close(self) {
         self.reader.abort();
         drop(self.outbox);

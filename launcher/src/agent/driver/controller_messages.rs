@@ -19,7 +19,8 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite};
 
 impl AgentDriver {
-    /// Makes `input` and `output` the connection to the controller.
+    /// Makes the streams `input` and `output` the agent's connection to its controller, and starts
+    /// the tasks that read and write them.
     pub(in crate::agent) fn set_controller_connection(
         &mut self,
         input: impl AsyncRead + Send + Unpin + 'static,
@@ -62,24 +63,25 @@ impl AgentDriver {
         }
     }
 
-    /// Removes and returns the connection to the controller. Lines of output are counted as dropped
-    /// afterwards.
+    /// Removes the connection to the controller from the driver and returns it. Lines of output are
+    /// counted as dropped afterwards.
     fn take_connection(&mut self) -> Option<ControllerConnection> {
         self.console.set_outbox(Outbox::channel().0);
         self.cancel_exec_commands();
         self.connection.take()
     }
 
-    /// Accepts the attach request that waits for a decision, and uses its connection as the
-    /// connection to the controller.
+    /// Accepts the request of another controller to control this agent, and uses its connection as
+    /// the connection to the controller.
     pub(super) fn accept_pending_controller(&mut self) {
         if let Some(AttachConnection { input, output, .. }) = self.undecided.take() {
             self.set_controller_connection(input, output);
         }
     }
 
-    /// Converts a message of a controller to an input of the agent's state machine. A hello, the
-    /// first message, is held back until this agent is the only agent of the run on its host.
+    /// Converts a message of a controller, or the end of its connection, to an input of the agent's
+    /// state machine. A hello, the first message, is held back until this agent is the only agent
+    /// of the run on its host.
     pub(super) fn on_controller_message(&mut self, (number, message): ControllerMessage) -> AgentInput {
         if self.connection.as_ref().is_none_or(|connection| connection.number != number) {
             return AgentInput::Tick;
@@ -126,8 +128,8 @@ impl AgentDriver {
         }
     }
 
-    /// Handles the first message (hello) of the controller, once it is known whether this agent is
-    /// the only agent of the run on its host (`lock`).
+    /// Handles the controller's first message once `lock` states whether this agent is the only
+    /// agent of the run on its host.
     pub(super) fn on_host_locked(&mut self, lock: Result<Option<UnixListener>, LockError>) -> AgentInput {
         let Some(hello) = self.waiting_hello.take() else { return AgentInput::Tick };
         match (lock, self.terms.clone()) {
@@ -146,8 +148,8 @@ impl AgentDriver {
         }
     }
 
-    /// Converts the request of another controller, or of a later agent of this host, to an input of
-    /// the agent's state machine.
+    /// Converts the request of another controller to control this agent, or of a later agent of
+    /// this host to end it, to an input of the state machine.
     pub(super) fn on_attach_request(&mut self, connection: AttachConnection) -> AgentInput {
         let (token, purpose) = (connection.request.token, connection.request.purpose);
         self.undecided = Some(connection);
@@ -163,8 +165,8 @@ impl AgentDriver {
         }
     }
 
-    /// Sends the reports of the agent's state machine to the controller, until the queue of the
-    /// connection is full.
+    /// Sends the reports that the agent's state machine has ready to the controller, until the
+    /// queue of the connection is full.
     pub(super) fn send_reports(&mut self) {
         let Some(connection) = &mut self.connection else { return };
         connection.outbox.flush_overflow();

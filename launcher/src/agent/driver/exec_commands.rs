@@ -20,13 +20,15 @@ use tokio::{
     time::sleep,
 };
 
-/// The largest number of commands that run on a host at the same time.
+/// The largest number of `launch exec` commands that run on a host at the same time.
 const MAX_COMMANDS: usize = 16;
-/// The time from SIGTERM to SIGKILL for a command whose client has ended.
+/// The time from SIGTERM to SIGKILL for a command of `launch exec` whose client (the user's `launch
+/// exec` process) has ended.
 const CANCEL_GRACE_PERIOD: Duration = Duration::from_secs(2);
 
 impl AgentDriver {
-    /// Handles a request about a command of `launch exec`.
+    /// Handles a request of the controller about a command of `launch exec`: start it, read more of
+    /// its output, or cancel it.
     pub(super) fn on_exec_request(&mut self, id: ExecId, request: ExecRequest) {
         match request {
             ExecRequest::Start { rank, command, .. } => {
@@ -44,7 +46,8 @@ impl AgentDriver {
         }
     }
 
-    /// Begins to start a command next to the worker of a rank.
+    /// Begins to start the command `words` of `launch exec` next to the worker of a rank. Does not
+    /// wait until it has started.
     fn start_exec_command(&mut self, id: ExecId, rank: Rank, words: Vec<String>) -> diagnostic::Result<()> {
         let (Some(plan), Some(pid)) = (self.plan.clone(), self.find_unreaped_pid(rank)) else {
             let message = format!("rank {rank} does not run at present");
@@ -90,8 +93,8 @@ impl AgentDriver {
         Ok(())
     }
 
-    /// Begins to read the output of a command that was started, or reports why it could not be
-    /// started.
+    /// Begins to read the output of a `launch exec` command that was started, or reports to the
+    /// controller why it could not be started.
     pub(super) fn on_exec_spawned(&mut self, result: ExecSpawnResult) -> AgentInput {
         let ExecSpawnResult { id, spawned } = result;
         let spawned = match spawned {
@@ -157,7 +160,8 @@ impl AgentDriver {
         AgentInput::Tick
     }
 
-    /// Records how a command ended. Does nothing for other processes.
+    /// Records how the process `pid` ended, if it is a command of `launch exec`. Does nothing for
+    /// other processes.
     pub(super) fn on_exec_exited(&mut self, pid: u32, status: ExitStatus) {
         let Some(id) = self.exec.leaders.remove(&pid) else { return };
         if let Some(command) = self.exec.commands.get_mut(&id) {
@@ -167,7 +171,8 @@ impl AgentDriver {
         self.report_exec_end(id);
     }
 
-    /// Reports the end of a command once it has ended and its output was read.
+    /// Reports the end of a `launch exec` command to the controller, once the command has ended and
+    /// all its output was read.
     fn report_exec_end(&mut self, id: ExecId) {
         let status =
             self.exec.commands.get(&id).filter(|command| command.open_pipes == 0).and_then(|c| c.status);
@@ -177,8 +182,9 @@ impl AgentDriver {
         }
     }
 
-    /// Terminates a command of `launch exec` whose client has ended. The command gets SIGTERM, and
-    /// SIGKILL after [`CANCEL_GRACE_PERIOD`]. Its output is no longer read.
+    /// Terminates a command of `launch exec` whose client (the user's `launch exec` process) has
+    /// ended. The command gets SIGTERM, and SIGKILL after [`CANCEL_GRACE_PERIOD`]. Its output is no
+    /// longer read.
     fn cancel_exec_command(&mut self, id: ExecId) {
         let Some(command) = self.exec.commands.get_mut(&id) else { return };
         command.is_cancelled = true;
@@ -195,13 +201,15 @@ impl AgentDriver {
         }
     }
 
-    /// Ends all commands, because the controller that reported their output is lost.
+    /// Terminates all `launch exec` commands of this host, because the controller to which their
+    /// output is sent is lost.
     pub(super) fn cancel_exec_commands(&mut self) {
         let ids: Vec<ExecId> = self.exec.commands.keys().copied().collect();
         ids.into_iter().for_each(|id| self.cancel_exec_command(id));
     }
 
-    /// Sends a reply about a command to the controller.
+    /// Sends a reply about the `launch exec` command `id`, such as output or an exit status, to the
+    /// controller.
     fn send_exec_reply(&mut self, id: ExecId, reply: ExecReply) {
         self.send_to_controller(FromAgent::Exec { id, reply });
     }

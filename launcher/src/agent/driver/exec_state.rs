@@ -16,10 +16,11 @@ use tokio::{
     time::timeout,
 };
 
-/// The number of events of commands that wait for the event loop.
+/// The number of events of `launch exec` commands, such as output, that may wait for the agent's
+/// event loop.
 const EVENT_CAPACITY: usize = 16;
 
-/// A command that runs next to a worker.
+/// A command of `launch exec` that runs next to a worker on this host.
 pub(super) struct ExecCommand {
     /// The pid of the command; `None` before its start and after it was reaped.
     pub(super) pid: Option<u32>,
@@ -45,10 +46,10 @@ pub(super) enum ExecEvent {
     GraceEnded,
 }
 
-/// The sender and the receiver of the events of all commands.
+/// The sender and the receiver of the events of all `launch exec` commands of the host.
 type EventChannel = (mpsc::Sender<(ExecId, ExecEvent)>, mpsc::Receiver<(ExecId, ExecEvent)>);
 
-/// The commands of `launch exec` on the host.
+/// The commands of `launch exec` on the host, with the channel for their events.
 pub(super) struct ExecCommands {
     pub(super) commands: HashMap<ExecId, ExecCommand>,
     /// The pids of the commands that have not been reaped.
@@ -57,7 +58,7 @@ pub(super) struct ExecCommands {
 }
 
 impl ExecCommands {
-    /// Creates an empty list of commands.
+    /// Creates an empty list of `launch exec` commands.
     pub(super) fn new() -> ExecCommands {
         ExecCommands {
             commands: HashMap::new(),
@@ -66,7 +67,7 @@ impl ExecCommands {
         }
     }
 
-    /// Waits for the next event of a command. Cancel-safe.
+    /// Waits for the next event of a `launch exec` command, such as output. Cancel-safe.
     pub(super) async fn receive_event(&mut self) -> (ExecId, ExecEvent) {
         match self.events.1.recv().await {
             Some(event) => event,
@@ -75,7 +76,7 @@ impl ExecCommands {
         }
     }
 
-    /// Returns the pids of the commands that have not been reaped.
+    /// Returns the pids of the `launch exec` commands that have not been reaped.
     pub(super) fn pids(&self) -> impl Iterator<Item = u32> {
         self.leaders.keys().copied()
     }
@@ -86,7 +87,8 @@ impl ExecCommands {
     }
 }
 
-/// Reads one output pipe of a command.
+/// Reads one output pipe (stdout or stderr) of a `launch exec` command, and sends the output to the
+/// agent's event loop.
 pub(super) struct OutputReader {
     pub(super) id: ExecId,
     pub(super) stderr: bool,
@@ -96,7 +98,8 @@ pub(super) struct OutputReader {
 }
 
 impl OutputReader {
-    /// Reads the pipe to its end. Also ends if the command has ended and prints nothing for
+    /// Reads the pipe of a `launch exec` command to its end, and sends each piece of output to the
+    /// agent's event loop. Also ends if the command has ended and prints nothing for
     /// [`FINAL_OUTPUT_TIMEOUT`], because processes that it left may hold the pipe.
     pub(super) async fn read_to_end(mut self, mut pipe: pipe::Receiver) {
         let mut chunk = vec![0; EXEC_CHUNK_BYTES as usize];
@@ -117,7 +120,8 @@ impl OutputReader {
         _ = self.events.send((self.id, ExecEvent::PipeEnded)).await;
     }
 
-    /// Reads available output. Returns `None` at the end.
+    /// Waits for output of a `launch exec` command, and reads the available bytes into `chunk`.
+    /// Returns `None` at the end.
     async fn read_chunk(&mut self, pipe: &mut pipe::Receiver, chunk: &mut [u8]) -> Option<usize> {
         if !*self.has_ended.borrow() {
             tokio::select! {

@@ -18,16 +18,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the agent waits until the stacks and the evidence of hanging workers are collected. The
-/// stacks are left out if the kernel takes longer to describe the processes.
+/// How long the agent waits until the stacks of hanging workers and other evidence about the hang
+/// are collected. The stacks are left out if the kernel takes longer to describe the processes.
 const COLLECTION_TIMEOUT: Duration = Duration::from_secs(7);
-/// The longest time between a GPU error that the driver reports and the hang of a worker that the
-/// error explains.
+/// The longest time between a GPU error that the GPU driver logs without a pid and a worker's hang
+/// that the error may explain.
 const MAX_GPU_FAULT_AGE: Duration = Duration::from_secs(120);
 
 impl AgentDriver {
-    /// Measures the activity of all workers and reports each measurement to the agent's state
-    /// machine.
+    /// Measures the CPU time and the counter of collectives of each worker, and reports each
+    /// measurement to the agent's state machine.
     pub(super) fn measure_activity(&mut self) {
         let living: Vec<(u32, Rank)> = self.leaders.iter().map(|(pid, rank)| (*pid, *rank)).collect();
         let pids: Vec<u32> = living.iter().map(|(pid, _)| *pid).collect();
@@ -41,8 +41,8 @@ impl AgentDriver {
         }
     }
 
-    /// Returns a counter of a worker that changes whenever the worker enters or completes a
-    /// collective. Returns `None` if the worker has reported no collectives.
+    /// Returns a counter of the worker `rank` that changes whenever the worker enters or completes
+    /// a collective. Returns `None` if the worker has reported no collectives.
     fn read_collective_counter(&self, rank: Rank) -> Option<u64> {
         let plan = self.plan.as_ref()?;
         let worker = plan.workers.iter().find(|worker| worker.rank == rank)?;
@@ -53,8 +53,8 @@ impl AgentDriver {
         Some(status.entered.wrapping_add(status.completed.unwrap_or(0)))
     }
 
-    /// Starts a thread that collects evidence about these workers, and writes their stacks to their
-    /// logs. Does not block.
+    /// Starts a thread that collects evidence about the hanging workers `ranks`, and writes their
+    /// stacks to their logs. Does not block.
     pub(super) fn start_writing_stacks(&mut self, ranks: &[Rank]) {
         let Some(plan) = self.plan.clone() else { return };
         let workers: Vec<(&WorkerPlan, u32)> = ranks
@@ -92,7 +92,8 @@ impl AgentDriver {
         _ = thread::Builder::new().name("hang-evidence".into()).spawn(work);
     }
 
-    /// Builds the request for evidence about these workers, each with its pid.
+    /// Builds the request that lists hanging workers, each with its pid, and the sources of
+    /// evidence about them.
     fn build_evidence_request(&mut self, plan: &HostPlan, workers: &[(&WorkerPlan, u32)]) -> EvidenceRequest {
         let window = Duration::from_millis(plan.job.run.hang_timeout_ms.unwrap_or(0)) + MAX_GPU_FAULT_AGE;
         let pids: Vec<u32> = workers.iter().map(|(_, pid)| *pid).collect();
@@ -116,8 +117,9 @@ impl AgentDriver {
         }
     }
 
-    /// Returns the input that informs the agent's state machine that the stacks of the workers of
-    /// `attempt` were written. For an earlier attempt, the input is a tick.
+    /// Returns the input that informs the agent's state machine that the stacks of the hanging
+    /// workers of `attempt` were written to their logs. For an earlier attempt, the input is a
+    /// tick.
     pub(super) fn on_stacks_written(&self, (attempt, evidence): (u32, Vec<RankEvidence>)) -> AgentInput {
         let now = self.plan.as_ref().map(|plan| plan.attempt);
         if now == Some(attempt) { AgentInput::StacksWritten { evidence } } else { AgentInput::Tick }

@@ -14,11 +14,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a full disk may prevent the creation of a log before the start of the workers fails.
+/// How long the agent retries to create a worker's log on a full disk, before the start of the
+/// workers fails.
 const OPEN_LOG_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The open logs of all workers of one attempt, or the error of the first log that cannot be
-/// opened.
+/// The open logs of all workers of this host for one attempt (start of all workers), or the error
+/// of the first log that cannot be opened.
 pub(super) struct OpenedLogs {
     pub(super) attempt: u32,
     pub(super) logs: Result<HashMap<Rank, RankLog>, (Rank, Diagnostic)>,
@@ -30,8 +31,8 @@ impl Default for OpenedLogs {
     }
 }
 
-/// Opens the logs of the workers of a plan. Blocks while the disk stalls. On a full disk, tries
-/// again until [`OPEN_LOG_TIMEOUT`].
+/// Opens the logs of the workers that the plan of this host describes. Blocks while the disk
+/// stalls. On a full disk, tries again until [`OPEN_LOG_TIMEOUT`].
 pub(super) fn open_logs(plan: &HostPlan) -> Result<HashMap<Rank, RankLog>, (Rank, Diagnostic)> {
     let (began, mut pauses) = (Instant::now(), RetryPauses::default());
     let mut logs = HashMap::new();
@@ -50,7 +51,7 @@ pub(super) fn open_logs(plan: &HostPlan) -> Result<HashMap<Rank, RankLog>, (Rank
     Ok(logs)
 }
 
-/// Builds the error for a log that cannot be opened.
+/// Builds the error that the log file `log` of a worker cannot be opened.
 fn build_log_error(log: &Path, error: &io::Error) -> Diagnostic {
     let file = log.display().to_string();
     Diagnostic::error(codes::host::WORKER_LOG_UNWRITABLE, format!("cannot open the log {file}"))

@@ -1,5 +1,5 @@
-//! [`WorkerSpawner`]: activates the environment of workers and starts their processes on a separate
-//! thread.
+//! [`WorkerSpawner`]: the thread of an agent that activates environments (`run.activate`) and
+//! starts processes of workers.
 //!
 //! The start of a process blocks while the file system of its program or of its working directory
 //! stalls. Meanwhile the agent must send heartbeats.
@@ -23,7 +23,7 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The time limit of the command that ends a container.
+/// The time limit of the command that removes the container of a killed worker.
 const CONTAINER_REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The process of a worker that was started, or the error of the start.
@@ -35,7 +35,8 @@ pub(super) struct SpawnResult {
     pub(super) spawned: diagnostic::Result<SpawnedWorker>,
 }
 
-/// The result of a task on the thread that starts processes.
+/// The result of one task of the thread that starts processes: a started worker or command, an
+/// activated environment, or a removed container.
 pub(super) enum SpawnerResult {
     /// A worker was started, or could not be started.
     Worker(SpawnResult),
@@ -81,7 +82,8 @@ pub(super) struct ExecSpawnResult {
     pub(super) spawned: diagnostic::Result<SpawnedWorker>,
 }
 
-/// Starts the processes of workers on a separate thread, one after another.
+/// Starts the processes of workers and of `launch exec` commands on a separate thread, one after
+/// another.
 pub(super) struct WorkerSpawner {
     /// The thread, which ends with this value. The kernel then kills the workers.
     thread: BackgroundThread,
@@ -91,13 +93,14 @@ pub(super) struct WorkerSpawner {
 }
 
 impl WorkerSpawner {
-    /// Starts the thread on which processes are started.
+    /// Starts the separate thread on which worker processes are started.
     pub(super) fn start() -> io::Result<WorkerSpawner> {
         let thread = BackgroundThread::start("start-workers", 0)?;
         Ok(WorkerSpawner { thread, results: mpsc::channel(1), pending: 0 })
     }
 
-    /// Begins to start a worker. The earlier start must have ended. Does not block.
+    /// Begins to start a worker's process on the separate thread. The earlier start must have
+    /// ended. Does not block.
     pub(super) fn begin_worker_start(&mut self, request: SpawnRequest) {
         self.run_on_thread(move || {
             let SpawnRequest {
@@ -123,8 +126,8 @@ impl WorkerSpawner {
         });
     }
 
-    /// Begins to activate the environments of `run.activate`. `hidden` are the variables that
-    /// workers do not inherit. Does not block.
+    /// Begins to activate the environments of `run.activate` on the separate thread. `hidden` are
+    /// the variables that workers do not inherit. Does not block.
     pub(super) fn begin_activation(&mut self, plan: &HostPlan, hidden: Vec<String>) {
         let (attempt, run, host) = (plan.attempt, plan.job.run.clone(), plan.host.clone());
         self.run_on_thread(move || {
@@ -133,8 +136,8 @@ impl WorkerSpawner {
         });
     }
 
-    /// Begins to run the command `words` that ends the container of a process that was killed. Does
-    /// not block.
+    /// Begins to run the command `words`, which removes the container of a process that was killed,
+    /// on the separate thread. Does not block.
     pub(super) fn begin_container_removal(&mut self, words: Vec<String>) {
         self.run_on_thread(move || {
             let remove = || {
@@ -150,6 +153,7 @@ impl WorkerSpawner {
     /// Begins to start a command of `launch exec`. Does not block.
     pub(super) fn begin_exec(&mut self, request: ExecSpawnRequest) {
         self.run_on_thread(move || {
+            /// Begins to start a command of `launch exec` on the separate thread.
             let ExecSpawnRequest { id, worker, environment, file_limit } = request;
             let start = || {
                 process::spawn_worker_process(
@@ -165,7 +169,8 @@ impl WorkerSpawner {
         });
     }
 
-    /// Calls `work` on the thread, and sends its result to the event loop.
+    /// Calls `work` on the thread that starts processes, and sends its result to the agent's event
+    /// loop.
     fn run_on_thread(&mut self, work: impl FnOnce() -> SpawnerResult + Send + 'static) {
         self.pending += 1;
         let results = self.results.0.clone();
@@ -175,7 +180,8 @@ impl WorkerSpawner {
         });
     }
 
-    /// Waits for the next result. Waits forever if the thread has nothing to do.
+    /// Waits for the next result of the thread that starts processes, such as a started worker.
+    /// Waits forever if the thread has nothing to do.
     pub(super) async fn receive_result(&mut self) -> SpawnerResult {
         match self.results.1.recv().await {
             Some(result) => {
@@ -187,8 +193,8 @@ impl WorkerSpawner {
         }
     }
 
-    /// Returns whether a process is being started. Only the thread may then reap children that the
-    /// agent does not know.
+    /// Returns whether the thread is starting a process, running a command or activating an
+    /// environment at present. Only the thread may then reap children that the agent does not know.
     pub(super) fn is_busy(&self) -> bool {
         self.pending > 0
     }

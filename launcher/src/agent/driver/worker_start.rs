@@ -26,8 +26,9 @@ use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread, time::Duration};
 use tokio::{net::UnixStream, sync::mpsc};
 
 impl AgentDriver {
-    /// Hands the rendezvous over to the workers of a plan, creates their shared memory, and begins
-    /// to open their logs. The logs are opened on a separate thread, because their disk may stall.
+    /// Sets up what the workers of a plan share before they start: the rendezvous, their shared
+    /// memory, and their logs, which open on a separate thread. The logs are opened on a separate
+    /// thread, because their disk may stall.
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the shared memory or the thread is not available.
     /// Keeps the connections to the processes of the ranks `kept`.
@@ -64,8 +65,8 @@ impl AgentDriver {
         }
     }
 
-    /// Creates the shared memory of an attempt and, in the first attempt, the memory for the status
-    /// and the state copies of workers.
+    /// Creates the shared memory of an attempt (start of all workers) and, in the first attempt,
+    /// the memory for the status and the state copies of workers.
     fn create_shared_memories(&mut self, plan: &HostPlan) -> io::Result<()> {
         self.shm = Some(Arc::new(process::create_shared_memory()?));
         let status = match self.status_memory.take() {
@@ -80,8 +81,8 @@ impl AgentDriver {
         Ok(())
     }
 
-    /// Reports to the agent's state machine that the workers of an attempt can be started, or that
-    /// a log cannot be opened.
+    /// Handles the opened logs of the workers: begins to activate their environment, or reports to
+    /// the state machine that a log cannot be opened.
     pub(super) fn on_logs_opened(&mut self, opened: OpenedLogs) -> AgentInput {
         let attempt = opened.attempt;
         if self.plan.as_ref().is_none_or(|plan| plan.attempt != attempt) {
@@ -96,8 +97,9 @@ impl AgentDriver {
         }
     }
 
-    /// Begins to activate the environments of `run.activate`, unless an earlier attempt has done
-    /// so. Returns [`AgentInput::Prepared`] if there is nothing to activate.
+    /// Begins to activate the environments that `run.activate` lists, unless an earlier attempt
+    /// (start of all workers) has done so. Returns [`AgentInput::Prepared`] if there is nothing to
+    /// activate.
     fn activate_environment(&mut self, attempt: u32) -> AgentInput {
         match &self.plan {
             Some(plan)
@@ -112,8 +114,8 @@ impl AgentDriver {
         }
     }
 
-    /// Converts a result of the thread that starts processes to an input of the agent's state
-    /// machine.
+    /// Converts a result of the thread that starts processes, such as a started worker, to an input
+    /// of the agent's state machine.
     pub(super) fn on_spawner_result(&mut self, result: SpawnerResult) -> AgentInput {
         let (attempt, changes) = match result {
             SpawnerResult::Worker(result) => return self.on_worker_spawned(result),
@@ -132,7 +134,7 @@ impl AgentDriver {
         }
     }
 
-    /// Begins to start the worker at this index of the current plan.
+    /// Begins to start the process of the worker at index `index` of this host's current plan.
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the log of the worker is not open.
     pub(super) fn spawn_worker(&mut self, index: usize) -> Option<AgentInput> {
@@ -171,9 +173,9 @@ impl AgentDriver {
         None
     }
 
-    /// Adds the variables of torch's flight recorder and of the hang hook to the environment of a
-    /// program in a job with `run.hang_timeout`. Without the hook, the state of the threads is the
-    /// only evidence.
+    /// Adds the environment variables that load the hang hook (a Python module that reports the
+    /// rank's collectives) and torch's flight recorder to a program's plan. Without the hook, the
+    /// state of the threads is the only evidence.
     fn add_hang_hook(&mut self, plan: &HostPlan, worker: &mut WorkerPlan, changes: &EnvironmentChanges) {
         let Some(timeout) = plan.job.run.hang_timeout_ms.filter(|_| worker.command.is_some()) else { return };
         if self.hang_hook.is_none() && !self.hang_hook_failed {
@@ -204,9 +206,9 @@ impl AgentDriver {
         hook.add_variables(&mut worker.env, path, Duration::from_millis(timeout));
     }
 
-    /// Lets a process that was kept from an earlier attempt take part in the current one, as the
-    /// worker with this index. Passes the shared memory of the attempt to the process. If that
-    /// fails, kills the process.
+    /// Makes a process that was kept from an earlier attempt (start of all workers) take part in
+    /// the current attempt, as the worker at index `index` of the plan. Passes the shared memory of
+    /// the attempt to the process. If that fails, kills the process.
     pub(super) fn rejoin_worker(&mut self, index: usize) -> Option<AgentInput> {
         let rank = self.plan.as_ref()?.workers.get(index)?.rank;
         let pass = |handle: &WorkerHandle| {
@@ -227,8 +229,9 @@ impl AgentDriver {
         Some(AgentInput::SpawnFailed { rank, diagnostic })
     }
 
-    /// Connects the agent to the process of a worker that was just started. Returns the answer for
-    /// the agent's state machine: [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
+    /// Sets up the output pump and the control connection of a worker's process that was just
+    /// started. Returns the answer for the agent's state machine: [`AgentInput::Spawned`] or
+    /// [`AgentInput::SpawnFailed`].
     fn on_worker_spawned(&mut self, result: SpawnResult) -> AgentInput {
         let SpawnResult { attempt, index, spawned } = result;
         let plan = self.plan.clone().filter(|plan| plan.attempt == attempt);
@@ -309,8 +312,8 @@ impl AgentDriver {
     }
 }
 
-/// Removes from the plan of a worker those default variables of launch that an activated
-/// environment replaces.
+/// Removes from the plan of a worker the default environment variables of launch that an activated
+/// environment (`run.activate`) sets, too.
 pub(super) fn remove_replaced_defaults(
     worker: &WorkerPlan,
     run: &RunSpec,
@@ -327,7 +330,7 @@ pub(super) fn remove_replaced_defaults(
     worker
 }
 
-/// Returns the options with which the agent copies the output of a worker to the worker's log.
+/// Returns the options of the thread that copies the output of a worker to the worker's log.
 fn build_pump_options(plan: &HostPlan, worker: &WorkerPlan) -> PumpOptions {
     let run = &plan.job.run;
     let error_file = worker.env.iter().find(|(name, _)| name == env::TORCHELASTIC_ERROR_FILE);

@@ -9,17 +9,17 @@ use std::{
     time::Duration,
 };
 
-/// How long the agent waits for the stacks of processes that have received the signal.
+/// How long the agent waits for Python stacks after it has sent the signal that requests them.
 const FAULTHANDLER_TIMEOUT: Duration = Duration::from_millis(500);
 /// The largest number of frames of a stack that are read.
 const MAX_FRAMES: usize = 64;
-/// The text by which faulthandler marks the stack of the thread that has received the signal. The
-/// kernel delivers the signal to the main thread unless that thread blocks the signal.
+/// The text with which Python's faulthandler begins the stack of the thread that has received the
+/// signal. The kernel delivers the signal to the main thread unless that thread blocks the signal.
 const CURRENT_THREAD_MARKER: &str = "Current thread ";
 
-/// Requests the stacks of these processes, and returns the stack of the main thread of each,
-/// innermost frame first. A process without a handler of the signal gets no signal, because the
-/// signal would kill it, and has an empty stack.
+/// Makes Python's faulthandler write the stacks of these processes, and returns the stack of each
+/// main thread, innermost frame first. A process without a handler of the signal gets no signal,
+/// because the signal would kill it, and has an empty stack.
 pub(super) fn request_stacks(directory: &Path, processes: &[(Rank, u32)]) -> Vec<Vec<StackFrame>> {
     let signalled: Vec<Option<(PathBuf, usize)>> = processes
         .iter()
@@ -44,7 +44,8 @@ pub(super) fn request_stacks(directory: &Path, processes: &[(Rank, u32)]) -> Vec
     signalled.iter().map(|request| read(request).unwrap_or_default()).collect()
 }
 
-/// Returns whether a process has a handler of [`STACKS_SIGNAL`].
+/// Returns whether the process `pid` has a handler of [`STACKS_SIGNAL`], the signal that requests
+/// Python stacks.
 fn handles_signal(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
@@ -52,7 +53,8 @@ fn handles_signal(pid: u32) -> bool {
     mask >> (STACKS_SIGNAL - 1) & 1 == 1
 }
 
-/// Returns the stack of the thread that received the signal, from the text of faulthandler.
+/// Parses the stack of the thread that received the signal from the text that Python's faulthandler
+/// has written.
 fn parse_current_thread(text: &str) -> Vec<StackFrame> {
     let lines = text.lines().skip_while(|line| !line.starts_with(CURRENT_THREAD_MARKER)).skip(1);
     lines.map_while(parse_frame).take(MAX_FRAMES).collect()

@@ -1,5 +1,5 @@
-//! [`HookDirectory`]: the directory in which the hook and its files are, and the files that a
-//! process with the hook writes there.
+//! [`HookDirectory`]: the directory with the hang hook (a Python module that workers load), and
+//! with the files that the hook writes for the agent.
 //!
 //! The watchdog of an agent that was killed removes the directory. Agents without a watchdog leave
 //! it, and the next agent on the host removes it.
@@ -19,39 +19,44 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// The real-time signal for which the hook registers Python's faulthandler.
+/// The real-time signal at which a process with the hang hook writes its Python stacks, through
+/// Python's faulthandler.
 pub(super) const STACKS_SIGNAL: i32 = 51;
-/// The Python source code of the hang hook.
+/// The Python source code of the hang hook, which a worker loads to publish its collectives and
+/// stacks.
 const HOOK_SOURCE: &str = include_str!("sitecustomize.py");
-/// The number of collectives that torch's flight recorder keeps.
+/// The number of collectives that torch's flight recorder keeps, as the value of an environment
+/// variable.
 const FLIGHT_RECORDER_ENTRIES: &str = "2000";
-/// The largest file of a hook that is read, in bytes.
+/// The largest file, in bytes, that the agent reads from the hang hook of a rank.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The largest number of groups, collectives and stack frames that are kept of one rank.
+/// The largest number of groups, of collectives and of stack frames that the agent keeps from one
+/// rank's hang hook.
 const MAX_ITEMS: usize = 64;
-/// The longest text from a hook that is kept, in bytes.
+/// The longest text, in bytes, that the agent keeps from a rank's hang hook.
 const MAX_TEXT_BYTES: usize = 400;
-/// The shortest and the longest interval at which hang hooks publish the counters of their
-/// collectives.
+/// The shortest and the longest interval at which the hang hook (a Python module in each worker)
+/// publishes the counters of collectives.
 const PUBLISH_INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
 
-/// The prefix of the names of hook directories.
+/// The prefix of the names of the temporary directories that contain agents' hang hooks.
 const DIRECTORY_NAME_PREFIX: &str = "launch-hang-";
-/// The name of the file in a hook directory that the agent keeps locked.
+/// The name of the file that an agent keeps locked to show that its hook directory is in use.
 const LOCK_FILE: &str = "lock";
-/// The age from which a hook directory without a locked file counts as abandoned. A younger one may
-/// have been created by an agent that has not yet locked the file.
+/// The age from which a hook directory without a locked file counts as left by an agent that was
+/// killed. A younger one may have been created by an agent that has not yet locked the file.
 const ABANDONED_AGE: Duration = Duration::from_secs(60);
 
-/// The private directory of an agent that contains the hang hook, and that is deleted when the
-/// value is dropped.
+/// The private temporary directory of an agent that contains the hang hook (a Python module for
+/// workers), and that is deleted when the value is dropped.
 pub(in crate::agent) struct HookDirectory {
     path: PathBuf,
     _lock: File,
 }
 
-/// Returns the path of this agent's hook directory, which is chosen at the first call. If the
-/// watchdog calls this function before it forks, the watchdog and the agent know the same path.
+/// Returns the path of this agent's directory for the hang hook, which is chosen at the first call.
+/// If the watchdog calls this function before it forks, the watchdog and the agent know the same
+/// path.
 pub(in crate::agent) fn choose_directory_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
@@ -63,7 +68,7 @@ pub(in crate::agent) fn choose_directory_path() -> &'static Path {
 }
 
 impl HookDirectory {
-    /// Creates the hook directory within the directory for temporary files.
+    /// Creates the directory with the hang hook in the system's directory for temporary files.
     pub(in crate::agent) fn create() -> io::Result<HookDirectory> {
         let path = choose_directory_path();
         remove_abandoned_directories(path.parent().unwrap_or(path), SystemTime::now());
@@ -77,13 +82,13 @@ impl HookDirectory {
         Ok(directory)
     }
 
-    /// Returns the path of the hook directory.
+    /// Returns the path of the directory with the hang hook.
     pub(in crate::agent) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Adds the environment variables that load the hang hook to the environment of a worker.
-    /// `python_path` is the value of `PYTHONPATH` without the hook.
+    /// Adds the environment variables that make Python load the hang hook to the environment of a
+    /// worker. `python_path` is the value of `PYTHONPATH` without the hook.
     pub(in crate::agent) fn add_variables(
         &self,
         worker: &mut Vec<(String, String)>,
@@ -125,8 +130,9 @@ impl HookDirectory {
         worker.env.extend(missing.map(|((name, value), _)| (name.to_owned(), value)));
     }
 
-    /// Returns a counter of a rank that changes whenever one of its processes enters or completes a
-    /// collective. Returns `None` if no process of the rank has initialized torch's process groups.
+    /// Returns a counter of the rank `rank` that changes whenever one of its processes enters or
+    /// completes a collective. Returns `None` if no process of the rank has initialized torch's
+    /// process groups.
     pub(in crate::agent) fn read_collective_counter(&self, rank: Rank) -> Option<u64> {
         let groups: Vec<GroupCounters> =
             list_rank_processes(&self.path, rank).iter().flat_map(HookProcess::read_groups).collect();
@@ -146,7 +152,8 @@ impl Drop for HookDirectory {
     }
 }
 
-/// Creates the lock file in a new directory, and locks the file.
+/// Creates the lock file in the new hook directory `path`, and locks the file to show that an agent
+/// uses the directory.
 fn lock_directory(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().write(true).create_new(true).open(path.join(LOCK_FILE))?;
     file.try_lock()?;
@@ -171,7 +178,7 @@ fn remove_abandoned_directories(parent: &Path, now: SystemTime) {
     }
 }
 
-/// A process that has loaded the hang hook and initialized torch's process groups.
+/// A process of a worker that has loaded the hang hook and initialized torch's process groups.
 pub(super) struct HookProcess {
     pid: u32,
     /// The path of the files of the process without their ending.
@@ -185,13 +192,13 @@ impl HookProcess {
         list_rank_processes(directory, rank).into_iter().find(|process| tree.contains(&(process.pid as i32)))
     }
 
-    /// Returns the pid of the process.
+    /// Returns the pid of this process with the hang hook.
     pub(super) fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Requests the process to write an answer with its stacks and collectives. Does nothing if the
-    /// process does not read requests.
+    /// Requests the hang hook in the process to write an answer with the process's stacks and
+    /// collectives. Does nothing if the process does not read requests.
     pub(super) fn request_answer(&self) {
         let path = self.base.with_extension("request");
         let fifo =
@@ -199,12 +206,14 @@ impl HookProcess {
         _ = fifo.and_then(|mut fifo| fifo.write_all(b"?"));
     }
 
-    /// Reads the answer of the process; returns `None` if the process has not answered.
+    /// Reads the stacks and collectives that the hang hook in the process has written; returns
+    /// `None` if it has not answered.
     pub(super) fn read_answer(&self) -> Option<HookAnswer> {
         serde_json::from_slice(&read_limited(&self.base.with_extension("evidence"))?).ok()
     }
 
-    /// Reads the counters of collectives that the process has published last.
+    /// Reads the counters of collectives that the hang hook in the process has published last, one
+    /// entry per process group.
     pub(super) fn read_groups(&self) -> Vec<GroupCounters> {
         let text = read_limited(&self.base.with_extension("status")).unwrap_or_default();
         let status: HookStatus = serde_json::from_slice(&text).unwrap_or_default();
@@ -212,13 +221,15 @@ impl HookProcess {
     }
 }
 
-/// The content of the status file in which a process publishes the counters of its collectives.
+/// The content of the status file in which the hang hook of a process publishes its counters of
+/// collectives.
 #[derive(Default, Deserialize)]
 struct HookStatus {
     groups: Vec<GroupCounters>,
 }
 
-/// The answer of a process to a request for evidence.
+/// The answer of the hang hook in a process to the agent's request for evidence: collectives and
+/// stacks.
 #[derive(Deserialize)]
 pub(super) struct HookAnswer {
     groups: Vec<GroupCounters>,
@@ -227,7 +238,7 @@ pub(super) struct HookAnswer {
     in_call: bool,
 }
 
-/// The stack of one thread.
+/// The Python stack of one thread, as the hang hook reports it.
 #[derive(Deserialize)]
 struct HookStack {
     main: bool,
@@ -235,7 +246,8 @@ struct HookStack {
 }
 
 impl HookAnswer {
-    /// Converts the answer of a process to evidence of limited size.
+    /// Converts the answer of a process's hang hook to evidence about the hanging rank `rank`, and
+    /// limits its size.
     pub(super) fn into_evidence(self, rank: Rank, thread: Option<ThreadState>) -> RankEvidence {
         let skipped = self.entries.len().saturating_sub(MAX_ITEMS);
         let mut entries: Vec<CollectiveEntry> = self.entries.into_iter().skip(skipped).collect();
@@ -264,7 +276,7 @@ impl HookAnswer {
     }
 }
 
-/// Limits the number of groups and the length of their names.
+/// Limits the number of process groups that a hang hook reports, and the length of their names.
 fn limit_groups(mut groups: Vec<GroupCounters>) -> Vec<GroupCounters> {
     groups.truncate(MAX_ITEMS);
     for group in &mut groups {
@@ -274,12 +286,13 @@ fn limit_groups(mut groups: Vec<GroupCounters>) -> Vec<GroupCounters> {
     groups
 }
 
-/// Truncates a text to [`MAX_TEXT_BYTES`].
+/// Truncates a text from a hang hook to [`MAX_TEXT_BYTES`].
 fn limit_text(text: &mut String) {
     text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
 }
 
-/// Lists the processes of a rank that have a status file, in the order of their pids.
+/// Lists the processes of a rank whose hang hook has written a status file, in the order of their
+/// pids.
 fn list_rank_processes(directory: &Path, rank: Rank) -> Vec<HookProcess> {
     let prefix = format!("rank-{rank}.");
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();

@@ -1,5 +1,5 @@
-//! [`StatusMemory`]: the memory to which the built-in workers of a host write their status, and the
-//! evidence that a status contains.
+//! [`StatusMemory`]: the memory in which the built-in workers of a host publish what they do, and
+//! the evidence about a hang that the agent reads from it.
 use crate::agent::process;
 use jobspec::ids::Rank;
 use protocol::{
@@ -21,28 +21,29 @@ use std::{
 const WORLD_GROUP_NAME: &str = "world";
 /// The name that hang evidence of built-in workers gives to their communication backend.
 const BACKEND_NAME: &str = "launch";
-/// How many times the agent tries to read a status while the worker is writing it.
+/// How many times the agent tries to read a worker's status, which the worker may be changing.
 const MAX_READ_TRIES: usize = 5;
-/// The pause between two tries to read a status.
+/// The pause between two tries of the agent to read a worker's status.
 const READ_PAUSE: Duration = Duration::from_millis(1);
 
-/// The memory to which the built-in workers of a host write their status. It outlives attempts.
+/// The memory in which the built-in workers of a host publish their status (what they do, and their
+/// counts of collectives). It outlives attempts.
 pub(in crate::agent) struct StatusMemory(File);
 
 impl StatusMemory {
-    /// Creates an empty memory file for the status of built-in workers.
+    /// Creates an empty memory file in which built-in workers can publish their status.
     pub(in crate::agent) fn create() -> io::Result<StatusMemory> {
         process::create_status_memory().map(|memory| StatusMemory(memory.into()))
     }
 
-    /// Enlarges the memory so that it holds the status of this number of workers.
+    /// Enlarges the memory file so that `workers` built-in workers can publish their status in it.
     pub(in crate::agent) fn reserve(&self, workers: usize) -> io::Result<()> {
         let bytes = (workers * STATUS_BYTES) as u64;
         if self.0.metadata()?.len() < bytes { self.0.set_len(bytes) } else { Ok(()) }
     }
 
-    /// Reads the status of the worker with this local rank. Returns `None` if the worker has
-    /// written none in this attempt.
+    /// Reads the status that the built-in worker with this local rank has published in the attempt
+    /// `attempt`. Returns `None` if the worker has written none in this attempt.
     pub(in crate::agent) fn read(&self, local_rank: u32, attempt: u32) -> Option<WorkerStatus> {
         let mut bytes = [0; STATUS_BYTES];
         for _ in 0..MAX_READ_TRIES {
@@ -62,7 +63,8 @@ impl AsFd for StatusMemory {
     }
 }
 
-/// Builds the evidence about a built-in worker of a job with `world` ranks from its status.
+/// Builds the evidence about a hanging built-in worker from the status that the worker has
+/// published.
 pub(super) fn build_evidence(
     status: WorkerStatus,
     (rank, world): (Rank, u32),

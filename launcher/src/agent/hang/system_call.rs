@@ -1,14 +1,15 @@
-//! [`SystemCall`]: the system call in which a thread of another process waits, and the file that
-//! the call uses.
+//! [`SystemCall`]: the system call in which a thread of another process waits, and the file on
+//! which the call operates.
 use protocol::hang::WaitKind;
 use std::{fs, fs::File, os::unix::fs::FileExt};
 
-/// The longest path that is read from the memory of a process, in bytes.
+/// The longest path that is read from the memory of another process, in bytes.
 const MAX_PATH_BYTES: usize = 400;
-/// The size of the pages of memory. A path may end just before a page that does not exist.
+/// The size of a page of memory, in bytes. A path may end just before a page that does not exist.
 const PAGE_BYTES: u64 = 4096;
 
-/// The system calls that wait for data or a disk, with a file descriptor as their first argument.
+/// The numbers of the system calls that wait for data or a disk and have a file descriptor as their
+/// first argument.
 const DESCRIPTOR_CALLS: [i64; 17] = [
     libc::SYS_read,
     libc::SYS_write,
@@ -28,7 +29,7 @@ const DESCRIPTOR_CALLS: [i64; 17] = [
     libc::SYS_getdents64,
     libc::SYS_flock,
 ];
-/// The system calls whose second argument is a path.
+/// The numbers of the system calls that have a path as their second argument.
 const PATH_CALLS: [i64; 7] = [
     libc::SYS_openat,
     libc::SYS_newfstatat,
@@ -38,20 +39,26 @@ const PATH_CALLS: [i64; 7] = [
     libc::SYS_unlinkat,
     libc::SYS_readlinkat,
 ];
-/// The system calls whose first argument is a path, which exist only on x86-64.
+/// The numbers of the system calls that have a path as their first argument, which exist only on
+/// x86-64.
 #[cfg(target_arch = "x86_64")]
 const OLD_PATH_CALLS: [i64; 6] =
     [libc::SYS_open, libc::SYS_stat, libc::SYS_lstat, libc::SYS_access, libc::SYS_mkdir, libc::SYS_unlink];
 #[cfg(not(target_arch = "x86_64"))]
 const OLD_PATH_CALLS: [i64; 0] = [];
+/// The numbers of the system calls with which a thread sleeps.
 const SLEEP_CALLS: [i64; 2] = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep];
+/// The numbers of the system calls with which a thread waits for events of several file
+/// descriptors.
 const POLL_CALLS: [i64; 3] = [libc::SYS_ppoll, libc::SYS_pselect6, libc::SYS_epoll_pwait];
+/// The numbers of older system calls that wait for events of several file descriptors, which exist
+/// only on x86-64.
 #[cfg(target_arch = "x86_64")]
 const OLD_POLL_CALLS: [i64; 3] = [libc::SYS_poll, libc::SYS_select, libc::SYS_epoll_wait];
 #[cfg(not(target_arch = "x86_64"))]
 const OLD_POLL_CALLS: [i64; 0] = [];
 
-/// The system call in which a thread waits.
+/// The system call in which a thread of another process waits, with the call's first two arguments.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct SystemCall {
     number: i64,
@@ -60,8 +67,8 @@ pub(super) struct SystemCall {
 }
 
 impl SystemCall {
-    /// Parses the file `/proc/PID/task/THREAD/syscall`. Returns `None` if the thread runs, or is in
-    /// no system call.
+    /// Parses the system call of a thread from the content of `/proc/PID/task/THREAD/syscall`.
+    /// Returns `None` if the thread runs, or is in no system call.
     pub(super) fn parse(text: &str) -> Option<SystemCall> {
         let mut fields = text.split_whitespace();
         let number = fields.next()?.parse().ok().filter(|number| *number >= 0)?;
@@ -69,7 +76,7 @@ impl SystemCall {
         Some(SystemCall { number, arguments: [argument()?, argument()?] })
     }
 
-    /// Returns whether the call waits for data of a file, pipe or socket, or for a disk.
+    /// Returns whether the system call waits for data of a file, pipe or socket, or for a disk.
     fn is_io(&self) -> bool {
         let number = &self.number;
         DESCRIPTOR_CALLS.contains(number) || PATH_CALLS.contains(number) || OLD_PATH_CALLS.contains(number)
@@ -92,8 +99,8 @@ impl SystemCall {
     }
 }
 
-/// Classifies what a thread waits for, by its system call or, if the call is unknown, by the kernel
-/// function in which the thread waits.
+/// Classifies what a thread waits for, such as a lock or I/O, by its system call or, if the call is
+/// unknown, by the kernel function in which it waits.
 pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKind {
     match call {
         Some(call) if call.number == libc::SYS_futex => WaitKind::Futex,

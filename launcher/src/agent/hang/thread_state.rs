@@ -8,15 +8,16 @@ use std::{
 
 /// The shortest time over which the CPU time of a thread is measured.
 pub(super) const CPU_TIME_WINDOW: Duration = Duration::from_millis(500);
-/// The share of a CPU core from which a thread counts as busy.
+/// The share of a CPU core that a thread must use to count as busy.
 const MIN_BUSY_CPU_SHARE: f64 = 0.1;
 /// The duration of a clock tick of `/proc` on Linux.
 const TICK: Duration = Duration::from_millis(10);
-/// The largest number of threads of a process that are examined.
+/// The largest number of threads of a process that are examined for one that is blocked in the
+/// kernel.
 const MAX_THREADS: usize = 256;
 
-/// The observed main thread of a process, with the CPU time that the thread had used at the start
-/// of the observation.
+/// The main thread of a process under observation, with the state and CPU time that it had when the
+/// observation began.
 pub(super) struct MainThread {
     pid: u32,
     observed: Option<(char, u64)>,
@@ -29,14 +30,14 @@ impl MainThread {
         MainThread { pid, observed: read_stat(pid, pid), begin: Instant::now() }
     }
 
-    /// Returns whether a signal or a debugger had stopped the thread at the start of the
-    /// observation.
+    /// Returns whether a signal or a debugger had stopped the main thread when the observation
+    /// began.
     pub(super) fn is_stopped(&self) -> bool {
         self.observed.is_some_and(|(state, _)| matches!(state, 'T' | 't'))
     }
 
-    /// Ends the observation of the main thread, and returns what the thread did meanwhile. Returns
-    /// `None` if the process has ended.
+    /// Ends the observation of the main thread, and returns its state, whether it was busy, and
+    /// what it waits for. Returns `None` if the process has ended.
     pub(super) fn finish_observation(self) -> Option<ThreadState> {
         let (state_before, before) = self.observed?;
         let (state, ticks) =
@@ -49,9 +50,9 @@ impl MainThread {
         Some(describe_thread(self.pid, self.pid, state, busy))
     }
 
-    /// Ends the observation, and returns what the main thread, or another thread that blocks in the
-    /// kernel, did meanwhile. If the main thread waits, and another thread waits in the kernel and
-    /// cannot be interrupted, describes that thread.
+    /// Ends the observation of the main thread, and returns its state, whether it was busy, and
+    /// what it waits for. If the main thread waits while another thread is blocked in the kernel
+    /// and cannot be interrupted, describes that thread instead.
     pub(super) fn finish_observation_of_blocked(self) -> Option<ThreadState> {
         let pid = self.pid;
         let main = self.finish_observation()?;
@@ -66,7 +67,8 @@ impl MainThread {
     }
 }
 
-/// Determines what a thread waits for, from its files in `/proc`.
+/// Describes a thread with the state `state`, and determines from its files in `/proc` what it
+/// waits for.
 fn describe_thread(pid: u32, thread: u32, state: char, busy: bool) -> ThreadState {
     let directory = format!("/proc/{pid}/task/{thread}");
     let wait_channel = fs::read_to_string(format!("{directory}/wchan")).unwrap_or_default();
@@ -77,7 +79,7 @@ fn describe_thread(pid: u32, thread: u32, state: char, busy: bool) -> ThreadStat
     ThreadState { state, wait, wait_channel, busy, file }
 }
 
-/// Reads the state and the CPU time of a thread, in clock ticks.
+/// Reads the state and the CPU time, in clock ticks, of a thread from `/proc`.
 fn read_stat(pid: u32, thread: u32) -> Option<(char, u64)> {
     let text = fs::read_to_string(format!("/proc/{pid}/task/{thread}/stat")).ok()?;
     // The name of the program may contain spaces and parentheses.
