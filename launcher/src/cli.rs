@@ -37,7 +37,7 @@ pub(crate) struct Cli {
     pub(crate) json_schema: Option<EventSchema>,
 }
 
-/// The result of parsing the command line.
+/// The result of parsing the command line: a command to run, a text to print, or an error.
 #[derive(Debug)]
 pub(crate) enum ParsedArgs {
     /// The arguments are valid and request a command.
@@ -94,8 +94,8 @@ fn missing_job_error() -> Diagnostic {
         .with_help("name a job, as in `launch job.yaml`, or see `launch --help`")
 }
 
-/// Creates the error that the command `word`, such as `ckpt`, was given without the subcommand that
-/// it requires. Returns `None` if the command `word` has no subcommands.
+/// Creates the error that the command `word`, such as `ckpt`, was given without one of its
+/// subcommands. Returns `None` if the command `word` has no subcommands.
 fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     let cli = Cli::command();
     let name = word.to_str()?;
@@ -148,8 +148,8 @@ fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString>
     args
 }
 
-/// Returns the index of the first argument after the global options, such as 2 for `plan` in
-/// `launch --json plan job.yaml`. Returns `None` if there is no such argument.
+/// Returns the index in `args` of the first argument that is no global option, such as 2 for `plan`
+/// in `launch --json plan job.yaml`. Returns `None` if there is no such argument.
 fn find_first_word(args: &[OsString]) -> Option<usize> {
     let mut at = 1;
     while let Some(arg) = args.get(at) {
@@ -164,7 +164,7 @@ fn find_first_word(args: &[OsString]) -> Option<usize> {
     None
 }
 
-/// Returns whether an argument is `-v`, `-vv` and so on.
+/// Returns whether an argument is `-v`, `-vv` and so on, which makes launch print more.
 fn is_verbosity(arg: &str) -> bool {
     arg.len() > 1 && arg.strip_prefix('-').is_some_and(|letters| letters.bytes().all(|b| b == b'v'))
 }
@@ -212,8 +212,8 @@ fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
     usage.with_help(format!("see `{help_command}`"))
 }
 
-/// Converts one value in the context of clap's error, which is a text, several texts or a number,
-/// to text. Returns `None` for other types of values.
+/// Converts a value in the details of clap's error, which is a text, several texts or a number, to
+/// text. Returns `None` for other types of values.
 fn context_to_text(value: &ContextValue) -> Option<String> {
     match value {
         ContextValue::String(text) => Some(text.clone()),

@@ -4,11 +4,11 @@
 //! a debugger.
 use std::time::{Duration, Instant, SystemTime};
 
-/// The longest time by which the clock advances between two readings. The event loops that use the
-/// clock call it more often than this.
+/// The longest time by which [`RunningClock`] advances between two readings. The event loops that
+/// use the clock call it more often than this.
 const MAX_STEP: Duration = Duration::from_secs(2);
 
-/// Measures the time since [`RunningClock::start`], without the time during which the process was
+/// A clock that measures the time since its start, without the time during which this process was
 /// stopped.
 #[derive(Debug)]
 pub(crate) struct RunningClock {
@@ -22,14 +22,14 @@ impl RunningClock {
         RunningClock { last: Instant::now(), elapsed: Duration::ZERO }
     }
 
-    /// Returns the time since [`RunningClock::start`], without the time during which the process
-    /// was stopped. The result never decreases.
+    /// Returns the time since the clock was started, without the time during which the process was
+    /// stopped. The result never decreases.
     pub(crate) fn now(&mut self) -> Duration {
         self.advance_to(Instant::now())
     }
 
-    /// Returns whether more than [`MAX_STEP`] has passed since the last reading of the clock,
-    /// because the process was probably stopped.
+    /// Returns whether this process was probably stopped, because more than [`MAX_STEP`] has passed
+    /// since the clock was last read.
     pub(crate) fn has_paused(&self) -> bool {
         self.last.elapsed() > MAX_STEP
     }
@@ -39,8 +39,8 @@ impl RunningClock {
         self.last = Instant::now();
     }
 
-    /// Advances the clock to a reading of the system's clock, by at most [`MAX_STEP`], and returns
-    /// the time since the start.
+    /// Advances the clock to the time `now` of the system's clock, by at most [`MAX_STEP`], and
+    /// returns the time since the start.
     fn advance_to(&mut self, now: Instant) -> Duration {
         self.elapsed += now.saturating_duration_since(self.last).min(MAX_STEP);
         self.last = now;

@@ -1,4 +1,4 @@
-//! The providers of hosts (SSH, Slurm, joining nodes and this machine), behind the trait
+//! The providers of hosts (SSH, Slurm, nodes that join, and this machine), behind the trait
 //! [`Cluster`].
 //!
 //! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
@@ -30,12 +30,12 @@ use diagnostic::{Diagnostic, codes::run};
 use jobspec::JobSpec;
 use std::time::Duration;
 
-/// The providers of hosts, in the order in which launch asks whether they accept a job. The last
-/// one accepts every job.
+/// The providers of hosts, such as Slurm or SSH, in the order in which launch asks whether a job's
+/// hosts come from them. The last one accepts every job.
 static PROVIDERS: &[&dyn Cluster] =
     &[&join::JoinCluster, &ssh::SshCluster, &slurm::SlurmCluster, &local::LocalCluster];
 
-/// Finds the provider of the hosts of a job.
+/// Finds the provider of the hosts of a job, such as Slurm or SSH.
 pub(crate) fn find_cluster(job: &JobSpec) -> Result<&'static dyn Cluster, ClusterError> {
     select_cluster(PROVIDERS, job)
 }
@@ -54,7 +54,8 @@ pub(crate) fn detect_node_environment() -> diagnostic::Result<Option<NodeEnviron
     })
 }
 
-/// Returns the first of `providers` that accepts a job.
+/// Returns the first of `providers` (of hosts, such as Slurm or SSH) from which the hosts of a job
+/// come.
 fn select_cluster<'a>(providers: &[&'a dyn Cluster], job: &JobSpec) -> Result<&'a dyn Cluster, ClusterError> {
     for provider in providers {
         if provider.detect(job)? {
@@ -64,16 +65,15 @@ fn select_cluster<'a>(providers: &[&'a dyn Cluster], job: &JobSpec) -> Result<&'
     Err(Diagnostic::error(run::INTERNAL, "no provider accepts the job").into())
 }
 
-/// Finds the batch job in which launch runs, for `--requeue`. Fails if launch does not run in a
-/// batch job.
+/// Finds the batch job of a scheduler in which launch runs, so that `--requeue` can queue it again.
+/// Fails if launch does not run in a batch job.
 pub(crate) fn find_batch_job(job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
     let found: Vec<_> = PROVIDERS.iter().filter_map(|provider| provider.requeue(job).transpose()).collect();
     let first = found.iter().position(Result::is_ok).unwrap_or(0);
     found.into_iter().nth(first).transpose()
 }
 
-/// Submits a job to the queue of the provider that implements the subcommand `command` of launch,
-/// such as `sbatch`.
+/// Submits a job to the scheduler whose subcommand of launch is `command`, such as `sbatch`.
 pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Submission, ClusterError> {
     match PROVIDERS.iter().find(|provider| provider.submit_command() == Some(command)) {
         Some(provider) => provider.submit(request),
@@ -81,15 +81,16 @@ pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Su
     }
 }
 
-/// Returns the name by which the controller refers to this host. This is the name that a provider
-/// gives the host or, if no provider has one, the host name of the machine.
+/// Returns the name of this host in a run: the one that its provider, such as Slurm, gives the host
+/// or, without one, the host name of the machine. This is the name that a provider gives the host
+/// or, if no provider has one, the host name of the machine.
 pub(crate) fn read_host_name() -> String {
     let names = PROVIDERS.iter().find_map(|provider| provider.host_name());
     names.unwrap_or_else(protocol::host_name::read_host_name)
 }
 
-/// Returns the preemption of the batch job in which launch runs, if the job is being preempted. See
-/// [`Cluster::find_preemption`].
+/// Returns the information about the preemption of the batch job in which launch runs, if a
+/// scheduler is preempting the job. See [`Cluster::find_preemption`].
 pub(crate) fn find_preemption() -> diagnostic::Result<Option<Preemption>> {
     PROVIDERS.iter().find_map(|provider| provider.find_preemption().transpose()).transpose()
 }
@@ -99,14 +100,14 @@ pub(crate) fn sigterm_announces_end() -> bool {
     PROVIDERS.iter().any(|provider| provider.sigterm_announces_end())
 }
 
-/// Returns the delay with which the agent in this process reports that a worker died of SIGKILL or
-/// SIGTERM. See [`Cluster::kill_report_delay`].
+/// Returns how long the agent in this process delays its report that a worker died of SIGKILL or
+/// SIGTERM, because the scheduler may be ending the job. See [`Cluster::kill_report_delay`].
 pub(crate) fn find_kill_report_delay() -> Duration {
     PROVIDERS.iter().map(|provider| provider.kill_report_delay()).max().unwrap_or_default()
 }
 
-/// Returns the names of the variables of this process's environment that the workers of a job must
-/// not see. See [`Cluster::hidden_variables`].
+/// Returns the names of this process's environment variables that the workers of a job must not
+/// inherit. See [`Cluster::hidden_variables`].
 pub(crate) fn list_hidden_variables(job: &JobSpec) -> Vec<String> {
     PROVIDERS.iter().flat_map(|provider| provider.hidden_variables(job)).collect()
 }

@@ -28,22 +28,23 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// How many of the last output lines of each rank are kept for failure reports. These lines are the
-/// tail.
+/// How many of the last lines of each rank's output are kept, so that a report of the rank's
+/// failure can contain them. These lines are the tail.
 pub(crate) const TAIL_LINES: usize = 20;
-/// The length in bytes to which lines are truncated on the console and in the tail. The log
-/// contains the whole lines.
+/// The length in bytes to which a line of output is truncated on the user's console and in failure
+/// reports. The log contains the whole lines.
 pub(crate) const MAX_LINE_BYTES: usize = 4 << 10;
-/// The time in milliseconds without further output after which a line without a line end is written
-/// to the log.
+/// The time in milliseconds without further output after which the beginning of an unfinished line
+/// of output is written to the log.
 const UNFINISHED_LINE_MS: u16 = 200;
-/// The largest number of bytes that one read from a worker's pipe returns. Also the length in bytes
-/// above which a line without a line end is written to the log.
+/// The largest number of bytes of a worker's output that are read at once. An unfinished line that
+/// is longer is written to the log in several parts.
 const MAX_READ_BYTES: usize = 64 << 10;
-/// The shortest time between two reports that a worker's output contains the progress pattern.
+/// The shortest time between two reports that a line of the worker's output contains
+/// `run.progress_pattern`.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// An event that the output pump of a worker reports to the agent.
+/// An event that the thread which copies a worker's output reports to the agent's event loop.
 #[derive(Debug)]
 pub(crate) enum PumpEvent {
     /// The pipes were drained. The answer to [`OutputPump::request_drain`].
@@ -72,47 +73,49 @@ pub(crate) struct PumpOptions {
     pub(crate) error_file: Option<PathBuf>,
 }
 
-/// The queue of output lines to the present controller. All [`OutputPump`]s of an agent share the
-/// queue.
+/// The queue of output lines of all workers of the agent, which are sent to the present controller.
+/// All [`OutputPump`]s of an agent share the queue.
 #[derive(Clone, Debug)]
 pub(crate) struct ConsoleQueue(Arc<Mutex<Outbox<FromAgent>>>);
 
 impl ConsoleQueue {
-    /// Creates a queue of output lines that `outbox` sends to the controller.
+    /// Creates a queue of output lines, which `outbox` sends to the controller.
     pub(crate) fn new(outbox: Outbox<FromAgent>) -> ConsoleQueue {
         ConsoleQueue(Arc::new(Mutex::new(outbox)))
     }
 
-    /// Sends all later lines through `outbox`, which leads to another controller.
+    /// Sends all later lines of output through `outbox`, the queue of messages to another
+    /// controller.
     pub(crate) fn set_outbox(&self, outbox: Outbox<FromAgent>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = outbox;
     }
 
-    /// Adds a message to the queue of lines to the controller. Returns `false` if the queue is full
-    /// or there is no controller.
+    /// Adds a message with a line of output to the queue of messages to the controller. Returns
+    /// `false` if the queue is full or there is no controller.
     fn send_message(&self, priority: MessagePriority, message: FromAgent) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).send_message(priority, message)
     }
 }
 
-/// The handle of the thread that copies a worker's output. Dropping the handle requests that the
-/// thread end, and does not wait for it.
+/// The handle of the thread that copies the output of one worker to the log of its rank. Dropping
+/// the handle requests that the thread end, and does not wait for it.
 #[derive(Debug)]
 pub(crate) struct OutputPump {
     command: Arc<(AtomicU8, EventFd)>,
     show: Arc<AtomicBool>,
 }
 
-/// The command to the thread of an [`OutputPump`] to continue copying output.
+/// The command to the thread that copies a worker's output to continue copying.
 const COMMAND_CONTINUE: u8 = 0;
-/// The command to the thread of an [`OutputPump`] to copy the remaining output in the pipes and to
+/// The command to the thread that copies a worker's output to copy what remains in the pipes and to
 /// report the last lines.
 const COMMAND_DRAIN: u8 = 1;
-/// The command to the thread of an [`OutputPump`] to end.
+/// The command to the thread that copies a worker's output to end.
 const COMMAND_QUIT: u8 = 2;
 
 impl OutputPump {
-    /// Starts the thread that copies the pipes `stdout` and `stderr` of a worker to `log`.
+    /// Starts the thread that copies the output pipes `stdout` and `stderr` of a worker to the log
+    /// of the worker's rank.
     ///
     /// `console` is the queue of lines to the controller. Each event is sent to `events` with the
     /// rank and the pid of the worker.
@@ -148,20 +151,21 @@ impl OutputPump {
         Ok(OutputPump { command, show })
     }
 
-    /// Sets whether output lines are forwarded to the controller from now on.
+    /// Sets whether the worker's output lines are forwarded to the controller, which shows them to
+    /// the user, from now on.
     pub(crate) fn set_console_forwarding(&self, show: bool) {
         self.show.store(show, Ordering::Relaxed);
     }
 
-    /// Requests that the thread copy the remaining output in the pipes to the log and report the
-    /// last lines ([`PumpEvent::Drained`]). Does not block.
+    /// Requests that the thread copy the output that remains in the worker's pipes to the log, and
+    /// report the last lines ([`PumpEvent::Drained`]). Does not block.
     ///
     /// The agent calls this method after the worker has ended.
     pub(crate) fn request_drain(&self) {
         self.send_command(COMMAND_DRAIN);
     }
 
-    /// Sends a command to the pump thread and wakes the thread.
+    /// Sends a command to the thread that copies the worker's output, and wakes the thread.
     fn send_command(&self, command: u8) {
         self.command.0.store(command, Ordering::Release);
         _ = self.command.1.write(1);
@@ -174,7 +178,8 @@ impl Drop for OutputPump {
     }
 }
 
-/// One of a worker's two output streams, with the pipe from which the stream is read.
+/// One of a worker's two output streams (stdout or stderr): the pipe, and the beginning of a line
+/// that is not complete.
 struct OutputStream {
     /// The read end of the pipe; `None` after the end of the stream.
     pipe: Option<File>,
@@ -188,8 +193,8 @@ impl OutputStream {
         OutputStream { pipe: Some(fd.into()), stderr, unfinished: Vec::new() }
     }
 
-    /// Reads output from the pipe into `buffer` without blocking. Returns the number of bytes, or
-    /// `None` if no output is available or the stream has ended before.
+    /// Reads available output of the worker from the pipe into `buffer`, without blocking. Returns
+    /// the number of bytes, or `None` if no output is available or the stream has ended before.
     ///
     /// At the end of the stream, closes the pipe and returns 0.
     fn read(&mut self, buffer: &mut [u8]) -> Option<usize> {
@@ -206,7 +211,7 @@ impl OutputStream {
     }
 }
 
-/// The state of the thread of an [`OutputPump`].
+/// The thread that copies the output of one worker: its pipes, and the destinations of the output.
 struct PumpThread {
     command: Arc<(AtomicU8, EventFd)>,
     streams: [OutputStream; 2],
@@ -214,7 +219,7 @@ struct PumpThread {
 }
 
 impl PumpThread {
-    /// Copies the worker's output until the command [`COMMAND_QUIT`] arrives.
+    /// Copies the worker's output to its destinations until the command [`COMMAND_QUIT`] arrives.
     fn run(mut self) {
         let mut buffer = vec![0; MAX_READ_BYTES];
         loop {
@@ -238,8 +243,8 @@ impl PumpThread {
         }
     }
 
-    /// Blocks until output or a command arrives. Returns `false` if a line without a line end is
-    /// waiting and nothing arrived within [`UNFINISHED_LINE_MS`].
+    /// Blocks until output of the worker or a command to this thread arrives. Returns `false` if a
+    /// line without a line end is waiting and nothing arrived within [`UNFINISHED_LINE_MS`].
     fn wait_for_output(&self) -> bool {
         let mut fds = vec![PollFd::new(self.command.1.as_fd(), PollFlags::POLLIN)];
         let open = self.streams.iter().filter_map(|s| s.pipe.as_ref());
@@ -251,8 +256,9 @@ impl PumpThread {
         ready
     }
 
-    /// Copies the output that an ended worker left in the pipes, and reports the last lines to the
-    /// agent. Does not wait for descendants of the worker that keep a pipe open.
+    /// Copies the output that an ended worker left in its pipes to the log, and reports the last
+    /// lines to the agent's event loop. Does not wait for descendants of the worker that keep a
+    /// pipe open.
     fn drain_pipes(&mut self, buffer: &mut [u8]) {
         for stream in &mut self.streams {
             let size = stream.pipe.as_ref().and_then(|p| fcntl(p, FcntlArg::F_GETPIPE_SZ).ok());
@@ -267,8 +273,8 @@ impl PumpThread {
         self.sink.report_drained();
     }
 
-    /// Passes the unfinished last lines of both streams to the log, the controller and the tail, as
-    /// if they were complete.
+    /// Writes the unfinished last lines of the worker's stdout and stderr, as if they were
+    /// complete.
     fn finish_lines(&mut self) {
         for stream in &mut self.streams {
             self.sink.finish_line(stream);
@@ -276,8 +282,8 @@ impl PumpThread {
     }
 }
 
-/// Passes the output of a worker to the log, to the tail (the last lines), and through the
-/// controller to the console.
+/// The destinations of one worker's output: the log of its rank, the controller (if the rank is
+/// shown), and the last lines for failure reports.
 struct OutputSink {
     options: PumpOptions,
     shown: Arc<AtomicBool>,
@@ -293,9 +299,9 @@ struct OutputSink {
 }
 
 impl OutputSink {
-    /// Passes the complete lines in `bytes`, which were read from a worker's pipe, to the log, the
-    /// controller and the tail. Keeps the bytes after the last line end in `stream` until the line
-    /// is complete.
+    /// Writes the complete lines in `bytes`, which were read from a worker's pipe, to the log, to
+    /// the controller and to the last lines. Keeps the bytes after the last line end in `stream`
+    /// until the line is complete.
     fn push_bytes(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
@@ -315,8 +321,8 @@ impl OutputSink {
         stream.unfinished.extend_from_slice(rest);
     }
 
-    /// Passes the unfinished last line of `stream` to the log, the controller and the tail, as if
-    /// it were complete.
+    /// Writes the unfinished last line of `stream` to the log, to the controller and to the last
+    /// lines, as if the line were complete.
     fn finish_line(&mut self, stream: &mut OutputStream) {
         if !stream.unfinished.is_empty() {
             let rest = std::mem::take(&mut stream.unfinished);
@@ -324,8 +330,8 @@ impl OutputSink {
         }
     }
 
-    /// Passes complete lines of one stream to the log, the controller and the tail. Reports
-    /// progress if the lines contain the progress pattern.
+    /// Writes complete lines of stdout or stderr to the log, to the controller and to the last
+    /// lines. Reports progress if the lines contain the progress pattern.
     fn push_lines(&mut self, bytes: &[u8], stderr: bool) {
         self.log.append(bytes);
         self.detect_progress(bytes);
@@ -344,8 +350,8 @@ impl OutputSink {
         }
     }
 
-    /// Reports progress to the agent if `bytes` contain the progress pattern. Reports at most once
-    /// per [`PROGRESS_INTERVAL`].
+    /// Reports to the agent that the worker makes progress, if the output in `bytes` contains
+    /// `run.progress_pattern`. Reports at most once per [`PROGRESS_INTERVAL`].
     fn detect_progress(&mut self, bytes: &[u8]) {
         let Some(pattern) = self.options.progress_pattern.as_ref().map(String::as_bytes) else { return };
         let is_due = self.progress_reported_at.is_none_or(|at| at.elapsed() >= PROGRESS_INTERVAL);
@@ -373,8 +379,8 @@ impl OutputSink {
         }
     }
 
-    /// Returns a notice with the number of lines that were not forwarded and the log that contains
-    /// the lines.
+    /// Returns a message to the user with the number of output lines that were not forwarded, and
+    /// with the log that contains them.
     fn format_dropped_lines_notice(&self) -> FromAgent {
         let text = match self.dropped_lines {
             1 => format!("[1 line is only in {}]", self.log.path()),
@@ -383,8 +389,9 @@ impl OutputSink {
         FromAgent::Line { rank: self.options.rank, stderr: true, text }
     }
 
-    /// Reports to the agent that the pipes were drained, with the last lines. If lines were
-    /// dropped, first forwards a notice with their number to the controller.
+    /// Reports to the agent that all output of the ended worker was copied, with the last lines of
+    /// the output. If lines were dropped, first forwards a notice with their number to the
+    /// controller.
     fn report_drained(&mut self) {
         if self.dropped_lines > 0
             && self.console.send_message(MessagePriority::Normal, self.format_dropped_lines_notice())
@@ -403,7 +410,8 @@ impl OutputSink {
     }
 }
 
-/// Converts a line of output to the text that a terminal would show.
+/// Converts a line of output to the text that a terminal would show, for example after carriage
+/// returns.
 fn format_display_line(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\r").unwrap_or(line);
     let line = line.rsplit(|b| *b == b'\r').next().unwrap_or(line);

@@ -1,4 +1,5 @@
-//! Answers the probes of `launch check`, on separate threads of the agent.
+//! Executes the requests (probes) of `launch check` to inspect this host or its connections, on
+//! separate threads of the agent.
 mod gpu;
 mod inspection;
 mod network;
@@ -22,22 +23,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The prefix of the names of the files that `launch check` creates to find out which hosts share a
-/// directory. `launch check` detects shared directories by these files.
+/// The prefix of the names of the small files by which `launch check` finds out which hosts share a
+/// directory.
 const NONCE_PREFIX: &str = ".launch-check-";
-/// The largest number of addresses of one other agent to which a connection is tried. Further
-/// addresses are ignored.
+/// The largest number of addresses of one other agent to which `launch check` tries to connect.
+/// Further addresses are ignored.
 const MAX_PEER_ADDRESSES: usize = 8;
-/// The largest number of bytes that are read from a greeting, the text by which agents test
+/// The largest number of bytes that are read of a greeting, the text that an agent sends to test
 /// connections between hosts.
 const MAX_GREETING_BYTES: u64 = 256;
-/// The time limit for sending the greeting to one connected peer.
+/// The time limit for sending the greeting, a text that tests the connection between two hosts, to
+/// one agent that has connected.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
-/// The longest timeout of a connection to a peer, in milliseconds. A longer timeout in a probe is
-/// reduced to this value.
+/// The longest timeout, in milliseconds, of a connection with which `launch check` tests whether
+/// another host is reachable. A longer timeout in a probe is reduced to this value.
 const MAX_CONNECT_TIMEOUT_MS: u64 = 60_000;
 
-/// Answers the probes of `launch check`. Dropping the last clone removes the nonce files.
+/// Executes the requests (probes) of `launch check` to inspect this host or its connections.
+/// Dropping the last clone removes the files by which shared directories are found.
 #[derive(Clone)]
 pub(super) struct Prober {
     preflight: &'static dyn Preflight,
@@ -45,8 +48,9 @@ pub(super) struct Prober {
     network: Arc<NetworkProber>,
 }
 
-/// The state that the agent keeps between probes, which is the nonce files that it has written and
-/// the directories to search for those of other hosts. Dropping the state removes the nonce files.
+/// What an agent keeps between two requests of `launch check`: the files that it has written to
+/// find shared directories, and the directories in which it searches for those of other hosts.
+/// Dropping the state removes the files.
 #[derive(Debug, Default)]
 struct ProbeState {
     /// The directories of [`ProbeRequest::Inspect`] that exist, or their nearest existing parents.
@@ -60,13 +64,14 @@ impl Prober {
         Prober { preflight, state: Arc::default(), network: Arc::default() }
     }
 
-    /// Locks the state of the prober, even if another thread has panicked while it held the lock.
+    /// Locks the mutex of the files and directories that are kept between probes, even if another
+    /// thread has panicked while it held the lock.
     fn lock_state(&self) -> MutexGuard<'_, ProbeState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a thread that answers a probe and passes the answer to `send`. Does not block. Fails
-    /// if the thread cannot be started.
+    /// Starts a thread that executes a request of `launch check`, and passes the answer to `send`.
+    /// Does not block. Fails if the thread cannot be started.
     pub(super) fn start_answering(
         &self,
         probe: ProbeRequest,
@@ -76,8 +81,9 @@ impl Prober {
         thread::Builder::new().name("probe".into()).spawn(move || send(prober.answer_probe(probe))).map(drop)
     }
 
-    /// Inspects the host or connects to peers, as the probe requests, and returns the answer.
-    /// Blocks until the inspection or all connections have ended.
+    /// Executes a request of `launch check`: inspects this host, connects to the agents of other
+    /// hosts, or searches for their files. Blocks until the inspection or all connections have
+    /// ended.
     ///
     /// An inspection also writes nonce files and opens a TCP port for peers.
     fn answer_probe(&self, probe: ProbeRequest) -> ProbeAnswer {
@@ -105,8 +111,9 @@ impl Prober {
         }
     }
 
-    /// Writes a file named after `nonce` to each writable directory of `dirs`, so that other hosts
-    /// that share the directory can see it. Stores `dirs` for [`Prober::find_visible_nonces`].
+    /// Writes a file named after the random text `nonce` to each writable directory of `dirs`, by
+    /// which other hosts can see that they share the directory. Stores `dirs` for
+    /// [`Prober::find_visible_nonces`].
     fn write_nonce_files(&self, nonce: &str, dirs: &[PathBuf]) {
         let mut state = self.lock_state();
         for dir in dirs {
@@ -119,8 +126,9 @@ impl Prober {
         state.dirs = dirs.to_vec();
     }
 
-    /// Returns, for each stored directory, the `nonces` whose files, written by agents of other
-    /// hosts, are visible on this host. The agents of other hosts have written these files.
+    /// Returns, for each directory that `launch check` has named before, which of `nonces` (random
+    /// texts of other hosts) name a file in it. The agent of another host has written such a file,
+    /// so both hosts share the directory.
     fn find_visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
         let dirs = self.lock_state().dirs.clone();
         // The directory is listed because a listing makes NFS clients refresh their cache.
@@ -144,9 +152,9 @@ impl Drop for ProbeState {
     }
 }
 
-/// Opens a TCP port of `ports` and sends a greeting to each host that connects, as a test of the
-/// connection. A thread sends a greeting to every process that connects. Returns the port and the
-/// greeting, or `None` if the port or the thread is not available.
+/// Opens a TCP port of `ports`, and starts a thread that sends a greeting (a text with `nonce`) to
+/// every process that connects. Other agents test with it whether they reach this host. Returns the
+/// port and the greeting, or `None` if the port or the thread is not available.
 fn open_greeting_port(nonce: &str, ports: PortSelection) -> Option<(u16, String)> {
     let at_every_address = |port| {
         let v6 = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));
@@ -172,14 +180,15 @@ fn open_greeting_port(nonce: &str, ports: PortSelection) -> Option<(u16, String)
     Some((port, greeting))
 }
 
-/// Removes all characters from a nonce that are not safe in a file name, and truncates the nonce to
-/// 64 characters.
+/// Removes all characters that are not safe in a file name from `nonce`, a random text, and
+/// truncates it to 64 characters.
 fn sanitize_nonce(nonce: &str) -> String {
     nonce.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(64).collect()
 }
 
-/// Connects to all peers in parallel and blocks until all connections have ended. `timeout` limits
-/// the connection to each address. Ignores the peers after the first [`MAX_PEERS`].
+/// Connects to the agents of several other hosts in parallel, to test whether this host reaches
+/// them, and blocks until all connections have ended. `timeout` limits the connection to each
+/// address. Ignores the peers after the first [`MAX_PEERS`].
 ///
 /// Returns the name of each peer with the duration of connecting in milliseconds or the error.
 fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, diagnostic::Result<f64>)> {
@@ -198,8 +207,8 @@ fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, d
     })
 }
 
-/// Connects to the addresses of a peer, one after another, until one address answers with the
-/// peer's greeting. Fails with the error of the last address if all addresses fail.
+/// Connects to the addresses of another agent, one after another, until one address answers with
+/// the greeting of that agent. Fails with the error of the last address if all addresses fail.
 fn connect_to_peer(peer: &PeerListener, timeout: Duration) -> diagnostic::Result<()> {
     let mut last_error = Diagnostic::error(host::PEER_ADDRESS_MISSING, "the host has no address");
     for address in peer.addresses.iter().take(MAX_PEER_ADDRESSES) {
@@ -215,8 +224,8 @@ fn connect_to_peer(peer: &PeerListener, timeout: Duration) -> diagnostic::Result
     Err(last_error.with_subject(&peer.name))
 }
 
-/// Connects to an address and reads the text that the peer sends until the end of the stream.
-/// `timeout` limits the connection and each read.
+/// Connects to an address, and reads the greeting (the text that an agent sends) until the end of
+/// the stream. `timeout` limits the connection and each read.
 fn read_greeting(address: SocketAddr, timeout: Duration) -> io::Result<String> {
     let stream = TcpStream::connect_timeout(&address, timeout)?;
     stream.set_read_timeout(Some(timeout))?;

@@ -40,8 +40,8 @@ use std::{
     sync::Arc,
 };
 
-/// A started worker process, with the agent's ends of the process's output pipes and control
-/// connection.
+/// The process of a worker that was just started, with the agent's ends of its output pipes and
+/// control connection.
 #[derive(Debug)]
 pub(crate) struct SpawnedWorker {
     pub(crate) pid: u32,
@@ -68,8 +68,8 @@ pub(super) fn fork_process() -> io::Result<Option<Pid>> {
     }
 }
 
-/// Creates an empty memory file (memfd) that the built-in workers of the host share. The workers
-/// set the size of the file, and seal the file so that no process can shrink it.
+/// Creates an empty memory file (memfd) through which the built-in workers of the host exchange
+/// data. The workers set the size of the file, and seal the file so that no process can shrink it.
 pub(super) fn create_shared_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?)
 }
@@ -90,13 +90,14 @@ pub(super) fn create_status_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch-status", MFdFlags::MFD_CLOEXEC)?)
 }
 
-/// Creates an empty memory file (memfd) for copies of the workers' states. The memory is in use
-/// until the agent ends.
+/// Creates an empty memory file (memfd) for copies of the workers' training states
+/// (`checkpoint.memory`). The memory is in use until the agent ends.
 pub(super) fn create_copy_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch-copies", MFdFlags::MFD_CLOEXEC)?)
 }
 
-/// Sends the descriptor `fd` over a socket, without blocking. The receiver gets it with one byte.
+/// Sends the file descriptor `fd` over a Unix socket, without blocking. The receiver gets it with
+/// one byte.
 pub(super) fn pass_descriptor(socket: &UnixStream, fd: BorrowedFd<'_>) -> io::Result<()> {
     let fds = [fd.as_raw_fd()];
     let message = [ControlMessage::ScmRights(&fds)];
@@ -133,15 +134,15 @@ pub(super) fn set_cloexec_on_all() {
 /// limits, too.
 pub(super) type OpenFileLimits = (u64, u64);
 
-/// Raises the agent's soft limit of open files to the hard limit, because the agent opens about
-/// four files for each worker. Returns the previous limits, which are set for the workers.
+/// Raises the agent's soft limit of open files to the hard limit, and returns the previous limits,
+/// which workers get. Returns the previous limits, which are set for the workers.
 pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     Ok((soft, hard))
 }
 
-/// The environment that workers inherit from the agent, as differences from the agent's own
+/// The environment variables that workers inherit from the agent, as differences from the agent's
 /// environment.
 #[derive(Clone, Default)]
 pub(super) struct EnvironmentDifferences {
@@ -151,8 +152,8 @@ pub(super) struct EnvironmentDifferences {
     pub(super) hidden: Vec<String>,
 }
 
-/// Starts the process of a worker with the CPU affinity, preferred NUMA node and environment of the
-/// plan.
+/// Starts the process of a worker with the CPU affinity, preferred NUMA node and environment
+/// variables of its plan.
 ///
 /// A built-in worker inherits the descriptors of `memory`. `inherited` describes the environment
 /// without the variables of the plan. `(soft, hard)` are the worker's limits of open files.
@@ -239,13 +240,15 @@ fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Resul
     Ok(())
 }
 
-/// Opens a pipe from which a reader immediately gets the end of the file.
+/// Opens a pipe that is at its end already, in place of the output pipe of a worker that writes to
+/// a terminal.
 fn open_pipe_at_end(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
     let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
     pipe.map(|(reader, _)| reader).map_err(|error| worker_start_error(plan, &error.into()))
 }
 
-/// Builds the command that starts a worker, which is the program of the plan or `launch worker`.
+/// Builds the command that starts a worker: the program in the worker's plan or, for a built-in
+/// worker, `launch worker`.
 ///
 /// The worker leads a new process group. Its stdin is `/dev/null`, and its stdout and stderr are
 /// pipes. Its environment is that of `inherited`, with the variables of the plan. The program is
@@ -272,7 +275,7 @@ fn build_worker_command(plan: &WorkerPlan, inherited: &EnvironmentDifferences) -
     command
 }
 
-/// Changes the environment of a command, which it inherits from the agent, as `inherited` states.
+/// Changes the environment variables that a command inherits from the agent, as `inherited` states.
 fn apply_environment(command: &mut Command, inherited: &EnvironmentDifferences) {
     for (name, value) in inherited.changes.assignments() {
         match value {
@@ -292,8 +295,8 @@ fn apply_environment(command: &mut Command, inherited: &EnvironmentDifferences) 
     inherited.hidden.iter().for_each(|name| _ = command.env_remove(name));
 }
 
-/// Converts the list of CPUs to which the plan binds a worker to the kernel's CPU set. Returns
-/// `None` if the plan does not bind the worker to CPUs.
+/// Converts the CPUs to which the plan binds a worker to a CPU set of the kernel. Returns `None` if
+/// the plan does not bind the worker to CPUs.
 ///
 /// Fails if the agent may not run on one of the CPUs.
 fn build_cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> {
@@ -341,8 +344,9 @@ fn prefer_numa_memory(nodes: &NumaNodeMask) {
     unsafe { libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_PREFERRED, nodes.0.as_ptr(), bits) };
 }
 
-/// Converts the error of starting a worker's process to a diagnostic. The code of the diagnostic
-/// names the likely reason, such as a missing program.
+/// Converts the error of starting a worker's process to a diagnostic whose code names the likely
+/// reason, such as a missing program. The code of the diagnostic names the likely reason, such as a
+/// missing program.
 fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
     let words = plan.wrapper.iter().chain(plan.command.iter().flatten());
     let program = words.map(String::as_str).next().unwrap_or("launch worker");
@@ -374,7 +378,8 @@ fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
         .with_remedy()
 }
 
-/// Sends a signal to the process group of the worker with this pid. Ignores errors.
+/// Sends a signal that ends processes to the process group of the worker with this pid. Ignores
+/// errors.
 ///
 /// The worker must not have been reaped, because the pid of a reaped worker may belong to another
 /// process.
@@ -409,8 +414,8 @@ fn has_handler(status: &str, signal: i32) -> bool {
     (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }
 
-/// Runs a command that removes a container, and waits for its end for up to `limit`. Then kills the
-/// command. Ignores errors, such as those of a container that has ended.
+/// Runs a command that removes a container, and waits up to `limit` until the command has ended.
+/// Then kills the command. Ignores errors, such as those of a container that has ended.
 pub(super) fn run_container_removal(words: &[String], limit: std::time::Duration) {
     let Some((program, arguments)) = words.split_first() else { return };
     let mut command = Command::new(program);

@@ -7,7 +7,8 @@ use std::time::Duration;
 /// clock ticks (10 ms on Linux). A process that waits in a poll loop uses less CPU time.
 const MIN_PROGRESS_TICKS: u64 = 2;
 
-/// The time of one worker's last progress, and whether a stall was reported since then.
+/// When one worker last made progress, the values from which progress is detected, and whether a
+/// stall was reported since.
 #[derive(Debug)]
 pub(super) struct WorkerProgress {
     /// The time at which the worker last made progress.
@@ -35,8 +36,8 @@ impl WorkerProgress {
         self.reported.replace((phase, step)) != Some((phase, step))
     }
 
-    /// Records the total CPU time of all processes of the worker, in clock ticks. Returns whether
-    /// the change since the last call counts as progress.
+    /// Records the total CPU time, in clock ticks, that all processes of the worker have used so
+    /// far. Returns whether the change since the last call counts as progress.
     ///
     /// CPU time does not count for a program with `run.progress_pattern`, or for the built-in
     /// runtime during training. The pattern and the steps are better signs of progress.
@@ -48,23 +49,22 @@ impl WorkerProgress {
         used && if builtin { !training } else { !has_pattern }
     }
 
-    /// Records a new value of the counter of a program's collectives, which is progress if the
-    /// value has changed. Returns whether the counter has changed, which counts as progress. CPU
-    /// time does not count for such a program, because a rank that waits in a collective may use
-    /// CPU time.
+    /// Records a new value of the counter of a program's collectives. Returns whether the value has
+    /// changed, which counts as progress. CPU time does not count for such a program, because a
+    /// rank that waits in a collective may use CPU time.
     pub(super) fn record_collectives(&mut self, count: u64) -> bool {
         self.collectives.replace(count) != Some(count)
     }
 
     /// Records that the worker made progress at `now`. Returns whether a stall was reported since
-    /// the last progress.
+    /// the progress before. Returns whether a stall was reported since the last progress.
     pub(super) fn record_progress(&mut self, now: Duration) -> bool {
         self.last_at = now;
         self.stall_reported.take().is_some()
     }
 
-    /// Decides, after a measurement, whether a stall of the worker must be reported now. A stall is
-    /// a time without progress of at least `timeout`.
+    /// Decides, after a measurement, whether the agent must report now that the worker stalls. A
+    /// stall is a time without progress of at least `timeout`.
     ///
     /// If a stall must be reported now, records the report and returns the duration of the stall in
     /// milliseconds and `stopped`. Returns `None` if there is no stall, or if a stall with the same

@@ -28,8 +28,8 @@ pub(crate) struct RankLog {
 }
 
 impl RankLog {
-    /// Opens the log file of a rank at `path` for appending. Creates the file and its directory if
-    /// necessary. `max_size` is the maximum size of the log in bytes.
+    /// Opens the log file of a rank at `path`, to append to it. Creates the file and its directory
+    /// if necessary. `max_size` is the maximum size of the log in bytes.
     pub(crate) fn open(path: &Path, max_size: u64) -> io::Result<RankLog> {
         if let Some(directory) = path.parent() {
             create_private_dir(directory)?;
@@ -48,10 +48,10 @@ impl RankLog {
         })
     }
 
-    /// Writes `bytes` at the end of the log. When the log reaches the maximum size, appends a
-    /// notice and drops all later bytes. Blocks while the disk is full or stalls, until `retries`
-    /// ends the repetitions of writes. `warn` is called with the first error. Returns the number of
-    /// bytes that the disk has not accepted.
+    /// Writes `bytes`, output of a worker, at the end of the log of its rank. When the log reaches
+    /// the maximum size, appends a notice and drops all later bytes. Blocks while the disk is full
+    /// or stalls, until `retries` ends the repetitions of writes. `warn` is called with the first
+    /// error. Returns the number of bytes that the disk has not accepted.
     fn append(&mut self, bytes: &[u8], retries: &WriteRetrySwitch, mut warn: impl FnMut(Diagnostic)) -> u64 {
         if self.closed {
             return if self.lost { bytes.len() as u64 } else { 0 };
@@ -90,7 +90,7 @@ impl RankLog {
     }
 }
 
-/// A function that reports a warning about a log to the user.
+/// A function that shows the user a warning that a log cannot be written.
 pub(crate) type WarningReporter = Arc<dyn Fn(Diagnostic) + Send + Sync>;
 
 /// Appends the output of a worker to the log of its rank without blocking.
@@ -105,20 +105,20 @@ pub(crate) struct RankLogWriter {
 }
 
 impl RankLogWriter {
-    /// Creates a writer that writes `log` on `thread`, and calls `warn` there if the log cannot be
-    /// written.
+    /// Creates a writer that appends to `log` on the thread `thread`, and calls `warn` if the log
+    /// cannot be written.
     pub(crate) fn new(log: RankLog, thread: LogThread, warn: WarningReporter) -> RankLogWriter {
         let path = log.path.clone();
         RankLogWriter { log: Arc::new(Mutex::new(log)), path, thread, warn, dropped_bytes: 0 }
     }
 
-    /// Returns the path of the log.
+    /// Returns the path of the log file.
     pub(crate) fn path(&self) -> &str {
         &self.path
     }
 
-    /// Queues `bytes` to be appended to the log by the log thread. Drops and counts them if too
-    /// much output waits for the disk.
+    /// Queues `bytes`, output of a worker, to be appended to the log by the log thread. Drops and
+    /// counts them if too much output waits for the disk.
     pub(crate) fn append(&mut self, bytes: &[u8]) {
         let text = [self.format_dropped_notice().as_bytes(), bytes].concat();
         if self.write_in_background(text.len(), text) {
@@ -128,7 +128,8 @@ impl RankLogWriter {
         }
     }
 
-    /// Writes a notice to the log with the number of bytes that were dropped, if any.
+    /// Writes a notice to the log with the number of bytes of output that were dropped, if any were
+    /// dropped.
     pub(crate) fn write_dropped_notice(&mut self) {
         if self.dropped_bytes > 0 {
             self.write_in_background(0, self.format_dropped_notice().into());
@@ -136,8 +137,9 @@ impl RankLogWriter {
         }
     }
 
-    /// Queues `text` to be appended to the log by the log thread. Returns `false` if the text is
-    /// too large for the queue, in which it counts as `size` bytes.
+    /// Queues `text` to be appended to the log by the log thread, as `size` bytes of the queue's
+    /// capacity. Returns `false` if the text is too large for the queue, in which it counts as
+    /// `size` bytes.
     fn write_in_background(&self, size: usize, text: Vec<u8>) -> bool {
         let (log, warn) = (self.log.clone(), self.warn.clone());
         self.thread.queue_write(size, move |retries| {
@@ -146,8 +148,8 @@ impl RankLogWriter {
         })
     }
 
-    /// Formats the notice that replaces dropped bytes in the log and states their number. Returns
-    /// an empty text if no bytes were dropped.
+    /// Formats the notice that states in the log how many bytes of output were dropped. Returns an
+    /// empty text if no bytes were dropped.
     fn format_dropped_notice(&self) -> String {
         match self.dropped_bytes {
             0 => String::new(),

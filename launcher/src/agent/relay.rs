@@ -1,4 +1,5 @@
-//! [`relay_to_agent`]: connects a new controller with the agent that is alive on this host.
+//! [`relay_to_agent`]: connects a new controller with the agent of the run that is still alive on
+//! this host.
 use super::attach_socket::{SocketReader, SocketWriter, send_request_to_agent};
 use crate::{
     connection::{encode_frame, read_frame},
@@ -12,16 +13,17 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-/// The pause before a request to control an agent is repeated, while the agent obeys another
-/// controller that is silent.
+/// The pause before a new controller's request to control an agent is repeated, while the agent's
+/// previous controller is silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// The longest time after the end of a controller in which its last messages may still reach an
-/// agent of a tree. A controller that is alive sends heartbeats more often.
+/// The longest time for which messages that a controller has sent before its end may still be on
+/// their way to an agent. A controller that is alive sends heartbeats more often.
 const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(4);
 
-/// Passes a controller's attach request to the agent that already runs on this host, and then
-/// relays the connection in both directions. Answers the request with a rejection if no agent can
-/// be reached. `input` and `output` are the control connection to the controller.
+/// Passes a new controller's request for control to the agent that is already alive on this host,
+/// and then copies the bytes between the two in both directions. Answers the request with a
+/// rejection if no agent can be reached. `input` and `output` are the control connection to the
+/// controller.
 ///
 /// In a tree, agents learn only from silence that their controller has ended. With `in_tree`, the
 /// agent is asked again until it obeys the new controller, or until the old one has sent a message
@@ -54,9 +56,9 @@ pub(super) async fn relay_to_agent(
     }
 }
 
-/// Repeats the attach request to an agent while the agent obeys another controller that is silent.
-/// The time limit is `run.host_lease` and [`ADOPTION_TIMEOUT`]. Returns the last answer, and the
-/// connection on which it arrived. Fails if there is no answer.
+/// Repeats a new controller's request to control the agent on this host, while the agent obeys
+/// another controller that is silent. The time limit is `run.host_lease` and [`ADOPTION_TIMEOUT`].
+/// Returns the last answer, and the connection on which it arrived. Fails if there is no answer.
 async fn request_adoption(
     request: &AttachRequest,
 ) -> Result<(FromAgent, (SocketReader, SocketWriter)), AttachRejection> {
@@ -83,11 +85,11 @@ async fn request_adoption(
     }
 }
 
-/// Returns whether the last message that an agent received proves that its present controller is
-/// alive. It does if the message has arrived long after the first request. `elapsed` is the time
-/// from the first request to the present one, and `silence` is the time since the last message. A
-/// silence of zero proves nothing: an agent that has just been adopted, and got no message since,
-/// reports it, too.
+/// Returns whether the time since an agent's last message from its present controller proves that
+/// this controller is alive. It does if the message has arrived long after the first request.
+/// `elapsed` is the time from the first request to the present one, and `silence` is the time since
+/// the last message. A silence of zero proves nothing: an agent that has just been adopted, and got
+/// no message since, reports it, too.
 fn proves_live_controller(elapsed: Duration, silence: Duration) -> bool {
     !silence.is_zero() && elapsed.saturating_sub(silence) > MAX_MESSAGE_DELAY
 }

@@ -1,5 +1,6 @@
-//! Writes the stacks of hanging workers to the workers' logs. The stacks are the state and kernel
-//! stack of every thread from `/proc`, and the Python stack if py-spy is installed.
+//! Writes the stacks of hanging workers to their logs: the state and kernel stack of every thread,
+//! and Python stacks if py-spy is installed. The stacks are the state and kernel stack of every
+//! thread from `/proc`, and the Python stack if py-spy is installed.
 use super::{activity, process};
 use std::{
     fmt::Write as _,
@@ -11,10 +12,11 @@ use std::{
 
 /// The time limit of one run of py-spy, which dumps the Python stacks of one process.
 const PY_SPY_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time limit of all runs of py-spy together, for all workers of the host.
+/// The time limit of all runs of py-spy together, which dump the Python stacks of all workers of
+/// the host.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);
-/// The largest number of processes of a worker, of threads of a process, and of frames of a thread
-/// that are written. The others are left out.
+/// The largest number of processes of a worker, of threads of a process, and of frames of a stack
+/// that are written to a worker's log. The others are left out.
 const MAX_WRITTEN_ITEMS: usize = 64;
 /// The size, in bytes, to which a `/proc` file or a dump of py-spy is truncated.
 const MAX_TEXT_BYTES: usize = 64 << 10;
@@ -26,8 +28,8 @@ pub(super) struct StackTarget {
     pub(super) log: PathBuf,
 }
 
-/// Appends the stacks of each worker to the worker's log. Omits parts that cannot be read or
-/// written. Blocks for little more than [`TOTAL_TIMEOUT`] at most.
+/// Appends the stacks of the threads of each hanging worker to the worker's log. Omits parts that
+/// cannot be read or written. Blocks for little more than [`TOTAL_TIMEOUT`] at most.
 pub(super) fn write_stacks(workers: &[StackTarget]) {
     // Reading /proc is fast, so the kernel's information about all workers is written first.
     for worker in workers {

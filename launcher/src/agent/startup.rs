@@ -41,8 +41,8 @@ pub struct AgentOptions {
     pub preflight: &'static dyn Preflight,
 }
 
-/// Runs an agent until its controller ends the connection, and returns the exit code. With a
-/// marker, forks first, and this process becomes the watchdog of the agent.
+/// Runs an agent until its controller ends the connection, and returns the exit code of the
+/// process. With a marker, forks first, and this process becomes the watchdog of the agent.
 pub fn main(options: AgentOptions) -> u8 {
     if options.remove_executable {
         connect_back::remove_own_executable();
@@ -105,17 +105,17 @@ fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
     runtime.block_on(run).map_err(cannot_start)
 }
 
-/// Prints an error of starting the agent to stderr, because the control connection does not exist
-/// yet. Returns the exit code 1.
+/// Prints an error that prevents the start of the agent to stderr, because the control connection
+/// does not exist yet. Returns the exit code 1.
 fn report_start_failure(error: &Diagnostic) -> u8 {
     _ = writeln!(io::stderr(), "launch agent: {error} (`launch agent` is started by launch, not by hand)");
     1
 }
 
-/// Takes over the standard input and output of this process as the control connection to the
-/// controller. If `marker` is given, first prints it, so that the controller finds the start of the
-/// agent's output. Replaces stdin by `/dev/null` and stdout by stderr, so that no other code writes
-/// to the connection.
+/// Takes over the standard input and output of this process as the control connection of the agent
+/// to the controller. If `marker` is given, first prints it, so that the controller finds the start
+/// of the agent's output. Replaces stdin by `/dev/null` and stdout by stderr, so that no other code
+/// writes to the connection.
 ///
 /// Makes this process a subreaper. Ignores the signals that a terminal, a batch system or an
 /// operator may send to every process of the job, because the controller handles these signals. The
@@ -142,8 +142,8 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
     Ok((input, output))
 }
 
-/// Runs the event loop of the agent on a control connection, read from `input` and written to
-/// `output`, until the agent exits. Returns the exit code. If the first message asks for the agent
+/// Runs the event loop of the agent until the agent exits. `input` and `output` are the control
+/// connection to the controller. Returns the exit code. If the first message asks for the agent
 /// that is already alive on this host, relays the connection to that agent instead.
 async fn run_event_loop_on(
     mut input: impl AsyncRead + Send + Unpin + 'static,
@@ -163,7 +163,7 @@ async fn run_event_loop_on(
     Ok(driver.run_event_loop().await)
 }
 
-/// Makes a descriptor nonblocking.
+/// Makes reads and writes of a file descriptor nonblocking.
 fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {
     use nix::fcntl::{FcntlArg, OFlag, fcntl};
     let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);

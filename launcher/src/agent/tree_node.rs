@@ -27,27 +27,29 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// The number of inputs that fit into each channel of a node.
+/// The number of messages that fit into each channel between the tasks of an agent's tree node.
 const CHANNEL_CAPACITY: usize = 64;
 /// The time limit for the controller's first message, which states the agent's place in the tree.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The fraction of a link's lease after which a controller that sends nothing counts as silent. The
-/// agents below then have the rest of `run.host_lease` to find another way to the controller.
+/// The fraction of a link's lease (the time after which a silent link is closed) after which the
+/// controller counts as silent. The agents below then have the rest of `run.host_lease` to find
+/// another way to the controller.
 const SILENT_CONTROLLER_LEASE_FRACTION: (u32, u32) = (3, 5);
-/// The interval at which a node whose agent has ended checks whether other agents still need the
-/// node.
+/// The interval at which the tree node of an ended agent checks whether other agents still reach
+/// the controller through it.
 const END_CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a node that is about to end waits until its neighbour has received the rest of the
-/// agent's stream.
+/// How long the tree node of an ended agent waits until the neighbour above has received the rest
+/// of the agent's messages.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a node whose agent has ended passes on the streams of agents below, before it asks them
-/// to connect to other agents.
+/// How long the tree node of an ended agent continues to serve the agents below, before it asks
+/// them to connect to other agents.
 const LEAVE_REQUEST_DELAY: Duration = Duration::from_secs(2);
-/// The longest time for which a node passes on the streams of agents below after its own agent has
-/// ended.
+/// The longest time for which a tree node continues to serve the agents below, after its own agent
+/// has ended.
 const MAX_LINGER_TIME: Duration = Duration::from_secs(10);
 
-/// The handle of the thread that runs the tree node of an agent.
+/// The handle of the thread that runs the tree node of an agent, which passes on messages in the
+/// tree of agents.
 pub(super) struct TreeNodeHandle {
     /// Dropping the sender asks the node to end.
     end: oneshot::Sender<()>,
@@ -55,8 +57,8 @@ pub(super) struct TreeNodeHandle {
 }
 
 impl TreeNodeHandle {
-    /// Waits until the node has passed on everything that the agent has written, and no agent below
-    /// needs the node any more.
+    /// Waits until everything that the ended agent has written was passed on, and no agent below
+    /// needs this tree node any more.
     pub(super) fn finish(self) {
         drop(self.end);
         // A node that has panicked has ended, too.
@@ -64,9 +66,10 @@ impl TreeNodeHandle {
     }
 }
 
-/// Starts the tree node of this agent, and connects it with the tree of agents. `input` and
-/// `output` are the agent's standard streams. Returns the control stream to the controller. Blocks
-/// until the agent is connected. Fails if no agent of the tree can be reached.
+/// Connects this agent with the tree of agents, and starts the thread that passes on the messages
+/// of the agents below. `input` and `output` are the agent's standard streams. Returns the control
+/// stream to the controller. Blocks until the agent is connected. Fails if no agent of the tree can
+/// be reached.
 pub(super) fn join_tree(
     input: OwnedFd,
     output: OwnedFd,
@@ -103,7 +106,8 @@ pub(super) fn join_tree(
     result.map(|halves| (halves, TreeNodeHandle { end, thread }))
 }
 
-/// Receives the agent's place in the tree, and connects the agent with its neighbours.
+/// Receives the agent's place in the tree of agents from the controller, and connects the agent
+/// with its neighbours.
 async fn connect_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(TreeNode, StreamHalves)> {
     let cannot_start = |error: io::Error| {
         Diagnostic::error(host::AGENT_START_FAILED, "cannot start the agent's node of the tree")
@@ -172,10 +176,11 @@ async fn connect_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(Tr
     Ok((node, far))
 }
 
-/// The sender and the receiver of a channel.
+/// The sender and the receiver of a channel between the tasks of a tree node.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 
-/// The tree node of an agent, with its links to neighbours and the agent's own stream.
+/// The part of an agent that passes on messages between the controller and the agents below it in
+/// the tree of agents.
 struct TreeNode {
     setup: Arc<TreeSetup>,
     router: TreeRouter,
@@ -204,8 +209,8 @@ struct TreeNode {
 }
 
 impl TreeNode {
-    /// Passes on frames until the agent has ended and no agent below needs the node, or until the
-    /// controller counts as lost.
+    /// Passes on messages between the neighbours in the tree until this agent has ended and no
+    /// agent below needs this node, or until the controller is lost.
     async fn run(mut self, mut ending: oneshot::Receiver<()>) {
         let lease = Duration::from_millis(self.setup.link_lease_ms);
         let interval = lease / HEARTBEATS_PER_LEASE;
@@ -255,10 +260,10 @@ impl TreeNode {
         self.links.finish().await;
     }
 
-    /// Sends heartbeats on all links, and closes links on which nothing has arrived for too long.
-    /// The time for which this process did not run (`lateness`) does not count as silence, because
-    /// frames may be waiting. While too many frames wait for the uplink, the links to the agents
-    /// below are not read, and not closed.
+    /// Sends heartbeats to all neighbours in the tree, and closes the links on which nothing has
+    /// arrived for the time `lease`. The time for which this process did not run (`lateness`) does
+    /// not count as silence, because frames may be waiting. While too many frames wait for the
+    /// uplink, the links to the agents below are not read, and not closed.
     fn check_links(&mut self, lease: Duration, lateness: Duration) {
         self.links.exclude_pause_from_silence(lateness);
         if self.links.is_congested(self.uplink) {
@@ -282,9 +287,9 @@ impl TreeNode {
         self.listener.set_child_count(self.links.list(self.uplink).len());
     }
 
-    /// Informs the agents below that nothing arrives from the controller, which is suspended or
-    /// cannot be reached. The agent waits. The agents below are asked at each heartbeat to connect
-    /// to another agent. If the controller is suspended, no other one accepts them.
+    /// Informs the agents below in the tree whether messages arrive from the controller, which may
+    /// be suspended or unreachable. The agent waits. The agents below are asked at each heartbeat
+    /// to connect to another agent. If the controller is suspended, no other one accepts them.
     fn report_controller_silence(&mut self, is_silent: bool) {
         if is_silent != self.reports_silence {
             tracing::info!(target: "tree", stream = self.setup.stream, is_silent, "controller");
@@ -298,8 +303,9 @@ impl TreeNode {
         }
     }
 
-    /// Executes all actions that the router requests, including those that result from other
-    /// actions. Handles links that were closed because their queues were full.
+    /// Executes all actions that the tree node's router (its state machine) requests, including
+    /// those that result from other actions. Handles links that were closed because their queues
+    /// were full.
     fn execute_actions(&mut self) {
         loop {
             let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
@@ -311,7 +317,8 @@ impl TreeNode {
         }
     }
 
-    /// Executes one action that the router requests.
+    /// Executes one action that the tree node's router (its state machine) requests, such as
+    /// sending a frame to a neighbour.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
             RouterAction::Send(link, frame) => self.links.send(link, frame),
@@ -339,7 +346,7 @@ impl TreeNode {
         }
     }
 
-    /// Handles a link that this node has closed.
+    /// Handles a link to a neighbour that this node has closed, such as a silent one.
     fn handle_closed_link(&mut self, link: LinkId) {
         match self.uplink == Some(link) {
             true => self.on_uplink_lost(),
@@ -347,7 +354,7 @@ impl TreeNode {
         }
     }
 
-    /// Makes `link` the uplink, over which this node reaches the controller.
+    /// Makes `link` the link over which this tree node reaches the controller.
     fn set_uplink(&mut self, link: LinkId) {
         self.uplink = Some(link);
         self.listener.set_connected(true);
@@ -355,7 +362,8 @@ impl TreeNode {
         self.router.report_ready(self.setup.stream, self.listener.addresses().to_vec());
     }
 
-    /// Makes a new connection to another agent the uplink, and closes the previous uplink.
+    /// Makes a new connection to another agent the link over which this tree node reaches the
+    /// controller, and closes the previous one.
     fn replace_uplink(&mut self, stream: NeighbourLink) {
         if let Some(earlier) = self.uplink.take() {
             tracing::info!(target: "tree", stream = self.setup.stream, "left an agent without a controller");
@@ -367,13 +375,15 @@ impl TreeNode {
         self.set_uplink(link);
     }
 
-    /// Adds the connection of an agent below, and sends it the welcome frame.
+    /// Adds the connection of an agent below in the tree as a link, and sends that agent a welcome
+    /// message.
     fn add_child(&mut self, stream: NeighbourLink) {
         let link = self.links.add(stream.input, stream.output, self.from_children.0.clone());
         self.links.send(link, TreeFrame::Welcome { stream: self.setup.stream });
     }
 
-    /// Handles a frame from the neighbour above, or the end of the link to it.
+    /// Handles a frame (message) from the neighbour above in the tree, or the end of the link to
+    /// that neighbour.
     fn receive_from_uplink(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if self.uplink != Some(link) {
             return;
@@ -386,7 +396,8 @@ impl TreeNode {
         }
     }
 
-    /// Handles a frame from a neighbour below, or the end of the link to it.
+    /// Handles a frame (message) from a neighbour below in the tree, or the end of the link to that
+    /// neighbour.
     fn receive_from_child(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_input(link) {
             return;
@@ -400,7 +411,8 @@ impl TreeNode {
         }
     }
 
-    /// Handles an event of the agent's own stream.
+    /// Handles an event of the agent's own connection to the controller: written bytes, read bytes,
+    /// or its end.
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
             LocalStreamEvent::Written(stream, bytes) => self.router.write(stream, &bytes),
@@ -410,8 +422,7 @@ impl TreeNode {
     }
 
     /// Handles the end of the link to the neighbour above, by connecting to another agent in the
-    /// background. Connects to another agent in the background. An agent that was connected with
-    /// the controller itself has lost the controller.
+    /// background. An agent that was connected with the controller itself has lost the controller.
     fn on_uplink_lost(&mut self) {
         let Some(link) = self.uplink.take() else { return };
         self.links.close(link);
@@ -430,9 +441,9 @@ impl TreeNode {
         });
     }
 
-    /// Tries in the background to connect to another agent, because the neighbour above reports
-    /// that the controller is silent. Stops when an agent accepts this one, or when the neighbour
-    /// above hears the controller again. The present link is used until then.
+    /// Begins to search for another agent that accepts this one, because the neighbour above
+    /// reports that the controller is silent. Stops when an agent accepts this one, or when the
+    /// neighbour above hears the controller again. The present link is used until then.
     fn start_parent_search(&mut self) {
         self.silence_heard_at = Some(Instant::now());
         if self.attempt.as_ref().is_some_and(|attempt| !attempt.is_finished()) {
@@ -456,14 +467,16 @@ impl TreeNode {
         }
     }
 
-    /// Starts the task that connects to another agent, and aborts an earlier one.
+    /// Starts `attempt`, the task that connects to another agent of the tree, and aborts an earlier
+    /// one.
     fn start_parent_attempt(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
         if let Some(earlier) = self.attempt.replace(tokio::spawn(attempt)) {
             earlier.abort();
         }
     }
 
-    /// Ends the agent's own stream, because no agent provides a connection to the controller.
+    /// Ends the connection of this node's own agent to the controller, because no agent of the tree
+    /// provides a way to the controller.
     fn end_local_stream(&mut self, reason: &str) {
         tracing::info!(target: "tree", stream = self.setup.stream, reason, "lost the controller");
         if let Some(local) = self.local.take() {
@@ -471,7 +484,7 @@ impl TreeNode {
         }
     }
 
-    /// Asks the agents below to connect to other agents.
+    /// Asks the agents below in the tree to connect to other agents, because this node ends.
     fn send_leave_requests(&mut self) {
         self.listener.set_connected(false);
         for link in self.links.list(self.uplink) {

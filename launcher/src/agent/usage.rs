@@ -1,4 +1,5 @@
-//! [`UsageSampler`]: measures every few seconds what the host and its workers use.
+//! [`UsageSampler`]: measures every few seconds which resources this host, its GPUs and its workers
+//! use.
 //!
 //! A separate thread reads the counters of the kernel and of the GPUs, because some reads may
 //! block.
@@ -22,19 +23,21 @@ use std::{
 use tokio::sync::mpsc;
 use worker_counters::WorkerCounters;
 
-/// The time between two measurements.
+/// The time between two measurements of resource usage.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
-/// The number of usage measurements per reading of the GPUs, whose driver is slow.
+/// After how many measurements of resource usage the GPUs, whose driver is slow, are read again.
 const SAMPLES_PER_GPU_READING: u32 = 3;
 
-/// The workers whose usage is measured, and their attempt.
+/// The workers whose resource usage is measured, and the attempt (start of all workers) to which
+/// they belong.
 #[derive(Clone, Debug, Default)]
 struct SampledWorkers {
     attempt: u32,
     workers: Vec<SampledWorker>,
 }
 
-/// The thread that measures the resource usage of this host while workers run.
+/// The thread that measures the resource usage of this host while workers run, and the channel with
+/// its results.
 #[derive(Debug)]
 pub(super) struct UsageSampler {
     workers: Arc<Mutex<SampledWorkers>>,
@@ -42,8 +45,8 @@ pub(super) struct UsageSampler {
 }
 
 impl UsageSampler {
-    /// Starts the thread, which measures nothing as long as there are no workers. The thread ends
-    /// with the process.
+    /// Starts the thread that measures resource usage, which does nothing as long as there are no
+    /// workers. The thread ends with the process.
     pub(super) fn start() -> io::Result<UsageSampler> {
         let workers: Arc<Mutex<SampledWorkers>> = Arc::default();
         let (sender, measured) = mpsc::channel(1);
@@ -52,12 +55,14 @@ impl UsageSampler {
         Ok(UsageSampler { workers, measured })
     }
 
-    /// Sets the running workers and their attempt.
+    /// Sets the workers whose resource usage is measured from now on, and their attempt (start of
+    /// all workers).
     pub(super) fn set_workers(&self, attempt: u32, workers: Vec<SampledWorker>) {
         *lock_workers(&self.workers) = SampledWorkers { attempt, workers };
     }
 
-    /// Waits for the next measurement. Returns it with the attempt of the workers.
+    /// Waits for the next measurement of resource usage. Returns it with the attempt of the
+    /// workers.
     pub(super) async fn receive(&mut self) -> (u32, HostUsage) {
         match self.measured.recv().await {
             Some(measured) => measured,
@@ -70,7 +75,7 @@ fn lock_workers(workers: &Mutex<SampledWorkers>) -> MutexGuard<'_, SampledWorker
     workers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Measures the usage periodically until the driver of the agent has ended.
+/// Measures the resource usage periodically and sends the results, until the receiver is gone.
 fn run_sampler(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostUsage)>) {
     let mut meter = UsageMeter::new(Path::new("/"));
     loop {
@@ -86,8 +91,7 @@ fn run_sampler(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostU
     }
 }
 
-/// Computes usage from the differences between the present counters and those of the previous
-/// measurement.
+/// Computes the resource usage of a host from the differences between counters at two times.
 struct UsageMeter<'r> {
     root: &'r Path,
     /// The counters of the host, and the time at which they were read; `None` while no worker runs.
@@ -100,7 +104,7 @@ struct UsageMeter<'r> {
 }
 
 impl<'r> UsageMeter<'r> {
-    /// Creates a meter that reads files below `root`.
+    /// Creates a meter that reads the kernel's files `/proc` and `/sys` below the directory `root`.
     fn new(root: &'r Path) -> UsageMeter<'r> {
         UsageMeter {
             root,
@@ -112,8 +116,8 @@ impl<'r> UsageMeter<'r> {
         }
     }
 
-    /// Measures the usage of the host, its GPUs and workers since the previous call. Returns `None`
-    /// at the first call, and if no worker runs.
+    /// Measures the resource usage of the host, its GPUs and workers since the previous call.
+    /// Returns `None` at the first call, and if no worker runs.
     fn measure(&mut self, workers: &[SampledWorker], now: Instant) -> Option<HostUsage> {
         if workers.is_empty() {
             (self.host, self.workers, self.count) = (None, WorkerCounters::default(), 0);

@@ -1,4 +1,5 @@
-//! The watchdog is the parent process of an agent that was started over SSH.
+//! The watchdog is the parent process of an agent that was started over SSH, and kills the
+//! processes that the agent leaves.
 //!
 //! If the agent is killed, its workers are killed, too, but processes that the workers started in
 //! other sessions survive. Therefore the process that sshd started is a watchdog, and the agent is
@@ -23,7 +24,7 @@ use std::{
 
 /// The time limit for killing the processes that the agent left and waiting for their end.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The pause between two searches of the watchdog for remaining processes.
+/// The pause between two searches for remaining processes, after the watchdog's agent has ended.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 /// The signals that the watchdog ignores, because a terminal, a batch system or an operator may
 /// send them to the whole process group.
@@ -83,8 +84,9 @@ fn sweep_descendants() {
     }
 }
 
-/// Returns the exit code of an agent that ended with `status`. If a signal killed the agent, sends
-/// the same signal to this process instead, so that sshd reports the signal.
+/// Returns the exit code with which the watchdog ends, after its agent has ended with `status`. If
+/// a signal killed the agent, sends the same signal to this process instead, so that sshd reports
+/// the signal.
 fn mirror_agent_exit(status: WaitStatus) -> u8 {
     match status {
         WaitStatus::Exited(_, code) => code as u8,

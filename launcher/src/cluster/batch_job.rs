@@ -1,8 +1,10 @@
-//! [`BatchJob`]: a job of a scheduler, and requests to submit one.
+//! [`BatchJob`]: a batch job of a scheduler in which launch runs, and [`SubmitRequest`], a request
+//! to submit one.
 use jobspec::JobSpec;
 use std::{path::Path, time::Duration};
 
-/// The batch job of a scheduler in which launch runs, and which may be requeued after the run.
+/// A scheduler's batch job in which launch runs, with its number of restarts and the function that
+/// queues it again.
 #[derive(Clone, Debug)]
 pub(crate) struct BatchJob {
     /// The batch job as messages name it, with the name of the scheduler.
@@ -19,8 +21,8 @@ pub(crate) struct BatchJob {
     pub(crate) requeue: fn(&str) -> diagnostic::Result<()>,
 }
 
-/// The information that the batch job in which launch runs is being preempted by a job with a
-/// higher priority.
+/// The information that a scheduler is preempting the batch job in which launch runs, and how much
+/// time is left.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Preemption {
     /// The batch job as messages name it, with the name of the scheduler.
@@ -29,7 +31,7 @@ pub(crate) struct Preemption {
     pub(crate) time_left: Duration,
 }
 
-/// A request to submit a job to a scheduler.
+/// A request to submit a job of launch to a scheduler as a batch job.
 pub(crate) struct SubmitRequest<'a> {
     pub(crate) job: JobSpec,
     /// The path of the job file.
@@ -42,7 +44,8 @@ pub(crate) struct SubmitRequest<'a> {
     pub(crate) print: bool,
 }
 
-/// The result of a [`SubmitRequest`], such as the number of the submitted job.
+/// The result of submitting a job to a scheduler: the id of the queued job or, with `--print`, the
+/// batch script.
 #[derive(Debug)]
 pub(crate) enum Submission {
     /// The text of the batch script, which was not submitted.

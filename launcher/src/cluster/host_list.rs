@@ -11,7 +11,7 @@ use jobspec::{
 };
 use std::path::Path;
 
-/// A host of the job, with its slots.
+/// A host that `cluster.hosts` or a hostfile names, with its slots (places for workers).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ClusterHost {
     /// The address of the host for SSH.
@@ -23,9 +23,9 @@ pub(crate) struct ClusterHost {
 /// The largest number of errors that are reported for one hostfile.
 const MAX_REPORTED_ERRORS: usize = 5;
 
-/// Returns the hosts in `cluster.hosts` that the job's filters select, in the order of
-/// `cluster.hosts`. Returns `None` if the job names no hosts. Fails if a job that names no hosts
-/// has filters. The path of a hostfile is relative to `base`.
+/// Returns the hosts that `cluster.hosts` names and the filters `include` and `exclude` select, in
+/// the order of `cluster.hosts`. Returns `None` if the job names no hosts. Fails if a job that
+/// names no hosts has filters. The path of a hostfile is relative to `base`.
 pub(crate) fn resolve_hosts(
     cluster: &ClusterSpec,
     base: &Path,
@@ -52,8 +52,8 @@ pub(crate) fn resolve_hosts(
     apply_filters(cluster, &named).map(Some)
 }
 
-/// Parses the text of a hostfile, and returns the hosts in it that the job's filters select.
-/// Messages name the path `file`.
+/// Parses the text of a hostfile, and returns its hosts that the filters `include` and `exclude`
+/// select. Messages name the path `file`.
 pub(crate) fn resolve_hostfile_text(
     cluster: &ClusterSpec,
     file: &Path,
@@ -79,7 +79,8 @@ fn apply_filters(cluster: &ClusterSpec, named: &[ClusterHost]) -> Result<Vec<Clu
     Ok(selected.into_iter().filter_map(host).collect())
 }
 
-/// Parses the items of `cluster.hosts`. Fails if they name more than [`MAX_HOSTS`] hosts.
+/// Parses the host names and ranges in `texts`, the items of `cluster.hosts`. Fails if they name
+/// more than [`MAX_HOSTS`] hosts.
 fn parse_host_list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let mut hosts = Vec::new();
     for (item, text) in texts.iter().enumerate() {
@@ -112,8 +113,8 @@ pub(crate) fn read_hostfile(file: &Path) -> diagnostic::Result<String> {
     String::from_utf8(bytes).map_err(|_| unreadable(format!("the hostfile {path} is not UTF-8 text")))
 }
 
-/// Parses the text of a hostfile. The error contains the first [`MAX_REPORTED_ERRORS`] mistakes. Messages
-/// name the path `file`.
+/// Parses the text of a hostfile into its hosts and their slots (places for workers). The error
+/// contains the first [`MAX_REPORTED_ERRORS`] mistakes. Messages name the path `file`.
 pub(crate) fn parse_hostfile_entries(file: &Path, text: &str) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let entries = parse_hostfile(text).map_err(|errors| {
         let diagnostic = |error: HostfileError| {

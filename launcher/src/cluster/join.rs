@@ -1,5 +1,5 @@
 //! [`JoinCluster`]: provides the hosts of a job that the user starts by running launch once on each
-//! host. Node 0 is the controller, and the other nodes connect to it.
+//! host (node). Node 0 is the controller, and the other nodes connect to it.
 //!
 //! The nodes share a key, know the address of node 0, and have numbers. Pods, mpirun and batch
 //! systems without a provider start launch in this way.
@@ -32,8 +32,8 @@ use jobspec::{ControllerLossAction, HostSelection, JobSpec, hosts::RendezvousAdd
 use join_transport::JoinTransport;
 use node_name::{format_node_name, parse_node_name};
 
-/// The provider of hosts for jobs with `cluster.hosts` set to `join`. The hosts are the nodes on
-/// which the user starts launch.
+/// The provider of hosts for jobs with `cluster.hosts: join`, whose hosts are the nodes on which
+/// the user starts launch. The hosts are the nodes on which the user starts launch.
 pub(super) struct JoinCluster;
 
 impl Cluster for JoinCluster {

@@ -15,11 +15,11 @@ use std::{
 };
 use tokio::net::unix::pipe;
 
-/// The largest value of `LAUNCH_LOCAL_AGENTS`, the number of agents that a test may start on this
-/// machine.
+/// The largest permitted value of `LAUNCH_LOCAL_AGENTS`, the number of agents that a test starts on
+/// this machine.
 const MAX_LOCAL_AGENTS: usize = 64;
 
-/// The provider of hosts that offers this machine only.
+/// The provider of hosts for jobs that run on this machine only.
 pub(super) struct LocalCluster;
 
 impl Cluster for LocalCluster {
@@ -28,8 +28,8 @@ impl Cluster for LocalCluster {
         Ok(true)
     }
 
-    /// Returns this machine. Tests set `LAUNCH_LOCAL_AGENTS` to get several hosts, each with a
-    /// separate agent on this machine.
+    /// Returns this machine as the only host of the job. Tests set `LAUNCH_LOCAL_AGENTS` to get
+    /// several hosts, each with a separate agent on this machine.
     fn hosts(&self, _job: &JobSpec, local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
         let count = std::env::var(env::LAUNCH_LOCAL_AGENTS).ok().and_then(|n| n.parse().ok());
         let target = |name: String| HostTarget { name, slots: None, selected_slots: None, local: true };
@@ -44,7 +44,7 @@ impl Cluster for LocalCluster {
     }
 }
 
-/// The transport that starts agents on this machine.
+/// Starts agents on this machine, as child processes of the controller.
 #[derive(Clone, Copy, Debug)]
 struct LocalTransport;
 

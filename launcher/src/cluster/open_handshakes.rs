@@ -3,11 +3,11 @@
 use std::{collections::VecDeque, net::IpAddr};
 use tokio::task::AbortHandle;
 
-/// The largest number of simultaneous unauthenticated connections from one address. The other side
-/// of such a connection has not yet proved that it has the job's key. An agent opens fewer.
+/// The largest number of simultaneous connections from one address whose other side has not yet
+/// proved that it has the job's key. An agent opens fewer.
 const MAX_CONNECTIONS_PER_ADDRESS: usize = 2 * protocol::control::MAX_ADDRESSES;
-/// The largest number of simultaneous unauthenticated connections, in addition to one for each
-/// agent. The other side of such a connection has not yet proved that it has the job's key.
+/// The largest number of simultaneous connections whose other side has not yet proved that it has
+/// the job's key, in addition to one for each agent.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 256;
 
 /// The connections whose other side has not yet proved that it has the job's key.
@@ -22,14 +22,14 @@ pub(super) struct OpenHandshakes {
 }
 
 impl OpenHandshakes {
-    /// Creates an empty set, which can hold a connection of each of `agents` agents and
-    /// [`MAX_UNAUTHENTICATED_CONNECTIONS`] further ones.
+    /// Creates an empty set of unauthenticated connections, with space for one from each of
+    /// `agents` agents and for [`MAX_UNAUTHENTICATED_CONNECTIONS`] more.
     pub(super) fn new(agents: usize) -> OpenHandshakes {
         OpenHandshakes { connections: VecDeque::new(), limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS }
     }
 
-    /// Makes space for a new connection from `peer`, by closing another connection if there are too
-    /// many. Returns the address of the closed connection.
+    /// Makes space for a new unauthenticated connection from `peer`, by closing another such
+    /// connection if there are too many. Returns the address of the closed connection.
     pub(super) fn make_space(&mut self, peer: IpAddr) -> Option<IpAddr> {
         self.connections.retain(|(_, task)| !task.is_finished());
         let address = if self.count_connections_from(peer) >= MAX_CONNECTIONS_PER_ADDRESS {
@@ -47,12 +47,12 @@ impl OpenHandshakes {
         Some(address)
     }
 
-    /// Adds a connection from `peer`, which the task `task` serves.
+    /// Adds an unauthenticated connection from `peer`, whose handshake the task `task` performs.
     pub(super) fn add(&mut self, peer: IpAddr, task: AbortHandle) {
         self.connections.push_back((peer, task));
     }
 
-    /// Returns the number of connections from an address.
+    /// Returns the number of unauthenticated connections from an address.
     fn count_connections_from(&self, address: IpAddr) -> usize {
         self.connections.iter().filter(|(other, _)| *other == address).count()
     }

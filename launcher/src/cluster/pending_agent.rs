@@ -1,5 +1,5 @@
-//! [`PendingAgent`]: the controller's streams to and from an agent that may not have connected yet,
-//! and [`AgentConnectionSlot`], which the agent's TCP connection fills.
+//! [`PendingAgent`]: streams to and from an agent that exist before the agent has connected, and
+//! [`AgentConnectionSlot`], which receives the agent's TCP connection.
 use crate::connection::{EncryptedReader, EncryptedStream, EncryptedWriter};
 use std::{
     future::Future,
@@ -27,7 +27,8 @@ pub(super) type AgentReader = EncryptedReader<OwnedReadHalf>;
 /// The half of an agent's TCP connection that writes to the agent.
 pub(super) type AgentWriter = EncryptedWriter<OwnedWriteHalf>;
 
-/// The TCP connection of an agent that has proved that it has the job's key.
+/// The TCP connection of an agent that has proved that it has the job's key, split into its two
+/// directions.
 pub(super) struct AgentConnection {
     pub(super) reader: AgentReader,
     pub(super) writer: AgentWriter,
@@ -36,7 +37,7 @@ pub(super) struct AgentConnection {
 }
 
 impl AgentConnection {
-    /// Splits the stream of an agent into its two directions.
+    /// Splits the encrypted connection of an agent into its two directions.
     pub(super) fn new(stream: EncryptedStream<TcpStream>) -> io::Result<AgentConnection> {
         let socket = stream.transport().as_fd().try_clone_to_owned()?;
         let (reader, writer) = stream.into_halves(TcpStream::into_split);
@@ -45,7 +46,7 @@ impl AgentConnection {
 }
 
 /// The controller's byte streams to and from an agent that may not have connected yet, and the slot
-/// that the agent's TCP connection fills.
+/// that receives the agent's TCP connection.
 pub(super) struct PendingAgent {
     pub(super) input: PendingAgentInput,
     pub(super) output: PendingAgentOutput,
@@ -53,7 +54,8 @@ pub(super) struct PendingAgent {
 }
 
 impl PendingAgent {
-    /// Creates the streams and the slot of the agent of the host `name`.
+    /// Creates the streams to and from the agent of the host `name`, and the slot for the agent's
+    /// connection.
     pub(super) fn new(name: &str) -> PendingAgent {
         let (send_read_half, read_half) = oneshot::channel();
         let (send_write_half, write_half) = oneshot::channel();
@@ -68,7 +70,7 @@ impl PendingAgent {
     }
 }
 
-/// Whether the agent of an [`AgentConnectionSlot`] has connected.
+/// Whether the agent for which the controller waits has connected.
 enum AgentSlotState {
     /// The agent has not connected. Holds the channels that pass the two halves of the connection
     /// to the controller's streams.
@@ -79,16 +81,16 @@ enum AgentSlotState {
     Closed,
 }
 
-/// The state that all clones of an [`AgentConnectionSlot`] share.
+/// The state that all clones of an [`AgentConnectionSlot`] share: whether the agent has connected,
+/// and how often bytes arrived.
 struct SharedSlot {
     state: Mutex<AgentSlotState>,
     /// The number of reads that returned bytes of the agent.
     received: Arc<AtomicU64>,
 }
 
-/// The slot that the TCP connection of one agent fills when the agent connects.
-/// [`AgentConnectionSlot::fill`] passes the connection to the streams of the [`PendingAgent`].
-/// Clones are the same slot.
+/// Receives the TCP connection of one agent when the agent connects. [`AgentConnectionSlot::fill`]
+/// passes the connection to the streams of the [`PendingAgent`]. Clones are the same slot.
 #[derive(Clone)]
 pub(super) struct AgentConnectionSlot {
     pub(super) name: String,
@@ -96,12 +98,12 @@ pub(super) struct AgentConnectionSlot {
 }
 
 impl AgentConnectionSlot {
-    /// Locks the state of the slot.
+    /// Locks the mutex of the state that tells whether the agent has connected.
     fn lock(&self) -> MutexGuard<'_, AgentSlotState> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Fills the slot with the TCP connection of the agent, which becomes the streams of the
+    /// Passes the TCP connection of the agent that has connected to the streams of the
     /// [`PendingAgent`]. Returns `false` if the slot does not wait for the agent, because the agent
     /// has connected before or the slot is closed.
     pub(super) fn fill(&self, connection: AgentConnection) -> bool {
@@ -117,7 +119,7 @@ impl AgentConnectionSlot {
         true
     }
 
-    /// Returns whether the slot still waits for the agent to connect.
+    /// Returns whether the controller still waits for the agent to connect.
     pub(super) fn is_waiting(&self) -> bool {
         matches!(*self.lock(), AgentSlotState::Waiting(..))
     }
@@ -128,13 +130,13 @@ impl AgentConnectionSlot {
         matches!(*self.lock(), AgentSlotState::Connected(_))
     }
 
-    /// Returns the number of reads that have returned bytes of the agent.
+    /// Returns how many reads from the agent's connection have returned bytes so far.
     pub(super) fn count_reads(&self) -> u64 {
         self.shared.received.load(Ordering::Relaxed)
     }
 
-    /// Stops waiting for the agent, which ends the agent's streams. Does nothing if the agent has
-    /// connected.
+    /// Stops waiting for the agent to connect, which ends the streams to and from the agent. Does
+    /// nothing if the agent has connected.
     pub(super) fn close(&self) {
         let mut state = self.lock();
         if matches!(*state, AgentSlotState::Waiting(..)) {
@@ -142,7 +144,7 @@ impl AgentConnectionSlot {
         }
     }
 
-    /// Closes the slot, and shuts down the connection of its agent.
+    /// Stops waiting for the agent to connect or, if it has connected, shuts down its connection.
     pub(super) fn abort(&self) {
         let previous = std::mem::replace(&mut *self.lock(), AgentSlotState::Closed);
         if let AgentSlotState::Connected(socket) = previous {
@@ -153,7 +155,7 @@ impl AgentConnectionSlot {
     }
 }
 
-/// One direction of a TCP connection that may not exist yet.
+/// One direction of an agent's TCP connection that may not exist yet.
 enum PendingStream<S> {
     Pending(oneshot::Receiver<S>),
     Connected(S),
@@ -161,8 +163,8 @@ enum PendingStream<S> {
 }
 
 impl<S: Unpin> PendingStream<S> {
-    /// Returns the stream once it is connected, or `None` if the slot was closed before a
-    /// connection.
+    /// Returns the stream once the agent has connected, or `None` if the agent can no longer
+    /// connect.
     fn poll_connected(&mut self, cx: &mut Context<'_>) -> Poll<Option<Pin<&mut S>>> {
         if let PendingStream::Pending(receiver) = self {
             *self = ready!(pin!(receiver).poll(cx)).map_or(PendingStream::Closed, PendingStream::Connected);
@@ -174,7 +176,7 @@ impl<S: Unpin> PendingStream<S> {
     }
 }
 
-/// The stream of bytes to an agent that may not have connected yet.
+/// The stream on which the controller writes to an agent that may not have connected yet.
 pub(super) struct PendingAgentInput(PendingStream<AgentWriter>);
 
 impl AsyncWrite for PendingAgentInput {
@@ -200,7 +202,7 @@ impl AsyncWrite for PendingAgentInput {
     }
 }
 
-/// The stream of bytes from an agent that may not have connected yet.
+/// The stream on which the controller reads from an agent that may not have connected yet.
 pub(super) struct PendingAgentOutput {
     stream: PendingStream<AgentReader>,
     /// The number of reads that have returned bytes. The agent's slot reads this counter.

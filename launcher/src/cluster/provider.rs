@@ -1,4 +1,4 @@
-//! [`Cluster`]: a provider of hosts, such as this machine, SSH or a scheduler.
+//! The trait [`Cluster`]: a provider of hosts for jobs, such as this machine, SSH or a scheduler.
 use super::{
     batch_job::{BatchJob, Preemption, Submission, SubmitRequest},
     host_target::HostTarget,
@@ -11,43 +11,44 @@ use std::time::Duration;
 /// A provider of hosts, such as Slurm, which finds the hosts of a job and starts agents on them. A
 /// provider has no state: it reads the job and the environment of the process.
 pub(crate) trait Cluster: Sync {
-    /// Returns whether the hosts of the job come from this provider. Fails if the job requires this
-    /// provider, but the provider has no hosts.
+    /// Returns whether this provider, such as Slurm, provides the hosts of the job. Fails if the
+    /// job requires this provider, but the provider has no hosts.
     fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError>;
 
-    /// Returns the hosts of a job for which [`Cluster::detect`] returns `true`, in the order of
-    /// their ranks. `local_host` is the host name of this machine.
+    /// Returns the hosts of a job that this provider serves, in the order of their ranks.
+    /// `local_host` is the host name of this machine.
     fn hosts(&self, job: &JobSpec, local_host: &str) -> Result<Vec<HostTarget>, ClusterError>;
 
-    /// Creates the transport that starts agents on the hosts of a job for which
-    /// [`Cluster::detect`] returns `true`.
+    /// Creates the transport that starts agents on the hosts of a job that this provider serves.
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError>;
 
-    /// Returns how `launch check` must check the hosts of this provider.
+    /// Returns the names of the connection checks and other settings with which `launch check`
+    /// checks the hosts of this provider.
     fn preflight(&self) -> ClusterPreflight {
         ClusterPreflight { stages: &[(ConnectionStage::Agent, "agent")], declares_slots: false }
     }
 
-    /// Returns the batch job in which launch runs, for `--requeue`. Returns `None` if the provider
-    /// has no queue. Fails if launch does not run in a batch job.
+    /// Returns the batch job in which launch runs, so that `--requeue` can queue it again. Returns
+    /// `None` if the provider has no queue. Fails if launch does not run in a batch job.
     fn requeue(&self, _job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
         Ok(None)
     }
 
-    /// Returns the name of the subcommand of launch that submits jobs to this provider. Returns
-    /// `None` if the provider has no queue.
+    /// Returns the subcommand of launch that submits jobs to this provider's scheduler, such as
+    /// `sbatch`. Returns `None` if the provider has no queue.
     fn submit_command(&self) -> Option<&'static str> {
         None
     }
 
-    /// Submits a job to the queue of the provider. Called only if [`Cluster::submit_command`]
-    /// returns a name.
+    /// Submits a job to the queue of this provider's scheduler. Called only if
+    /// [`Cluster::submit_command`] returns a name.
     fn submit(&self, _request: SubmitRequest<'_>) -> Result<Submission, ClusterError> {
         let message = "the provider of the hosts has no queue";
         Err(Diagnostic::error(diagnostic::codes::run::INTERNAL, message).into())
     }
 
-    /// Returns the provider's default for what agents do when the controller of a run is lost.
+    /// Returns what agents of this provider do by default when the controller of a run is lost,
+    /// such as to continue.
     fn on_controller_loss(&self) -> ControllerLossAction {
         ControllerLossAction::Stop
     }
@@ -64,8 +65,9 @@ pub(crate) trait Cluster: Sync {
         false
     }
 
-    /// Returns the preemption of the batch job in which launch runs, or `None` if the job is not
-    /// being preempted. Blocks. Fails if the batch system does not answer.
+    /// Returns the information about the preemption of the batch job in which launch runs, or
+    /// `None` if the scheduler is not preempting it. Blocks. Fails if the batch system does not
+    /// answer.
     fn find_preemption(&self) -> diagnostic::Result<Option<Preemption>> {
         Ok(None)
     }
@@ -80,8 +82,8 @@ pub(crate) trait Cluster: Sync {
         Duration::ZERO
     }
 
-    /// Returns the names of the variables of this process's environment that the workers of a job
-    /// must not see, because they describe only this process.
+    /// Returns the names of those environment variables of this process that the workers of a job
+    /// must not inherit, because they describe only this process.
     fn hidden_variables(&self, _job: &JobSpec) -> Vec<String> {
         Vec::new()
     }
@@ -97,7 +99,8 @@ pub(crate) struct ClusterPreflight {
     pub(crate) declares_slots: bool,
 }
 
-/// The error that the hosts of a job cannot be determined or reached, or that their request failed.
+/// The error that the hosts of a job cannot be determined or reached, or that a request to their
+/// scheduler has failed.
 #[derive(Debug)]
 pub(crate) enum ClusterError {
     /// The mistakes in the job or in its hostfile.
@@ -107,8 +110,9 @@ pub(crate) enum ClusterError {
 }
 
 impl ClusterError {
-    /// Converts the error to a diagnostic. The function `combine` combines the mistakes in a job
-    /// into one diagnostic.
+    /// Converts the error to a diagnostic. If the job contains mistakes, `combine` makes one
+    /// diagnostic of them. The function `combine` combines the mistakes in a job into one
+    /// diagnostic.
     pub(crate) fn into_diagnostic(self, combine: impl FnOnce(Vec<Diagnostic>) -> Diagnostic) -> Diagnostic {
         match self {
             ClusterError::Job(mistakes) => combine(mistakes),

@@ -1,4 +1,5 @@
-//! [`SlurmCluster`]: the nodes of the Slurm allocation in which launch runs.
+//! [`SlurmCluster`]: the provider of hosts that runs jobs on the nodes of the Slurm allocation in
+//! which launch runs.
 mod allocation;
 mod batch_script;
 mod command;
@@ -29,7 +30,7 @@ use std::time::Duration;
 /// SIGTERM. Slurm ends a step by signalling workers and agent in any order.
 const STEP_KILL_DELAY: Duration = Duration::from_millis(300);
 
-/// The provider of the nodes of a Slurm allocation.
+/// The provider of hosts that runs jobs on the nodes of the Slurm allocation in which launch runs.
 pub(super) struct SlurmCluster;
 
 impl Cluster for SlurmCluster {
@@ -115,7 +116,7 @@ impl Cluster for SlurmCluster {
     }
 }
 
-/// Returns whether this process is part of a Slurm step.
+/// Returns whether a Slurm step (`srun`) has started this process.
 fn is_in_step() -> bool {
     std::env::var_os(env::SLURM_STEP_ID).is_some()
 }
@@ -144,7 +145,8 @@ fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
     Ok(allocation)
 }
 
-/// Converts a node of a Slurm allocation to a [`HostTarget`].
+/// Describes a node of a Slurm allocation as a host of the job, with its name and its slots (places
+/// for workers).
 ///
 /// No node counts as the local host, not even the node on which launch runs, because the Slurm step
 /// starts the agents of all nodes.

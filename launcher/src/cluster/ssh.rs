@@ -1,4 +1,5 @@
-//! [`SshCluster`]: the hosts that `cluster.hosts` names, which launch reaches over SSH.
+//! [`SshCluster`]: the provider of the hosts that `cluster.hosts` names, which launch reaches over
+//! SSH.
 mod auth;
 mod bootstrap;
 mod bootstrap_scripts;
@@ -27,10 +28,11 @@ use super::{
 use jobspec::{JobSpec, hosts::HostAddress};
 use ssh_transport::SshTransport;
 
-/// The provider of the hosts that a job names, which are reached over SSH.
+/// The provider of the hosts that `cluster.hosts` names, which launch reaches over SSH.
 pub(super) struct SshCluster;
 
-/// The stages of an SSH connection, each with the name of its check.
+/// The stages of an SSH connection (name, TCP, host key, …), each with the name under which `launch
+/// check` reports it.
 const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
     (ConnectionStage::Config, "config"),
     (ConnectionStage::Name, "dns"),
@@ -41,7 +43,7 @@ const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
     (ConnectionStage::Agent, "agent"),
 ];
 
-/// Returns the hosts that the job names.
+/// Returns the hosts that `cluster.hosts` names and the filters of the job select.
 fn find_hosts(job: &JobSpec) -> Result<Vec<ClusterHost>, ClusterError> {
     Ok(resolve_hosts(&job.cluster, &job.run.workdir)?.unwrap_or_default())
 }

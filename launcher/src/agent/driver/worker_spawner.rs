@@ -150,10 +150,9 @@ impl WorkerSpawner {
         });
     }
 
-    /// Begins to start a command of `launch exec`. Does not block.
+    /// Begins to start a command of `launch exec` on the separate thread. Does not block.
     pub(super) fn begin_exec(&mut self, request: ExecSpawnRequest) {
         self.run_on_thread(move || {
-            /// Begins to start a command of `launch exec` on the separate thread.
             let ExecSpawnRequest { id, worker, environment, file_limit } = request;
             let start = || {
                 process::spawn_worker_process(

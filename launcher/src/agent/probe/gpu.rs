@@ -4,7 +4,8 @@ use super::nvml::{NVML_LIBRARY, Nvml, SharedLibrary};
 use protocol::probe::GpuReport;
 use std::{ffi::c_int, fs};
 
-/// Inspects the GPUs and NCCL on this host. Leaves values empty that are not available.
+/// Inspects the GPUs, their driver and the NCCL library of this host. Leaves values empty that are
+/// not available.
 pub(super) fn inspect_gpus() -> GpuReport {
     let devices = count_device_nodes();
     let mut report = GpuReport { devices, nccl: find_nccl(), ..GpuReport::default() };
@@ -16,7 +17,8 @@ pub(super) fn inspect_gpus() -> GpuReport {
     report
 }
 
-/// Counts the device files `/dev/nvidia0`, `/dev/nvidia1`, … of GPUs, without using NVML.
+/// Counts the device files of NVIDIA GPUs (`/dev/nvidia0`, `/dev/nvidia1`, …), without using the
+/// driver's library.
 fn count_device_nodes() -> u32 {
     let names = fs::read_dir("/dev").into_iter().flatten().flatten();
     let is_device = |name: &str| {

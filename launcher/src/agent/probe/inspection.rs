@@ -18,7 +18,8 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Inspects this host and the directories `dirs`. Leaves values empty or 0 that are not available.
+/// Inspects the hardware, limits and addresses of this host and the directories `dirs`, for `launch
+/// check`. Leaves values empty or 0 that are not available.
 pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
     let text = |file: &str| fs::read_to_string(file).unwrap_or_default();
     let meminfo = text("/proc/meminfo");
@@ -50,17 +51,16 @@ pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
     report
 }
 
-/// Finds the value `name` in the text of `/proc/meminfo`, and returns it in bytes, or 0 if it is
-/// missing. `meminfo` is the content of the file. `name` is the name of the value including the
-/// colon, such as `MemTotal:`.
+/// Finds the value `name`, such as `MemTotal:`, in the content of `/proc/meminfo`, and returns it
+/// in bytes, or 0 if it is missing.
 fn parse_meminfo_bytes(meminfo: &str, name: &str) -> u64 {
     let line = meminfo.lines().find_map(|l| l.strip_prefix(name));
     let number = line.and_then(|l| l.trim().strip_suffix("kB")).and_then(|n| n.trim().parse::<u64>().ok());
     number.unwrap_or(0).saturating_mul(1024)
 }
 
-/// Checks whether the home directory and, if this executable is a cached copy, the cache directory
-/// are writable. Returns each directory with the result.
+/// Tests whether the home directory is writable and, if this executable is a cached copy, whether
+/// the directory of the copy is. Returns each directory with the result.
 fn check_home_directories() -> Vec<(PathBuf, diagnostic::Result<()>)> {
     let Some(home) = std::env::home_dir() else { return Vec::new() };
     let cache = fs::read_link("/proc/self/exe").ok().and_then(|exe| exe.parent().map(Path::to_owned));

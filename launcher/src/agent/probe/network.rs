@@ -25,10 +25,11 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// The context string with which the key of measurements is derived from the secret in the request.
+/// The context string of the key derivation for the key with which agents authenticate connections
+/// for measurements.
 const MEASUREMENT_KEY_CONTEXT: &str = "launch check --network";
 
-/// Measures connections to the agents of other hosts for `launch check --network`.
+/// Measures the network connections between this host and other hosts for `launch check --network`.
 #[derive(Debug, Default)]
 pub(super) struct NetworkProber {
     end: Mutex<Option<MeasurementEndpoint>>,
@@ -36,8 +37,7 @@ pub(super) struct NetworkProber {
 
 impl NetworkProber {
     /// Inspects the network interface and the RDMA devices of this host, and opens ports at which
-    /// other agents can measure. Opens ports at which threads accept measurements until the agent
-    /// ends.
+    /// threads accept measurements of other agents until the agent ends.
     pub(super) fn inspect_and_listen(
         &self,
         request: &NetworkRequest,
@@ -68,17 +68,17 @@ impl NetworkProber {
         NetworkInspection { interface: Some(interface), listeners, error, rdma }
     }
 
-    /// Measures the connection to the agent of another host, and blocks until the measurement has
-    /// ended. Each step has a time limit. The result is empty before a call of
-    /// [`Self::inspect_and_listen`].
+    /// Measures latency and throughput of the connection to the agent of another host, and blocks
+    /// until the measurement has ended. Each step has a time limit. The result is empty before a
+    /// call of [`Self::inspect_and_listen`].
     pub(super) fn measure(&self, request: &MeasureRequest) -> Measurement {
         let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).clone();
         end.map_or_else(Measurement::default, |end| measurement::measure_connection(&end, request))
     }
 }
 
-/// Opens listeners on up to [`MAX_MEASURED_PORTS`] ports, spread over the port range of the
-/// request. Fails if no port is free.
+/// Opens listeners, for measurements of other agents, on up to [`MAX_MEASURED_PORTS`] ports that
+/// are spread over the requested port range. Fails if no port is free.
 fn open_listeners(
     request: &NetworkRequest,
     address: IpAddr,

@@ -12,25 +12,27 @@ use std::{
 
 /// The file name of NVML, the management library of the NVIDIA driver.
 pub(in crate::agent) const NVML_LIBRARY: &str = "libnvidia-ml.so.1";
-/// The largest number of GPUs of a host that are queried through NVML. Further GPUs are missing in
-/// the report.
+/// The largest number of GPUs of a host that are queried through NVML, NVIDIA's management library.
+/// Further GPUs are missing in the report.
 const MAX_GPUS: u32 = 64;
-/// The largest number of processes that NVML can report for one GPU. If more processes use the GPU,
-/// the report has no processes of this GPU.
+/// The largest number of processes that are read from NVML for one GPU. If more processes use the
+/// GPU, the report has no processes of this GPU.
 const MAX_PROCESSES: usize = 64;
 /// The largest number of NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS`).
 const MAX_LINKS: c_uint = 18;
-/// The value of `nvmlMemoryErrorType_t` for memory errors that ECC could not correct.
+/// The NVML constant (`nvmlMemoryErrorType_t`) for memory errors that ECC could not correct.
 const ECC_ERROR_UNCORRECTED: c_int = 1;
-/// The value of `nvmlEccCounterType_t` for counting memory errors since the driver was loaded.
+/// The NVML constant (`nvmlEccCounterType_t`) that selects the counts of memory errors since the
+/// driver was loaded.
 const ECC_COUNTER_VOLATILE: c_int = 0;
-/// The value of `nvmlGpuP2PCapsIndex_t` for reads from the memory of another GPU.
+/// The NVML constant (`nvmlGpuP2PCapsIndex_t`) for the ability to read the memory of another GPU.
 const P2P_CAPABILITY_READ: c_int = 0;
-/// The value of `nvmlComputeMode_t` for GPUs that any number of processes may use.
+/// The NVML constant (`nvmlComputeMode_t`) for GPUs that any number of processes may use.
 const COMPUTE_MODE_DEFAULT: c_int = 0;
 
-/// The bits of `nvmlClocksThrottleReason…` that indicate a fault, with descriptions. Other bits,
-/// such as throttling of an idle GPU or at the power limit, are normal.
+/// The bits of NVML's reasons for throttled clocks (`nvmlClocksThrottleReason…`) that indicate a
+/// fault, with descriptions. Other bits, such as throttling of an idle GPU or at the power limit,
+/// are normal.
 const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x08, "hardware slowdown"),
     (0x20, "too hot (software thermal slowdown)"),
@@ -38,8 +40,8 @@ const THROTTLE_REASONS: [(u64, &str); 4] = [
     (0x80, "power brake asserted by the machine"),
 ];
 
-/// Descriptions of the values 1 to 5 of `nvmlGpuP2PStatus_t`, which are reasons why a GPU cannot
-/// access the memory of another GPU.
+/// Descriptions of the reasons why a GPU cannot access the memory of another GPU, which are the
+/// values 1 to 5 of `nvmlGpuP2PStatus_t`.
 const PEER_ACCESS_FAILURE_REASONS: [&str; 5] = [
     "not supported by the chipset",
     "not supported by the GPU",
@@ -162,9 +164,9 @@ impl Nvml {
         if code == 0 { Ok(nvml) } else { Err(NvmlError::Code(code)) }
     }
 
-    /// Queries the driver version and the GPUs, and stores the results in `report`. If the number
-    /// of GPUs cannot be read, stores the error in `report`. Omits GPUs whose status cannot be
-    /// read.
+    /// Queries the driver version and the status of all GPUs, and stores the results in `report`.
+    /// If the number of GPUs cannot be read, stores the error in `report`. Omits GPUs whose status
+    /// cannot be read.
     pub(super) fn fill_report(&self, report: &mut GpuReport) {
         report.driver = self.query_driver_version().ok();
         match self.query_device_count() {
@@ -177,6 +179,7 @@ impl Nvml {
         }
     }
 
+    /// Queries the version of the NVIDIA driver.
     fn query_driver_version(&self) -> Result<String, NvmlError> {
         let mut text = [0u8; 96];
         // SAFETY: nvml.h's types; the buffer has the given length.
@@ -186,6 +189,7 @@ impl Nvml {
         Ok(decode_c_text(&text))
     }
 
+    /// Queries the number of GPUs of this host.
     fn query_device_count(&self) -> Result<u32, NvmlError> {
         let mut count = 0;
         // SAFETY: nvml.h's types.
@@ -193,6 +197,7 @@ impl Nvml {
         Ok(count)
     }
 
+    /// Queries the handle of the GPU with the index `index`.
     fn query_device_handle(&self, index: u32) -> Result<DeviceHandle, NvmlError> {
         let mut device: DeviceHandle = ptr::null_mut();
         // SAFETY: nvml.h's types.
@@ -233,6 +238,7 @@ impl Nvml {
         })
     }
 
+    /// Queries the total, free and used memory of a GPU.
     fn query_memory(&self, device: DeviceHandle) -> Result<NvmlMemory, NvmlError> {
         let mut memory = NvmlMemory::default();
         // SAFETY: nvml.h's types.
@@ -242,6 +248,7 @@ impl Nvml {
         Ok(memory)
     }
 
+    /// Queries the PCI address of a GPU, such as `00000000:17:00.0`.
     fn query_pci_bus_id(&self, device: DeviceHandle) -> Result<String, NvmlError> {
         let mut pci = NvmlPciInfo::default();
         // SAFETY: nvml.h's types.
@@ -320,8 +327,8 @@ impl Nvml {
             .collect())
     }
 
-    /// Queries the current utilization, memory use and faults of each GPU. Values that a GPU does
-    /// not support are `None`.
+    /// Queries the current utilization, memory use and faults of each GPU of this host. Values that
+    /// a GPU does not support are `None`.
     pub(in crate::agent) fn query_usage(&self) -> Vec<GpuUsage> {
         let count = self.query_device_count().unwrap_or(0).min(MAX_GPUS);
         let query = |gpu: u32| {
@@ -339,6 +346,7 @@ impl Nvml {
         (0..count).filter_map(query).collect()
     }
 
+    /// Queries the share of the time in which a GPU executed kernels recently, in percent.
     fn query_busy_percent(&self, device: DeviceHandle) -> Result<c_uint, NvmlError> {
         // nvmlUtilization_t: the shares of the time for the GPU and for its memory, in percent.
         let mut shares = [0; 2];
@@ -349,8 +357,8 @@ impl Nvml {
         Ok(shares[0].min(100))
     }
 
-    /// Calls the NVML function `name` for a GPU and returns the number that the function reports.
-    /// The function must have exactly two parameters: the GPU and a pointer to the `int` result.
+    /// Calls the NVML function `name`, which returns one integer, for a GPU. The function must have
+    /// exactly two parameters: the GPU and a pointer to the `int` result.
     fn call_integer_query(&self, device: DeviceHandle, name: &CStr) -> Result<c_int, NvmlError> {
         type IntQuery = unsafe extern "C" fn(DeviceHandle, *mut c_int) -> c_int;
         let mut number = 0;
@@ -359,6 +367,7 @@ impl Nvml {
         Ok(number)
     }
 
+    /// Queries whether a GPU is divided into MIG instances.
     fn query_mig_enabled(&self, device: DeviceHandle) -> Result<bool, NvmlError> {
         let (mut current, mut pending) = (0, 0);
         // SAFETY: nvml.h's types.
@@ -368,6 +377,7 @@ impl Nvml {
         Ok(current != 0)
     }
 
+    /// Queries whether the NVLink with the index `link` of a GPU works.
     fn query_link_is_up(&self, device: DeviceHandle, link: c_uint) -> Result<bool, NvmlError> {
         let mut up = 0;
         // SAFETY: nvml.h's types.
@@ -377,8 +387,8 @@ impl Nvml {
         Ok(up != 0)
     }
 
-    /// Returns the index in `devices` of each GPU whose memory the GPU `device` cannot access, with
-    /// the reason.
+    /// Returns which of the GPUs `devices` have memory that the GPU `device` cannot access
+    /// directly, as indices with the reasons.
     fn query_missing_peer_access(
         &self,
         device: DeviceHandle,

@@ -1,4 +1,5 @@
-//! Prepares a new process between fork and exec.
+//! Functions that a new worker or agent process calls between fork and exec, such as resetting its
+//! signals.
 use nix::{
     errno::Errno,
     sys::{prctl, signal::Signal},
@@ -6,7 +7,7 @@ use nix::{
 };
 use std::io;
 
-/// Makes the kernel kill the calling process when the thread of the parent process `parent` that
+/// Makes the kernel kill the calling process when the thread of the process `parent` that has
 /// started it ends. Fails if the parent has ended already. Async-signal-safe.
 pub(super) fn die_with_parent(parent: Pid) -> io::Result<()> {
     prctl::set_pdeathsig(Signal::SIGKILL)?;

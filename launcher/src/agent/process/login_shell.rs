@@ -19,14 +19,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The interval at which the end of the shell is checked while no output arrives.
+/// The interval at which the agent checks whether the login shell has ended, while no output
+/// arrives.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// The size of one read of the shell's output, in bytes.
+/// The number of bytes of the login shell's output that are read at once.
 const CHUNK_BYTES: usize = 16 << 10;
 /// The number of bytes that are kept from the end of the script's stderr.
 const MAX_STDERR_BYTES: usize = 8 << 10;
 
-/// The limits on the time and output of a script in a login shell.
+/// The limits on the run time and the output size of a script in a login shell.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::agent) struct ShellLimits {
     /// The time limit, after which the script is killed.
@@ -35,7 +36,7 @@ pub(in crate::agent) struct ShellLimits {
     pub(in crate::agent) stdout_bytes: usize,
 }
 
-/// The output of a script that has ended.
+/// The output and the exit status of a script that has ended in a login shell.
 #[derive(Debug)]
 pub(in crate::agent) struct ShellOutput {
     pub(in crate::agent) status: ExitStatus,
@@ -44,7 +45,7 @@ pub(in crate::agent) struct ShellOutput {
     pub(in crate::agent) stderr: Vec<u8>,
 }
 
-/// The reason why a script was killed or did not start.
+/// The reason why a script in a login shell was killed or did not start.
 #[derive(Debug)]
 pub(in crate::agent) enum ShellError {
     /// The shell could not be started or observed.
@@ -88,7 +89,7 @@ pub(in crate::agent) fn run_login_shell(
     output
 }
 
-/// Starts a login shell as the leader of a separate session.
+/// Starts a login shell that runs `script`, as the leader of a separate session.
 fn start_shell(shell: &str, script: &str, workdir: &Path, hidden: &[String]) -> io::Result<Child> {
     let mut command = Command::new(shell);
     command.args(["-l", "-c", script]).current_dir(workdir);
@@ -112,7 +113,7 @@ fn start_shell(shell: &str, script: &str, workdir: &Path, hidden: &[String]) -> 
     command.spawn()
 }
 
-/// Reads the output of the shell until the shell has ended or a limit is exceeded.
+/// Reads the output of a login shell until the shell has ended or a limit is exceeded.
 fn read_until_end(child: &mut Child, limits: ShellLimits) -> Result<ShellOutput, ShellError> {
     let (Some(mut out), Some(mut err)) = (child.stdout.take(), child.stderr.take()) else {
         return Err(io::Error::other("the shell has no output pipes").into());
@@ -157,8 +158,8 @@ fn read_until_end(child: &mut Child, limits: ShellLimits) -> Result<ShellOutput,
     }
 }
 
-/// Appends the available output of a pipe to `text`, until no more is available or `keeps_reading`
-/// returns `false`. Returns whether the pipe is still open.
+/// Appends the available output in a nonblocking pipe to `text`, until no more is available or
+/// `keeps_reading` returns `false`. Returns whether the pipe is still open.
 fn read_available(
     pipe: &mut impl Read,
     text: &mut Vec<u8>,

@@ -1,4 +1,5 @@
-//! [`BorrowedTerminal`]: the terminal of launch, while a worker uses it (`run.terminal`).
+//! [`BorrowedTerminal`]: the terminal in which the user has started launch, while a worker uses it
+//! (`run.terminal`).
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::ids::Rank;
 use nix::{
@@ -54,7 +55,7 @@ impl BorrowedTerminal {
         Ok(terminal)
     }
 
-    /// Returns the open file of the terminal.
+    /// Returns the opened device file of the terminal.
     pub(super) fn file(&self) -> &File {
         &self.file
     }
@@ -86,7 +87,7 @@ pub(super) fn take_foreground(terminal: BorrowedFd<'_>) -> io::Result<()> {
 }
 
 /// Calls `change` while SIGTTOU is blocked in this thread, because the signal would stop a
-/// background process that changes its terminal. Async-signal-safe.
+/// background process that changes the settings of its terminal. Async-signal-safe.
 fn with_sigttou_blocked(change: impl FnOnce()) {
     let (mut stop, mut before) = (SigSet::empty(), SigSet::empty());
     stop.add(Signal::SIGTTOU);

@@ -1,4 +1,5 @@
-//! [`ChildListener`]: accepts the connections of other agents at an agent of the tree.
+//! [`ChildListener`]: accepts the connections of agents that are to be below this agent in the tree
+//! of agents.
 use super::{executable_server, neighbour_link::NeighbourLink};
 use crate::{
     connection::{
@@ -25,19 +26,20 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The largest number of connections that perform the handshake, or fetch the executable, at the
-/// same time. Further ones wait.
+/// The largest number of connections that perform the handshake, or fetch the executable of launch,
+/// at the same time. Further ones wait.
 const MAX_HANDSHAKES: usize = 64;
 /// The pause after a failed accept, for example because no file descriptor is free.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
-/// Accepts the connections of agents below this one in the tree. The task ends with the runtime.
+/// Accepts the connections of the agents below this one in the tree of agents. The task ends with
+/// the runtime.
 pub(super) struct ChildListener {
     addresses: Vec<SocketAddr>,
     state: Arc<ListenerState>,
 }
 
-/// The state that the node and the task of its listener share.
+/// The state that an agent's tree node shares with the task that accepts agents below it.
 struct ListenerState {
     /// Whether the node has a way to the controller and accepts agents.
     is_connected: AtomicBool,
@@ -49,8 +51,8 @@ struct ListenerState {
 }
 
 impl ChildListener {
-    /// Opens a port at the addresses of this host, and starts to accept agents that have the key.
-    /// Sends their connections to `accepted`.
+    /// Opens a port at the addresses of this host, and starts to accept agents that have the key of
+    /// the job. Sends their connections to `accepted`.
     pub(super) fn open(
         setup: &TreeSetup,
         accepted: mpsc::Sender<NeighbourLink>,
@@ -73,24 +75,25 @@ impl ChildListener {
         Ok(ChildListener { addresses, state })
     }
 
-    /// Returns the addresses at which the listener accepts agents.
+    /// Returns the addresses at which this agent accepts agents below it in the tree.
     pub(super) fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
 
-    /// Sets whether this node is connected with the controller, without which the listener accepts
-    /// no agents.
+    /// Sets whether this node of the tree is connected with the controller. While it is not, the
+    /// listener accepts no agents.
     pub(super) fn set_connected(&self, is_connected: bool) {
         self.state.is_connected.store(is_connected, Ordering::Relaxed);
     }
 
-    /// Sets the number of agents that are connected with the node.
+    /// Sets how many agents are connected below this node, of which the listener accepts a limited
+    /// number.
     pub(super) fn set_child_count(&self, count: usize) {
         self.state.children.store(count, Ordering::Relaxed);
     }
 }
 
-/// Accepts connections until the runtime ends.
+/// Accepts connections of agents below this one in the tree, until the async runtime ends.
 async fn accept_children(
     mut listeners: Vec<TcpListener>,
     state: Arc<ListenerState>,
@@ -122,8 +125,8 @@ async fn accept_children(
     }
 }
 
-/// Authenticates an agent that has connected. Returns `None` if the node accepts no agents, after
-/// the agent was informed.
+/// Authenticates an agent that wants to be below this one in the tree, and decides whether to
+/// accept it. Returns `None` if the node accepts no agents, after the agent was informed.
 async fn accept_child(
     stream: TcpStream,
     state: &ListenerState,

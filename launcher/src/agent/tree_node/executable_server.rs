@@ -1,4 +1,4 @@
-//! Sends the executable of this agent to hosts that do not have it.
+//! Sends the executable of this agent to other hosts of the job that do not have it.
 //!
 //! Such a host has no program that could encrypt a connection, only a shell. The executable is no
 //! secret, and the host verifies it with a hash that it gets over SSH. So the connection is not
@@ -17,19 +17,20 @@ use tokio::{
 
 /// The first bytes of a request for the executable. The token and a line end follow.
 const REQUEST_PREFIX: &[u8; 6] = b"fetch ";
-/// The length of the longest request, in bytes.
+/// The length of the longest request for the executable, in bytes.
 const MAX_REQUEST_BYTES: usize = 128;
-/// The time limit for the rest of a request after its first bytes.
+/// The time limit for the rest of a request for the executable, after its first bytes have arrived.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the sending of an executable may make no progress.
+/// How long sending the executable to a host may make no progress before it fails.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The number of bytes that are read and sent in one step.
+/// The number of bytes of the executable that are read and sent at once.
 const CHUNK_BYTES: usize = 256 << 10;
-/// The interval at which the server checks whether the first bytes of a connection have arrived.
+/// The interval at which the server checks whether the first bytes of a request have arrived on a
+/// connection.
 const PEEK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Returns whether the first bytes of a connection are a request for the executable. Takes no byte
-/// from the connection. The caller limits the time.
+/// Returns whether a connection begins with a request for the executable. Takes no byte from the
+/// connection. The caller limits the time.
 pub(super) async fn is_fetch_request(stream: &TcpStream) -> io::Result<bool> {
     let mut first = [0; REQUEST_PREFIX.len()];
     loop {
@@ -43,8 +44,8 @@ pub(super) async fn is_fetch_request(stream: &TcpStream) -> io::Result<bool> {
     }
 }
 
-/// Reads a request that [`is_fetch_request`] has recognized, and sends the executable. Closes the
-/// connection without an answer if the token is wrong.
+/// Reads a request for the executable from a connection, and sends the executable if the request
+/// contains `token`. Closes the connection without an answer if the token is wrong.
 pub(super) async fn send_executable(mut stream: TcpStream, token: &str) {
     let read = timeout(REQUEST_TIMEOUT, read_request(&mut stream)).await;
     let Ok(Ok(request)) = read else { return };
@@ -56,7 +57,7 @@ pub(super) async fn send_executable(mut stream: TcpStream, token: &str) {
     _ = tokio::task::spawn_blocking(move || write_executable(stream)).await;
 }
 
-/// Reads a request up to the end of its line, without the line end.
+/// Reads a request for the executable up to the end of its line, without the line end.
 async fn read_request(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let mut request = Vec::new();
     loop {
@@ -68,7 +69,7 @@ async fn read_request(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Sends the executable of this process, and closes the connection. Blocks.
+/// Writes the executable of this process to a connection, and closes the connection. Blocks.
 fn write_executable(mut stream: StdStream) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;

@@ -1,8 +1,8 @@
-//! [`NeighbourLink`]: a connection with another agent of the tree.
+//! [`NeighbourLink`]: an encrypted connection with a neighbour in the tree of agents.
 use crate::connection::{EncryptedReader, EncryptedWriter};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
-/// The two directions of an encrypted connection with another agent.
+/// An encrypted connection with a neighbour in the tree of agents, as its two directions.
 pub(super) struct NeighbourLink {
     pub(super) input: EncryptedReader<OwnedReadHalf>,
     pub(super) output: EncryptedWriter<OwnedWriteHalf>,

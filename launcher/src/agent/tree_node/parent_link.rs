@@ -1,4 +1,5 @@
-//! Connects an agent to the agent above it in the tree, which passes on its stream.
+//! Connects an agent to its parent: the agent above it in the tree of agents, through which it
+//! reaches the controller.
 use super::neighbour_link::NeighbourLink;
 use crate::connection::{
     FrameError,
@@ -20,20 +21,21 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The delay between the starts of connection attempts to two agents, or to two addresses of one
-/// agent (RFC 8305).
+/// The delay between the starts of attempts to connect to two possible parents in the tree, or to
+/// two addresses of one (RFC 8305).
 const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
-/// The time limit of one attempt to connect to an agent.
+/// The time limit of one attempt to connect to a possible parent in the tree of agents.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
-/// The pause before an agent tries the same neighbour for the second time. It doubles after each
-/// attempt.
+/// The pause before an agent tries the same parent in the tree for the second time. It doubles
+/// after each attempt.
 const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause before an agent tries the same neighbour again.
+/// The longest pause before an agent tries the same parent in the tree again.
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
-/// How long an agent that has just started repeats attempts that its possible neighbours reject.
+/// How long an agent that has just started repeats its attempts if all possible parents in the tree
+/// reject it.
 const MAX_FIRST_CONNECT_TIME: Duration = Duration::from_secs(20);
 
-/// Which kinds of failed attempts to connect to an agent are repeated.
+/// Which kinds of failed attempts to connect to a parent in the tree of agents are repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RetryPolicy {
     /// Attempts that the other agent has rejected, because it has no way to the controller at this
@@ -43,7 +45,7 @@ enum RetryPolicy {
     AllFailures,
 }
 
-/// Why an attempt to connect to an agent has failed.
+/// Why an attempt to connect to a parent in the tree of agents has failed.
 enum AttemptFailure {
     /// The other agent has the key, and does not accept the connection.
     Rejected,
@@ -74,22 +76,24 @@ impl fmt::Display for AttemptFailure {
     }
 }
 
-/// Connects an agent that has just started to the first of its possible parents that accepts it.
-/// Fails if none can be reached, or if those that can be reached reject the agent for too long.
+/// Connects an agent that has just started to the first of its possible parents in the tree of
+/// agents that accepts it. Fails if none can be reached, or if those that can be reached reject the
+/// agent for too long.
 pub(super) async fn connect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
     let limit = Duration::from_millis(setup.reconnect_ms).min(MAX_FIRST_CONNECT_TIME);
     try_parents(setup, limit, RetryPolicy::Rejections).await
 }
 
-/// Connects an agent whose link to its parent has ended to one of its possible parents. Tries them
-/// repeatedly, for the time that the controller has set.
+/// Connects an agent whose link to its parent in the tree has ended to another of its possible
+/// parents. Tries them repeatedly, for the time that the controller has set.
 pub(super) async fn reconnect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
     try_parents(setup, Duration::from_millis(setup.reconnect_ms), RetryPolicy::AllFailures).await
 }
 
-/// Tries to connect to all possible parents at the same time, each attempt started a bit later than
-/// the one before. A neighbour that does not answer delays no other one. Returns the first
-/// connection that is accepted. Fails if there is none after `limit`.
+/// Tries to connect to all possible parents in the tree of agents, each attempt started a bit later
+/// than the one before, and returns the first connection that is accepted. A neighbour that does
+/// not answer delays no other one. Returns the first connection that is accepted. Fails if there is
+/// none after `limit`.
 async fn try_parents(
     setup: &TreeSetup,
     limit: Duration,
@@ -130,8 +134,8 @@ async fn try_parents(
     Err(build_unreachable_error(setup, &failures.values().cloned().collect::<Vec<_>>()))
 }
 
-/// Tries to connect to one address until an attempt succeeds, or fails in a way that is not to be
-/// repeated. Reports each failure to `record`.
+/// Repeats `attempt`, which connects to one address, until it succeeds or until a failure that
+/// `repetition` does not repeat. Reports each failure to `record`.
 async fn retry_address<T, F>(
     attempt: impl Fn() -> F,
     repetition: RetryPolicy,
@@ -156,7 +160,7 @@ where
     }
 }
 
-/// Connects to one address, and asks the agent there to accept this agent as a neighbour below.
+/// Connects to one address, and asks the agent there to accept this agent below it in the tree.
 /// Fails if another process answers, or if the agent does not accept the connection.
 async fn try_address(
     stream: StreamId,
@@ -181,7 +185,7 @@ async fn try_address(
     }
 }
 
-/// Builds the error that no agent of the tree accepts this agent.
+/// Builds the error that no agent of the tree accepts this agent, with the failure of each attempt.
 fn build_unreachable_error(setup: &TreeSetup, failures: &[String]) -> Diagnostic {
     let name = &setup.host;
     let no_answer = ["no answer".to_owned()];

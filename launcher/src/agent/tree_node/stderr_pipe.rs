@@ -1,5 +1,5 @@
-//! Redirects the standard output and error of an agent, after its SSH session has ended, into the
-//! tree of agents.
+//! Redirects the standard output and error of an agent, after its SSH session has ended, so that
+//! the lines reach the controller through the tree of agents.
 use nix::{fcntl::OFlag, unistd::pipe2};
 use std::{
     fs::File,
@@ -8,10 +8,10 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The size of the pipe reader's buffer in bytes, which is also the length at which long lines are
-/// split.
+/// The number of bytes of the agent's own output that are read at once, and the length at which
+/// long lines are split.
 const BUFFER_BYTES: usize = 4 << 10;
-/// The stack size of the reading thread, in bytes.
+/// The stack size, in bytes, of the thread that reads the agent's own output.
 const STACK_BYTES: usize = 128 << 10;
 
 /// Redirects stdout and stderr of this process into a pipe, and starts a thread that sends the

@@ -1,17 +1,17 @@
-//! [`GpuUsageReader`]: reads what the GPUs of this host do, from NVIDIA's library or AMD's driver.
+//! [`GpuUsageReader`]: reads the utilization and memory use of this host's GPUs, from NVIDIA's
+//! library or AMD's driver.
 use crate::agent::probe::nvml::{NVML_LIBRARY, Nvml};
 use protocol::control::GpuUsage;
 use std::{fs, path::Path};
 
-/// The directory, relative to the root, in which the kernel lists graphics devices.
+/// The directory in which the kernel lists graphics devices, without the `/` at its beginning.
 const DRM_DIRECTORY: &str = "sys/class/drm";
-/// The prefix of the names of device nodes by which programs compute on a GPU.
+/// The prefix of the names of the device files through which programs compute on a GPU.
 const RENDER_NODE_PREFIX: &str = "renderD";
 /// The largest number of AMD GPUs whose usage is read.
 const MAX_GPUS: usize = 64;
 
-/// Reads the usage of the host's GPUs, through a library for those of NVIDIA that is loaded at the
-/// first use.
+/// Reads the current usage of the host's NVIDIA and AMD GPUs.
 #[derive(Default)]
 pub(super) struct GpuUsageReader {
     is_opened: bool,
@@ -20,7 +20,8 @@ pub(super) struct GpuUsageReader {
 }
 
 impl GpuUsageReader {
-    /// Reads the usage of all GPUs of this host. Reads files below `root`.
+    /// Reads the current utilization and memory use of each GPU of this host. Reads files below
+    /// `root`.
     pub(super) fn read_usage(&mut self, root: &Path) -> Vec<GpuUsage> {
         if !self.is_opened {
             (self.is_opened, self.nvml) = (true, Nvml::open(NVML_LIBRARY).ok());

@@ -1,18 +1,22 @@
-//! [`HostCounters`]: the counters of the kernel about CPUs, memory, disks and network of this host.
+//! [`HostCounters`]: the kernel's counters of the CPUs, memory, disks and network of this host.
 use protocol::control::HostUsage;
 use std::{fs, path::Path};
 
-/// The number of bytes of a sector in `/proc/diskstats`, on every disk.
+/// The number of bytes of a disk sector in the counts of `/proc/diskstats`, independent of the
+/// disk.
 const SECTOR_BYTES: u64 = 512;
-/// The indices of the columns of `/proc/stat` that count idle time and time of waiting for disks.
+/// The indices of the two columns of `/proc/stat` that count idle CPU time, one of them while
+/// waiting for disks.
 const IDLE_COLUMNS: [usize; 2] = [3, 4];
-/// The number of columns of `/proc/stat` whose sum is the total CPU time. Later columns are parts
-/// of them.
+/// The number of first columns in the CPU line of `/proc/stat` whose sum is the total CPU time.
+/// Later columns are parts of them.
 const CPU_COLUMN_COUNT: usize = 8;
-/// The prefixes of the names of disks that are in memory or store their data on another disk.
+/// The prefixes of the names of disks that are not counted, because they are in memory or store
+/// their data on another disk.
 const VIRTUAL_DISK_PREFIXES: [&str; 5] = ["loop", "ram", "zram", "dm-", "md"];
 
-/// The CPU, disk and network counters of a host since its start, and its memory at present.
+/// The counts of a host's CPU time and of its disk and network traffic since it was booted, and its
+/// present memory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct HostCounters {
     cpus: u32,
@@ -29,8 +33,8 @@ pub(super) struct HostCounters {
 }
 
 impl HostCounters {
-    /// Reads the counters of a host from the files of the kernel below `root`. A counter that
-    /// cannot be read is 0.
+    /// Reads the counters of a host from the kernel's files in `/proc` below the directory `root`.
+    /// A counter that cannot be read is 0.
     pub(super) fn read(root: &Path) -> HostCounters {
         let read = |file: &str| fs::read_to_string(root.join("proc").join(file)).unwrap_or_default();
         let mut counters = HostCounters::default();
@@ -42,7 +46,8 @@ impl HostCounters {
         counters
     }
 
-    /// Computes the usage between the reading of the counters `before` and that of these counters.
+    /// Computes the usage of the host's resources between the time at which `before` was read and
+    /// the time of these counters.
     pub(super) fn compute_usage_since(&self, before: &HostCounters) -> HostUsage {
         let ticks = self.ticks.saturating_sub(before.ticks);
         let busy = self.busy_ticks.saturating_sub(before.busy_ticks);
@@ -60,6 +65,7 @@ impl HostCounters {
         }
     }
 
+    /// Reads the number of CPUs and their total and busy time from the content of `/proc/stat`.
     fn parse_stat(&mut self, text: &str) {
         self.cpus =
             text.lines().filter(|line| line.starts_with("cpu") && !line.starts_with("cpu ")).count() as u32;
@@ -71,6 +77,7 @@ impl HostCounters {
         self.busy_ticks = self.ticks.saturating_sub(idle);
     }
 
+    /// Reads the total and the available memory from the content of `/proc/meminfo`.
     fn parse_meminfo(&mut self, text: &str) {
         let value = |name: &str| {
             let line = text.lines().find_map(|line| line.strip_prefix(name))?;
@@ -80,8 +87,9 @@ impl HostCounters {
         self.memory_available = value("MemAvailable:").unwrap_or(self.memory_total);
     }
 
-    /// Sums the sectors that were read from and written to whole disks, without partitions and
-    /// virtual disks. The lines of partitions follow that of their disk.
+    /// Counts the bytes that were read from and written to disks, without partitions and virtual
+    /// disks, from the content of `/proc/diskstats`. The lines of partitions follow that of their
+    /// disk.
     fn parse_diskstats(&mut self, text: &str) {
         let mut disk = "";
         for line in text.lines() {
@@ -99,6 +107,8 @@ impl HostCounters {
         }
     }
 
+    /// Counts the bytes that network interfaces have received and sent, from the content of
+    /// `/proc/net/dev`.
     fn parse_net_dev(&mut self, text: &str) {
         for (name, columns) in text.lines().filter_map(|line| line.split_once(':')) {
             if name.trim() == "lo" {
@@ -111,8 +121,9 @@ impl HostCounters {
         }
     }
 
-    /// Reads the number of TCP segments that were retransmitted. The first line of a protocol has
-    /// the names of the columns, the second one the values.
+    /// Reads the number of TCP segments that were retransmitted from the content of
+    /// `/proc/net/snmp`. The first line of a protocol has the names of the columns, the second one
+    /// the values.
     fn parse_snmp(&mut self, text: &str) {
         let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp: "));
         let (Some(names), Some(values)) = (lines.next(), lines.next()) else { return };

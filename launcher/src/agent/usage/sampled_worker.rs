@@ -1,4 +1,4 @@
-//! [`SampledWorker`]: a worker whose processes are measured.
+//! [`SampledWorker`]: a worker whose resource usage is measured.
 use jobspec::ids::Rank;
 
 /// A worker whose resource usage is measured.

@@ -1,20 +1,23 @@
-//! [`WorkerCounters`]: the counters of the kernel about the processes of workers.
+//! [`WorkerCounters`]: measures the resource usage of workers from the kernel's counters of their
+//! processes.
 use super::sampled_worker::SampledWorker;
 use crate::{agent::activity::list_process_trees, discover::read_throttled_us};
 use protocol::control::WorkerUsage;
 use std::{collections::HashMap, fs, path::Path};
 
-/// The largest number of threads of a process whose time of waiting for a CPU is measured.
+/// The largest number of threads of a process that are examined for the time that they wait for a
+/// CPU.
 const MAX_THREADS: usize = 64;
-/// The largest number of processes of a worker that are measured.
+/// The largest number of processes of one worker whose resource usage is measured.
 const MAX_PROCESSES: usize = 64;
-/// The number of usage measurements per search for new child processes of programs.
+/// After how many measurements of resource usage the agent searches again for new child processes
+/// of a worker's program.
 const SAMPLES_PER_TREE_SEARCH: u32 = 5;
 /// The number of clock ticks per second, which is fixed on Linux (`USER_HZ`).
 const TICKS_PER_SECOND: u64 = 100;
 
-/// The counters of a worker's processes since their start, and the present state of its first
-/// process.
+/// The sums of the kernel's counters of all processes of one worker, and whether its first process
+/// is stopped.
 #[derive(Clone, Copy, Debug, Default)]
 struct ProcessCounters {
     rss: u64,
@@ -25,7 +28,8 @@ struct ProcessCounters {
     is_stopped: bool,
 }
 
-/// The counters of workers at the previous measurement.
+/// The counters of all workers at the previous measurement, with which the next measurement is
+/// compared.
 #[derive(Debug, Default)]
 pub(super) struct WorkerCounters {
     /// By the pid of the worker's first process.
@@ -37,8 +41,8 @@ pub(super) struct WorkerCounters {
 }
 
 impl WorkerCounters {
-    /// Measures the usage of the workers since the previous call or, for new workers, since their
-    /// start. Reads files below `root`.
+    /// Measures the resource usage of the workers since the previous call or, for new workers,
+    /// since their start. Reads files below `root`.
     pub(super) fn measure(&mut self, root: &Path, workers: &[SampledWorker]) -> Vec<WorkerUsage> {
         let programs: Vec<u32> = workers.iter().filter(|w| w.is_program).map(|w| w.pid).collect();
         if self.count.is_multiple_of(SAMPLES_PER_TREE_SEARCH)
@@ -71,7 +75,8 @@ impl WorkerCounters {
     }
 }
 
-/// Reads the counters of the processes `pids` of a worker, whose first process is `leader`.
+/// Reads and sums the kernel's counters of the processes `pids` of one worker, whose first process
+/// is `leader`.
 fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> ProcessCounters {
     let mut sum = ProcessCounters {
         throttled_us: read_throttled_us(root, leader).unwrap_or(0),
@@ -94,8 +99,8 @@ fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> ProcessCounters {
     sum
 }
 
-/// Parses the content of `/proc/PID/stat`. The fields after the name of the process are numbered
-/// from 3 in proc(5).
+/// Parses memory, CPU time and page faults of a process from the content of `/proc/PID/stat`. The
+/// fields after the name of the process are numbered from 3 in proc(5).
 fn parse_stat(stat: &str) -> Option<ProcessCounters> {
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let number = |field: usize| fields.get(field - 3)?.parse::<u64>().ok();
@@ -109,8 +114,8 @@ fn parse_stat(stat: &str) -> Option<ProcessCounters> {
     })
 }
 
-/// Parses the time of waiting for a CPU in the content of `schedstat`, which is the second number,
-/// in nanoseconds.
+/// Parses the time for which a thread has waited for a CPU, in microseconds, from the content of
+/// its `schedstat` file.
 fn parse_run_delay_us(schedstat: &str) -> u64 {
     schedstat.split_whitespace().nth(1).and_then(|text| text.parse::<u64>().ok()).unwrap_or(0) / 1000
 }

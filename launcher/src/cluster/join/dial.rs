@@ -1,4 +1,4 @@
-//! Connects this node to node 0, the node that controls the run, and asks to join the run.
+//! Connects this node to node 0, whose launch process controls the run, and asks to join the run.
 use crate::{
     cluster::pending_agent::{AgentReader, AgentWriter},
     connection::{
@@ -17,27 +17,28 @@ use tokio::{
     time::timeout,
 };
 
-/// The time limit for resolving the host name of the rendezvous address.
+/// The time limit for resolving the host name of the rendezvous address, at which node 0 listens.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The time limit of one TCP connection attempt.
+/// The time limit of one attempt to connect to node 0 over TCP.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The address of node 0, the key that the nodes share, and the request to join the run.
+/// What a node needs to join a run: the address of node 0, the key that the nodes share, and the
+/// request.
 pub(super) struct JoinTarget {
     pub(super) address: RendezvousAddress,
     pub(super) key: HandshakeKey,
     pub(super) request: JoinRequest,
 }
 
-/// The connection to node 0 after node 0 has accepted this node, and the rank that node 0 has given
-/// this node.
+/// The connection of this node to node 0 after node 0 has accepted this node, and the rank that
+/// this node got.
 pub(super) struct JoinedNode {
     pub(super) node_rank: u32,
     pub(super) reader: AgentReader,
     pub(super) writer: AgentWriter,
 }
 
-/// The reason why an attempt to join a run failed.
+/// The reason why an attempt to join the run of node 0 failed.
 #[derive(Debug)]
 pub(super) enum DialError {
     /// Node 0 does not accept this node, or has another key. A further attempt would fail again.
@@ -52,8 +53,8 @@ impl From<io::Error> for DialError {
     }
 }
 
-/// Tries the addresses of node 0 one after the other, and asks to join the run at the first one
-/// that answers. Waits for the decision of node 0 without a time limit.
+/// Tries to connect to the addresses of node 0 one after the other, and asks to join the run at the
+/// first one that answers. Waits for the decision of node 0 without a time limit.
 pub(super) async fn try_join_once(target: &JoinTarget) -> Result<JoinedNode, DialError> {
     let RendezvousAddress { host: name, port } = &target.address;
     let resolved = timeout(RESOLVE_TIMEOUT, lookup_host((name.as_str(), *port))).await;
@@ -73,7 +74,8 @@ pub(super) async fn try_join_once(target: &JoinTarget) -> Result<JoinedNode, Dia
     Err(last)
 }
 
-/// Connects to node 0 at `address`, proves that this node has the key, and asks to join the run.
+/// Connects to node 0 at `address`, proves that this node has the shared key, and asks to join the
+/// run.
 async fn join_at_address(address: SocketAddr, target: &JoinTarget) -> Result<JoinedNode, DialError> {
     let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(io::Error::from)??;
     set_control_options(&stream)?;

@@ -1,5 +1,5 @@
-//! [`find_node_environment`]: finds out from environment variables whether another launcher has
-//! started this process as one node of several.
+//! [`find_node_environment`]: detects, from environment variables, whether another launcher or
+//! scheduler has started this process as one node of several.
 //!
 //! The functions are pure: the environment is an argument. A launcher that starts several processes
 //! on a node is an error, because each of them would control all workers of the node.
@@ -10,8 +10,8 @@ use jobspec::{
 };
 use std::str::FromStr;
 
-/// The number of nodes, the rank of this node and the address of node 0, as environment variables
-/// state them.
+/// What environment variables state about this process as one of several nodes: their number, its
+/// rank, and the address of node 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NodeEnvironment {
     /// The names of the variables, for messages.
@@ -24,8 +24,8 @@ pub(crate) struct NodeEnvironment {
     pub(crate) rendezvous: Option<RendezvousAddress>,
 }
 
-/// The information about this process in the environment variables of a supported scheduler, such
-/// as Slurm.
+/// What the environment variables of a supported scheduler, such as Slurm, state about this
+/// process.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SchedulerVariables {
     /// Whether this process runs in an allocation of the scheduler.
@@ -37,7 +37,8 @@ pub(crate) struct SchedulerVariables {
     pub(crate) first_host: Option<String>,
 }
 
-/// The position of this process among the tasks that a scheduler has started in one step.
+/// The position of this process among the tasks that a scheduler, such as Slurm, has started in one
+/// step.
 #[derive(Clone, Debug)]
 pub(crate) struct StepVariables {
     /// The names of the variables, for messages.
@@ -47,8 +48,8 @@ pub(crate) struct StepVariables {
     pub(crate) tasks: u32,
 }
 
-/// The environment variables of this process, and the files, host name and scheduler of its
-/// machine.
+/// The inputs for detecting nodes: the environment variables of this process, and the files, host
+/// name and scheduler of its machine.
 pub(crate) struct ProcessEnvironment<'a> {
     /// Returns the value of an environment variable.
     pub(crate) get: &'a dyn Fn(&str) -> Option<String>,
@@ -59,8 +60,8 @@ pub(crate) struct ProcessEnvironment<'a> {
     pub(crate) scheduler: SchedulerVariables,
 }
 
-/// The number of processes of an MPI launcher, parsed from a variable in one of several notations.
-/// It is the number of nodes, because one process is started on each.
+/// A number of processes from a variable of an MPI launcher, which may be written in one of several
+/// notations. It is the number of nodes, because one process is started on each.
 struct ProcessCount(u32);
 
 impl FromStr for ProcessCount {
@@ -72,7 +73,8 @@ impl FromStr for ProcessCount {
     }
 }
 
-/// The names of the variables by which a launcher describes each process that it starts.
+/// The names of the environment variables by which an MPI launcher describes each process that it
+/// starts.
 struct ProcessVariables {
     size: &'static str,
     rank: &'static str,
@@ -80,9 +82,9 @@ struct ProcessVariables {
     local_size: &'static [&'static str],
 }
 
-/// The environment variables with which each supported MPI launcher, such as Open MPI's `mpirun`,
-/// describes a process. They state its rank, the number of processes and its local rank. All of
-/// these launchers set the number of processes.
+/// The names of the environment variables with which each supported MPI launcher, such as Open
+/// MPI's `mpirun`, describes a process. They state its rank, the number of processes and its local
+/// rank. All of these launchers set the number of processes.
 const MPI_LAUNCHERS: &[ProcessVariables] = &[
     ProcessVariables {
         size: "OMPI_COMM_WORLD_SIZE",
@@ -100,17 +102,17 @@ const MPI_LAUNCHERS: &[ProcessVariables] = &[
         local_size: &["JSM_NAMESPACE_LOCAL_SIZE"],
     },
 ];
-/// The environment variables with which the process managers of MPICH, Intel MPI and PALS describe
-/// a process.
+/// The names of the environment variables with which the process managers of MPICH, Intel MPI and
+/// PALS describe a process.
 const PMI_LAUNCHER: ProcessVariables = ProcessVariables {
     size: "PMI_SIZE",
     rank: "PMI_RANK",
     local_size: &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"],
 };
 
-/// Determines whether another launcher has started this process as one node of several. Returns
-/// `None` if no variable describes a node, or if there is one node. Fails if the variables
-/// contradict each other, or describe one worker of several.
+/// Determines from environment variables whether another launcher or scheduler has started this
+/// process as one node of several. Returns `None` if no variable describes a node, or if there is
+/// one node. Fails if the variables contradict each other, or describe one worker of several.
 pub(crate) fn find_node_environment(
     environment: &ProcessEnvironment<'_>,
 ) -> diagnostic::Result<Option<NodeEnvironment>> {
@@ -151,8 +153,8 @@ pub(crate) fn find_node_environment(
 }
 
 impl NodeEnvironment {
-    /// Returns this environment if it describes several nodes or an unknown number, and `None` if
-    /// it describes a single node.
+    /// Returns the description of the nodes if there are several or an unknown number, and `None`
+    /// for a single node.
     fn into_multi_node(self) -> Option<NodeEnvironment> {
         (self.nodes.is_none_or(|nodes| nodes.max > 1)).then_some(self)
     }
@@ -179,8 +181,8 @@ impl ProcessEnvironment<'_> {
         })
     }
 
-    /// Reads the environment variables that launch itself defines for nodes, such as
-    /// `LAUNCH_NODES`. Returns `None` without `LAUNCH_NODES`.
+    /// Reads the environment variables by which a user describes this node to launch itself, such
+    /// as `LAUNCH_NODES`. Returns `None` without `LAUNCH_NODES`.
     fn find_own_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(nodes) = self.parse::<NodeCount>(env::LAUNCH_NODES)? else { return Ok(None) };
         Ok(Some(NodeEnvironment {
@@ -225,7 +227,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the variables that Kubeflow's training operator sets for each pod of a PyTorchJob.
+    /// Reads the environment variables that Kubeflow's training operator sets for each pod of a
+    /// PyTorchJob.
     fn find_training_operator_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let is_set = |name: &str| self.value(name).is_some();
         if !is_set(env::RANK)
@@ -243,8 +246,9 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the index of this pod in an Indexed Job of Kubernetes. The pods of a job with a
-    /// headless service have names that end with the index, and node 0 is the one with index 0.
+    /// Reads the environment variable with the index of this pod in an Indexed Job of Kubernetes.
+    /// The pods of a job with a headless service have names that end with the index, and node 0 is
+    /// the one with index 0.
     fn find_indexed_job_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(index) = self.parse::<u32>("JOB_COMPLETION_INDEX")? else { return Ok(None) };
         let host = self.host.split('.').next().unwrap_or_default();
@@ -257,8 +261,9 @@ impl ProcessEnvironment<'_> {
         Ok(Some(NodeEnvironment { source, nodes: None, node_rank: Some(index), rendezvous }))
     }
 
-    /// Finds the domain part of this machine's qualified host name in `/etc/hosts`. Kubernetes
-    /// writes the name there that a headless service gives the pod.
+    /// Finds the domain part of this machine's host name in `/etc/hosts`, where Kubernetes writes
+    /// the full name of a pod. Kubernetes writes the name there that a headless service gives the
+    /// pod.
     fn find_host_domain(&self, host: &str) -> Option<String> {
         let hosts = (self.read_file)("/etc/hosts")?;
         let words =
@@ -267,8 +272,8 @@ impl ProcessEnvironment<'_> {
         qualified.map(str::to_owned)
     }
 
-    /// Reads the rank and the number of processes from the variables of an MPI launcher. Fails if
-    /// it has started several processes on this node.
+    /// Reads the rank of this process and the number of processes from the environment variables of
+    /// an MPI launcher. Fails if it has started several processes on this node.
     fn find_mpi_variables(
         &self,
         variables: &ProcessVariables,
@@ -285,8 +290,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Finds the rank of this process and the number of nodes in the variables of a job step with
-    /// several tasks, such as a Slurm step. Fails if a node has several tasks.
+    /// Finds the rank of this node and the number of nodes in the variables of a scheduler's step
+    /// with several tasks, such as a Slurm step. Fails if a node has several tasks.
     fn find_step_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(step) = &self.scheduler.step else { return Ok(None) };
         if step.tasks != step.nodes {
@@ -301,8 +306,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the rank that PMIx gives this process. PMIx has no variable for the number of
-    /// processes.
+    /// Reads the rank that the process manager PMIx gives this process from an environment
+    /// variable. PMIx has no variable for the number of processes.
     fn find_pmix_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(rank) = self.parse::<u32>("PMIX_RANK")? else { return Ok(None) };
         let hosts = self.list_batch_hosts().map(|(_, hosts)| hosts).unwrap_or_default();
@@ -311,7 +316,8 @@ impl ProcessEnvironment<'_> {
         Ok(Some(NodeEnvironment { source: "PMIX_RANK".to_owned(), nodes, node_rank: Some(rank), rendezvous }))
     }
 
-    /// Reads the hosts of a job of LSF or PBS. The number of this node is its position among them.
+    /// Reads the hosts of a batch job of LSF or PBS, among which the position of this host is its
+    /// node rank. The number of this node is its position among them.
     fn find_batch_variables(&self) -> Option<NodeEnvironment> {
         let (source, hosts) = self.list_batch_hosts()?;
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
@@ -325,7 +331,7 @@ impl ProcessEnvironment<'_> {
         })
     }
 
-    /// Returns the address of the first host of a batch job, which is node 0, with the default
+    /// Returns the address of the first host of a batch job, which is node 0, with launch's default
     /// port.
     fn find_first_host(&self) -> Option<RendezvousAddress> {
         let batch = || self.list_batch_hosts().and_then(|(_, hosts)| hosts.into_iter().next());
@@ -333,8 +339,8 @@ impl ProcessEnvironment<'_> {
         Some(RendezvousAddress::with_default_port(&first))
     }
 
-    /// Returns the hosts of a job of LSF or PBS without repetitions, and the name of the variable
-    /// that lists them.
+    /// Returns the hosts of a batch job of LSF or PBS without repetitions, and the name of the
+    /// variable that lists them.
     fn list_batch_hosts(&self) -> Option<(&'static str, Vec<String>)> {
         let lsf = self.value("LSB_MCPU_HOSTS").map(|text| {
             // Host names and numbers of slots take turns.
@@ -357,8 +363,8 @@ impl ProcessEnvironment<'_> {
         (!unique.is_empty()).then_some((source, unique))
     }
 
-    /// Builds the address of node 0 from the variables `host_name` and `port_name`, which contain
-    /// its host and port. A missing port is the default one.
+    /// Builds the address of node 0 from the environment variables `host_name` and `port_name`,
+    /// which contain its host and port. A missing port is the default one.
     fn read_address(
         &self,
         host_name: &str,
@@ -372,7 +378,8 @@ impl ProcessEnvironment<'_> {
     }
 }
 
-/// Fails if a launcher has started several processes on this node.
+/// Fails if the number of processes `count` that a launcher has started on this node is larger than
+/// one.
 fn check_processes_per_node(source: &str, count: Option<u32>) -> diagnostic::Result<()> {
     match count {
         Some(count) if count > 1 => {

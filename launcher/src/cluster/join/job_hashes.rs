@@ -1,17 +1,18 @@
-//! Compares the jobs of two nodes by hashes, without sending the values of their keys.
+//! Compares the job.yaml of two nodes by hashes of each key's value, so that the values are not
+//! sent to the other node.
 use jobspec::{JobSpec, list_key_values};
 use protocol::control::JobSettingHash;
 use std::collections::BTreeMap;
 
-/// The keys and sections of job.yaml whose values may differ between nodes.
+/// The keys and sections of job.yaml whose values may differ between the nodes of a run.
 const KEYS_THAT_MAY_DIFFER: [&str; 3] = ["cluster.hosts", "cluster.join", "run.workdir"];
 
-/// The text that replaces a key in a message if one node runs the job and another one only checks
-/// its hosts.
+/// The text that replaces a key in a list of differences, if one node runs the job and the other
+/// one only checks hosts with `launch check`.
 const CHECK_COMMAND_SUBJECT: &str = "launch check";
 
-/// Returns the path of each key of a job with a hash of its value. Keys whose values may differ
-/// between nodes are left out.
+/// Returns the path of each key of a job with a hash of its value, for the comparison with the job
+/// of another node. Keys whose values may differ between nodes are left out.
 pub(super) fn hash_job(job: &JobSpec) -> Vec<JobSettingHash> {
     let is_local = |path: &str| {
         KEYS_THAT_MAY_DIFFER
@@ -34,7 +35,8 @@ pub(super) fn hash_job(job: &JobSpec) -> Vec<JobSettingHash> {
     keys.chain(check).collect()
 }
 
-/// Returns the paths of the keys in which two jobs differ.
+/// Returns the paths of the keys whose values differ between the jobs of two nodes, given by their
+/// hashes.
 pub(super) fn find_differences(first: &[JobSettingHash], second: &[JobSettingHash]) -> Vec<String> {
     let by_path = |keys: &[JobSettingHash]| -> BTreeMap<String, u64> {
         keys.iter().map(|key| (key.path.clone(), key.hash)).collect()

@@ -1,17 +1,18 @@
-//! [`read_join_key`]: the key with which the nodes of a job recognize each other.
+//! [`read_join_key`]: the secret key with which the nodes of a job prove to each other that they
+//! belong to the job.
 use crate::{connection::handshake::HandshakeKey, private_files::open_regular_file};
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::JoinSpec;
 use std::{io::Read, os::unix::fs::MetadataExt, path::Path};
 
-/// The context string of the key derivation function for keys that are read from key files.
+/// The context string of the key derivation for the key of nodes that have a key file.
 const KEY_FILE_CONTEXT: &str = "launch 2026 join key file";
-/// The context string of the key derivation function for nodes without a key file, whose key
-/// protects from mistakes only. The key is not secret, because this text is public.
+/// The context string of the key derivation for the key of nodes without a key file, which protects
+/// from mistakes only. The key is not secret, because this text is public.
 const INSECURE_KEY_CONTEXT: &str = "launch 2026 join without a key";
-/// The smallest length of the secret in a key file, in bytes.
+/// The smallest permitted length of the secret in a key file of joining nodes, in bytes.
 const MIN_SECRET_BYTES: usize = 32;
-/// The largest length of a key file, in bytes.
+/// The largest permitted length of a key file of joining nodes, in bytes.
 const MAX_FILE_BYTES: u64 = 4096;
 
 /// Returns the key by which the nodes of a job authenticate each other. It is derived from the
@@ -26,8 +27,9 @@ pub(super) fn read_join_key(join: &JoinSpec) -> diagnostic::Result<HandshakeKey>
     }
 }
 
-/// Reads a key from a file. White space at both ends of the file does not count. Fails if the file
-/// is too short, or if every user of the machine can read or write it.
+/// Reads the key of joining nodes from a file, which only the user may be able to read and write.
+/// White space at both ends of the file does not count. Fails if the file is too short, or if every
+/// user of the machine can read or write it.
 fn read_key_file(file: &Path) -> diagnostic::Result<HandshakeKey> {
     let invalid = |message: String| {
         Diagnostic::error(host::JOIN_KEY_INVALID, message).with_subject(file.display().to_string())

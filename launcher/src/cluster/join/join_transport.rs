@@ -35,15 +35,18 @@ use tokio::{
     sync::mpsc,
 };
 
-/// How many times a node may join again after it was lost before an attempt begins.
+/// How many times a node may join a run again, after it was lost, before a new attempt (start of
+/// all workers) begins.
 const MAX_REJOINS: u32 = 10;
-/// The number of lines for the user that may wait until they are shown. Further lines are dropped.
+/// The number of messages about joining nodes that may wait until they are shown to the user.
+/// Further lines are dropped.
 const LINE_CAPACITY: usize = 16;
-/// The size, in bytes, of the buffer between the task that writes lines for the user and the
-/// controller that shows them.
+/// The size, in bytes, of the buffer through which node 0 passes messages about joining nodes to
+/// the controller, which shows them to the user.
 const LINE_BUFFER_BYTES: usize = 16 << 10;
 
-/// Waits on node 0 for the agents of the other nodes, and starts the agent of node 0.
+/// Starts the agent of node 0, and provides the connections to the agents of the other nodes, which
+/// join by themselves.
 pub(super) struct JoinTransport {
     context: Arc<JoinContext>,
     timeout: Duration,
@@ -53,8 +56,8 @@ pub(super) struct JoinTransport {
 }
 
 impl JoinTransport {
-    /// Opens the listeners at the rendezvous address, without accepting nodes yet. Fails if the job
-    /// has no key, or if the port is not available.
+    /// Opens the TCP listeners of node 0 at the rendezvous address, without accepting nodes yet.
+    /// Fails if the job has no key, or if the port is not available.
     pub(super) fn new(job: &JobSpec, address: &RendezvousAddress) -> Result<JoinTransport, ClusterError> {
         let join = &job.cluster.join;
         let key = read_join_key(join)?;
@@ -79,8 +82,8 @@ impl JoinTransport {
         Ok(JoinTransport { context: Arc::new(context), timeout, start: Some((listeners, received)) })
     }
 
-    /// Starts to accept connections of nodes, unless an earlier call has done so. Returns the
-    /// stream of lines for the user in the first call, and `None` afterwards.
+    /// Starts to accept the connections of nodes that want to join, unless an earlier call has done
+    /// so. Returns the stream of lines for the user in the first call, and `None` afterwards.
     fn start_accepting(&mut self) -> diagnostic::Result<Option<DuplexStream>> {
         let Some((listeners, lines)) = self.start.take() else { return Ok(None) };
         let listeners: std::io::Result<Vec<TcpListener>> =
@@ -95,8 +98,9 @@ impl JoinTransport {
         Ok(Some(far))
     }
 
-    /// Opens a slot in which the node with the rank `rank` can join. Returns the streams of the
-    /// node's agent, which end if the node does not join in time.
+    /// Permits a node with the rank `rank` to join, and returns the streams that will lead to the
+    /// agent of that node. Returns the streams of the node's agent, which end if the node does not
+    /// join in time.
     fn open_node_slot(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
         let PendingAgent { input, output, slot } = PendingAgent::new(name);
         let expired = self.context.lock_table().open_slot(rank, slot.clone(), Instant::now());
@@ -111,7 +115,8 @@ impl JoinTransport {
     }
 }
 
-/// Writes lines to the stream that shows them to the user.
+/// Writes messages about joining nodes to the stream whose content the controller shows to the
+/// user.
 async fn write_lines(mut lines: mpsc::Receiver<String>, mut stream: DuplexStream) {
     while let Some(line) = lines.recv().await {
         // An error means that the controller has ended.
@@ -152,7 +157,7 @@ impl Transport for JoinTransport {
     }
 }
 
-/// The connection to the agent of a node, before and after the node has joined.
+/// The connection of the controller to the agent of a node, before and after the node has joined.
 struct NodeConnection {
     slot: AgentConnectionSlot,
     /// Whether the slot was closed because the node did not join in time.

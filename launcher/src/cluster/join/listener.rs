@@ -1,4 +1,4 @@
-//! Accepts the nodes that connect to node 0, checks their requests to join, and passes the
+//! Accepts the nodes that connect to node 0, checks their requests to join the run, and passes the
 //! connections of accepted nodes to the controller.
 use super::{
     job_hashes::find_differences,
@@ -39,12 +39,12 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
 /// The interval at which node 0 reports again which nodes are missing.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
-/// The largest number of keys that a message names if the job of a node differs from that of node
-/// 0.
+/// The largest number of keys of job.yaml that a message lists if the job of a node differs from
+/// that of node 0.
 const MAX_NAMED_KEYS: usize = 5;
 
-/// The data that the tasks for the connections of nodes share, which are the key and the job of
-/// node 0 and the table of nodes.
+/// What the tasks for the connections of joining nodes share: the key and the job of node 0, and
+/// the table of nodes.
 pub(super) struct JoinContext {
     pub(super) key: HandshakeKey,
     pub(super) nodes: u32,
@@ -57,12 +57,12 @@ pub(super) struct JoinContext {
 }
 
 impl JoinContext {
-    /// Locks the table of nodes.
+    /// Locks the mutex of the table that records which nodes have joined.
     pub(super) fn lock_table(&self) -> MutexGuard<'_, NodeTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Shows a line to the user. Never blocks.
+    /// Shows a message about joining nodes to the user. Never blocks.
     fn show_line(&self, text: String) {
         // If many lines wait, the reader does not read.
         _ = self.lines.try_send(text);
@@ -115,12 +115,13 @@ impl JoinContext {
     }
 }
 
-/// Formats the warning that a connection from `peer` was rejected.
+/// Formats the warning that node 0 has rejected a connection from the address `peer`, with the
+/// reason.
 fn format_rejection(peer: IpAddr, reason: &str) -> String {
     format!("launch: rejected a node that connected from {peer}: {reason}")
 }
 
-/// Accepts nodes until the runtime ends.
+/// Accepts connections of nodes that want to join the run, until the async runtime ends.
 pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<JoinContext>) {
     let mut handshakes = OpenHandshakes::new(context.nodes as usize);
     let mut number: ConnectionNumber = 0;
@@ -145,7 +146,8 @@ pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<J
     }
 }
 
-/// Reports which nodes are missing if `report_at` has passed, and sets the time of the next report.
+/// Shows the user which nodes are missing if the time `report_at` has passed, and sets the time of
+/// the next such message.
 fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
     let awaited = context.lock_table().list_awaited_ranks();
     let now = Instant::now();
@@ -159,8 +161,8 @@ fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
     }
 }
 
-/// Authenticates a node, and passes its connection to the controller if the node may join. Warns
-/// the user about a node that cannot join.
+/// Authenticates a node that has connected, and passes its connection to the controller if the node
+/// may join the run. Warns the user about a node that cannot join.
 async fn admit_connection(
     stream: TcpStream,
     peer: SocketAddr,
@@ -182,7 +184,8 @@ async fn admit_connection(
     claims.wait_for_slot(connection, peer, &mut candidate, &request).await;
 }
 
-/// Performs the handshake with a node and reads its request.
+/// Makes a node that has connected prove that it has the key, and reads its request to join the
+/// run.
 async fn receive_request(
     stream: TcpStream,
     key: &HandshakeKey,
@@ -198,7 +201,7 @@ async fn receive_request(
     }
 }
 
-/// Releases the claims of one connection in the table of nodes when the value is dropped. They are
+/// What one connection of a joining node has reserved in the table of nodes. The reservations are
 /// released when the value is dropped.
 struct SlotClaims<'a> {
     number: ConnectionNumber,
@@ -212,8 +215,8 @@ impl Drop for SlotClaims<'_> {
 }
 
 impl SlotClaims<'_> {
-    /// Waits until the node gets its slot in the run, and passes the connection to the controller.
-    /// Rejects the node if it cannot get a place.
+    /// Waits until the node may take its place in the run, and passes the node's connection to the
+    /// controller. Rejects the node if it cannot get a place.
     async fn wait_for_slot(
         &mut self,
         mut connection: AgentConnection,
@@ -245,8 +248,8 @@ impl SlotClaims<'_> {
         }
     }
 
-    /// Informs the node that it has joined as `node_rank`, and passes its connection to the
-    /// controller through `slot`.
+    /// Informs the node that it has joined with the rank `node_rank`, and passes its connection to
+    /// the controller.
     async fn fill_slot(
         &mut self,
         mut connection: AgentConnection,
@@ -259,7 +262,7 @@ impl SlotClaims<'_> {
         }
     }
 
-    /// Informs a node that it cannot join, and warns the user.
+    /// Informs a node that it cannot join the run, and warns the user of node 0.
     async fn reject(&mut self, mut connection: AgentConnection, peer: SocketAddr, error: Diagnostic) {
         // Nodes with the key are few, so that their warnings need no limit.
         self.context.show_line(format_rejection(peer.ip(), error.message()));
@@ -267,7 +270,7 @@ impl SlotClaims<'_> {
     }
 }
 
-/// Sends an answer to a node. Returns whether the connection is alive.
+/// Sends the answer to a node's request to join. Returns whether the connection is alive.
 async fn send_answer(connection: &mut AgentConnection, answer: &JoinAnswer) -> bool {
     let Ok(frame) = encode_frame(answer) else { return false };
     let send = async {
@@ -277,8 +280,8 @@ async fn send_answer(connection: &mut AgentConnection, answer: &JoinAnswer) -> b
     matches!(timeout(HANDSHAKE_TIMEOUT, send).await, Ok(Ok(())))
 }
 
-/// Waits for [`RETRY_INTERVAL`], and returns whether the node has closed the connection meanwhile.
-/// Returns whether the node has closed the connection, or sent data before the answer.
+/// Waits for [`RETRY_INTERVAL`], and returns whether a node that waits for the answer to its
+/// request has closed the connection meanwhile, or has sent data.
 async fn wait_until_closed_or_retry(connection: &mut AgentConnection) -> bool {
     let mut byte = [0];
     tokio::select! {

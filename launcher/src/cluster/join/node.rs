@@ -1,5 +1,5 @@
 //! Runs launch on a node other than node 0: connects to node 0, starts the agent of this machine,
-//! and passes the control messages between the two.
+//! and passes the messages between the two.
 //!
 //! The agent is a child process with the control stream on its standard input and output, as on
 //! node 0. So it ends with this process. This process handles the signals of the node, kills what
@@ -29,15 +29,17 @@ use std::{
 };
 use tokio::time::{sleep, timeout_at};
 
-/// The pause after the first failed attempt to connect. Each further attempt doubles it.
+/// The pause after a node's first failed attempt to connect to node 0. Each further attempt doubles
+/// it.
 const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause between two attempts to connect.
+/// The longest pause between two attempts of a node to connect to node 0.
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
-/// How long a node tries to connect before it first reports that it waits for node 0.
+/// How long a node tries to connect to node 0 before it first informs the user that it waits.
 const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
-/// The time limit for the end of the processes that the agent left.
+/// How long a node waits for the end of the processes that its agent has left and that it has
+/// killed.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The pause between two searches for processes that the agent left.
+/// The pause between two searches of a node for processes that its agent has left.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Joins the run that node 0 controls, as node `node_rank` or, with `None`, as any node. Blocks
@@ -81,8 +83,8 @@ pub(crate) fn join_run(
     result
 }
 
-/// Tries to join the run of node 0 until node 0 accepts this node. Fails if node 0 rejects the
-/// node, or after the time limit.
+/// Repeats attempts to join the run of node 0 until node 0 accepts this node. Fails if node 0
+/// rejects the node, or after the time limit.
 async fn wait_for_node_0(target: &JoinTarget, limit: Duration) -> diagnostic::Result<JoinedNode> {
     let began = Instant::now();
     let deadline = tokio::time::Instant::now() + limit;
@@ -113,8 +115,8 @@ async fn wait_for_node_0(target: &JoinTarget, limit: Duration) -> diagnostic::Re
     }
 }
 
-/// Runs the agent of this node until the run ends. Returns the exit code of the run, or the error
-/// that ended the node.
+/// Runs the agent of this node, connected with node 0, until the run ends. Returns the exit code of
+/// the run, or the error that ended the node.
 async fn run_agent(
     joined: JoinedNode,
     target: &JoinTarget,
@@ -149,8 +151,9 @@ async fn run_agent(
     })
 }
 
-/// Kills and reaps the processes that the agent of this node left. Spares the children `earlier`,
-/// which this process had before.
+/// Kills and reaps the processes that the agent of this node has left, except for the children
+/// `earlier` that this process had before. Spares the children `earlier`, which this process had
+/// before.
 fn sweep_processes(earlier: &[u32]) {
     let began = Instant::now();
     while began.elapsed() < SWEEP_TIMEOUT {

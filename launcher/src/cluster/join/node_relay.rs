@@ -1,4 +1,5 @@
-//! [`NodeRelay`]: passes the control messages between node 0 and the agent of this node.
+//! [`NodeRelay`]: passes the messages of the control connection between node 0 and the agent of
+//! this node.
 use super::{dial::JoinedNode, node_signals::NodeSignals};
 use crate::{
     cluster::{
@@ -23,13 +24,14 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// The number of messages that may wait in each direction. A full queue stops the reader.
+/// The number of messages between node 0 and the agent of this node that may wait in each
+/// direction. A full queue stops the reader.
 const QUEUE_CAPACITY: usize = 256;
-/// How long the agent may take to end after its control stream has ended.
+/// How long the agent of this node may take to end after its control connection was closed.
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(20);
-/// How long this process waits for the last messages to reach node 0.
+/// How long this process waits, before it ends, until its last messages have reached node 0.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
-/// The size of one read of the agent's stderr, in bytes.
+/// The number of bytes of the agent's stderr that are read at once.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
 
 /// The reason why this node no longer takes part in a run.
@@ -50,15 +52,16 @@ pub(super) enum NodeEnd {
     AgentEnded(String),
 }
 
-/// A message of node 0 or of the agent, the end of its stream (`Ok(None)`), or a read error.
+/// A message of node 0 or of the agent of this node, the end of its stream (`Ok(None)`), or a read
+/// error.
 type IncomingMessage<T> = ((), Result<Option<T>, FrameError>);
 
-/// A message to pass on (`None` at the end of the stream), and the reserved place in the queue for
-/// it (`None` if the queue is closed).
+/// A message that this node passes on (`None` at the end of the stream), and the reserved place in
+/// the queue for it (`None` if the queue is closed).
 type ReceivedMessage<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
 
-/// Passes the control messages between node 0 and the agent of this node, and watches the agent's
-/// process.
+/// Passes the messages of the control connection between node 0 and the agent of this node, and
+/// watches the agent's process.
 pub(super) struct NodeRelay {
     agent: u32,
     /// The queue of messages to the agent; `None` after its control stream was closed.
@@ -84,7 +87,8 @@ pub(super) struct NodeRelay {
 }
 
 impl NodeRelay {
-    /// Starts the agent of this node, and the tasks that read and write control messages.
+    /// Starts the agent of this node, and the tasks that read and write the messages of node 0 and
+    /// of the agent.
     pub(super) fn start(joined: JoinedNode) -> io::Result<NodeRelay> {
         let process = start_local_agent()?;
         let AgentHandle::Child(agent) = process.handle else {
@@ -117,7 +121,7 @@ impl NodeRelay {
         })
     }
 
-    /// Passes messages between node 0 and the agent until the agent has ended.
+    /// Passes messages between node 0 and the agent of this node until the agent has ended.
     pub(super) async fn run(mut self, signals: &mut NodeSignals) -> NodeEnd {
         while self.agent_status.is_none() || self.to_controller.is_some() {
             let kill_at = self.kill_at;
@@ -144,7 +148,8 @@ impl NodeRelay {
         self.into_node_end()
     }
 
-    /// Returns the reason why this node no longer takes part in the run, after the relay has ended.
+    /// Returns the reason why this node no longer takes part in the run, after the agent of the
+    /// node has ended.
     fn into_node_end(self) -> NodeEnd {
         let how = |status| format!("was {}", describe_process_end(status, false));
         match (self.end, self.signalled.filter(|_| self.is_killed), self.failure) {
@@ -189,16 +194,16 @@ impl NodeRelay {
         }
     }
 
-    /// Asks node 0 to save and stop the run. If no message fits into the queue, the request follows
-    /// the next message of the agent.
+    /// Asks node 0 to make all workers of the run save and stop. If no message fits into the queue,
+    /// the request follows the next message of the agent.
     fn request_stop(&mut self) {
         self.is_stop_unsent = self.to_controller.as_ref().is_some_and(|queue| {
             matches!(queue.try_send(FromAgent::Terminating), Err(TrySendError::Full(_)))
         });
     }
 
-    /// Handles a signal to this node, by requesting that the run save and stop. A second signal
-    /// ends the workers of this node.
+    /// Handles a signal that ends this node, by asking node 0 to make all workers of the run save
+    /// and stop. A second signal ends the workers of this node.
     fn stop_on_signal(&mut self, code: u8) {
         if self.signalled.replace(code).is_some() {
             write_message("launch: a second signal ends the workers of this node\n");
@@ -211,14 +216,14 @@ impl NodeRelay {
         self.request_stop();
     }
 
-    /// Closes the control stream to the agent, which then ends its workers and exits. Schedules a
-    /// kill of the agent.
+    /// Closes the control connection to the agent of this node, which then ends its workers and
+    /// exits. Schedules a kill of the agent.
     fn close_agent_stream(&mut self) {
         self.to_agent = None;
         self.kill_at.get_or_insert(Instant::now() + AGENT_EXIT_TIMEOUT);
     }
 
-    /// Reaps ended child processes, and records how the agent ended.
+    /// Reaps ended child processes, and records how the agent of this node ended.
     fn reap_agent(&mut self) {
         let agent = self.agent;
         reap_children(
@@ -231,7 +236,7 @@ impl NodeRelay {
         );
     }
 
-    /// Kills the agent, because it has not ended within [`AGENT_EXIT_TIMEOUT`].
+    /// Kills the agent of this node, because it has not ended within [`AGENT_EXIT_TIMEOUT`].
     fn kill_agent(&mut self) {
         self.kill_at = None;
         if self.agent_status.is_none() {
@@ -243,8 +248,8 @@ impl NodeRelay {
     }
 }
 
-/// Reserves a place in `queue`, and then receives the next message from `from`, which is to be
-/// passed to that queue. Cancel-safe. Returns no place if the queue is closed, and no message at
+/// Reserves a place in `queue`, and then receives the next message from `from`, which the caller
+/// passes to that queue. Cancel-safe. Returns no place if the queue is closed, and no message at
 /// the end of the stream.
 async fn receive_with_reserved_place<T>(
     from: &mut mpsc::Receiver<IncomingMessage<T>>,
@@ -267,7 +272,7 @@ fn find_agent_failure(message: &FromAgent) -> Option<Diagnostic> {
     }
 }
 
-/// Shows the stderr of the agent to the user.
+/// Shows the stderr of this node's agent to the user of the node.
 async fn show_stderr(mut stream: AgentOutput) {
     let mut buffer = [0; STDERR_CHUNK_BYTES];
     while let Ok(n @ 1..) = stream.read(&mut buffer).await {

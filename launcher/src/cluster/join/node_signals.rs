@@ -1,9 +1,10 @@
-//! [`NodeSignals`]: the signals that a node catches.
+//! [`NodeSignals`]: the signals that launch catches on a node other than node 0.
 use protocol::exit;
 use std::io;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The streams of the signals that end a node (SIGINT, SIGTERM and SIGHUP), and of SIGCHLD.
+/// The signals that end launch on a node (SIGINT, SIGTERM and SIGHUP) and SIGCHLD, as streams of
+/// the async runtime.
 pub(super) struct NodeSignals {
     interrupt: Signal,
     terminate: Signal,
@@ -12,7 +13,7 @@ pub(super) struct NodeSignals {
 }
 
 impl NodeSignals {
-    /// Installs the signal handlers.
+    /// Installs the handlers of the signals that a node catches.
     pub(super) fn install() -> io::Result<NodeSignals> {
         Ok(NodeSignals {
             interrupt: signal(SignalKind::interrupt())?,

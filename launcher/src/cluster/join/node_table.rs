@@ -13,14 +13,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long after a second node has arrived with the rank of a first one late messages of the first
-/// node are ignored as signs of life. The first node may have sent them before it died.
+/// How long node 0 ignores late messages of a node as signs of life, after a second node with the
+/// same rank has connected. The first node may have sent them before it died.
 const LATE_MESSAGE_TIME: Duration = Duration::from_millis(1500);
-/// How long a node without a rank waits for a free place when all nodes have joined. After this
-/// time the node is rejected.
+/// How long a node that asks for no particular rank waits for a free place, if all nodes of the run
+/// have joined. After this time the node is rejected.
 const FREE_PLACE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The number of a connection of a node to node 0, counted from 1.
+/// The number of a connection of a node to node 0, counted from 1 in the order of arrival.
 pub(super) type ConnectionNumber = u64;
 
 /// A node that has authenticated itself to node 0 and asks to join the run.
@@ -37,13 +37,14 @@ pub(super) struct JoinCandidate {
 }
 
 impl JoinCandidate {
-    /// Creates a candidate that arrived at the time `now`.
+    /// Creates the record of a node that has connected at the time `now` and asks to join with the
+    /// rank `rank`.
     pub(super) fn new(number: ConnectionNumber, rank: Option<u32>, now: Instant) -> JoinCandidate {
         JoinCandidate { number, rank, arrived: now, baseline: None }
     }
 }
 
-/// The decision of node 0 about a node that asks to join.
+/// The decision of node 0 about a node that asks to join: accept it, let it wait, or reject it.
 pub(super) enum JoinDecision {
     /// The node joins with this rank, and its connection fills this slot. The caller must call
     /// [`NodeTable::release_claims`] afterwards.
@@ -57,7 +58,8 @@ pub(super) enum JoinDecision {
     Full,
 }
 
-/// The state of one node of the job, with its slot and the connections that want to fill the slot.
+/// One node of the job at node 0: the slot for its agent's connection, and the connections of nodes
+/// that want to fill the slot.
 #[derive(Default)]
 struct NodeEntry {
     /// The slot for the node's connection that the controller opened most recently; `None` before
@@ -75,19 +77,19 @@ struct NodeEntry {
 }
 
 impl NodeEntry {
-    /// Returns whether the slot still waits for the connection of a node.
+    /// Returns whether node 0 still waits until this node joins.
     fn is_waiting(&self) -> bool {
         self.slot.as_ref().is_some_and(AgentConnectionSlot::is_waiting)
     }
 
-    /// Returns whether the connection of a node has filled the slot.
+    /// Returns whether this node has joined and its connection was not aborted.
     fn is_connected(&self) -> bool {
         self.slot.as_ref().is_some_and(AgentConnectionSlot::is_connected)
     }
 }
 
-/// The nodes of a job and the connections that want to join as them, by node rank. The entry of
-/// node 0 is not used, because node 0 does not join.
+/// The table in which node 0 records, by node rank, which nodes have joined the run and which
+/// connections want to join as them. The entry of node 0 is not used, because node 0 does not join.
 pub(super) struct NodeTable {
     entries: Vec<NodeEntry>,
     /// The number of nodes, including node 0, with which the job can begin.
@@ -101,14 +103,14 @@ pub(super) struct NodeTable {
 }
 
 impl NodeTable {
-    /// Creates a table of `nodes` nodes that have not joined.
+    /// Creates the table of a job with `nodes` nodes, of which none has joined.
     pub(super) fn new(nodes: u32, min_nodes: u32, timeout: Duration, last_call: Duration) -> NodeTable {
         let entries = (0..nodes).map(|_| NodeEntry::default()).collect();
         NodeTable { entries, min_nodes: min_nodes as usize, timeout, last_call, enough_since: None }
     }
 
-    /// Stores `slot`, which the connection of the node with this rank may fill from now on. Returns
-    /// a flag that becomes `true` if the slot is closed because no node joined in time.
+    /// Stores `slot`, which permits a node with the rank `rank` to join from now on. Returns a flag
+    /// that becomes `true` if the slot is closed because no node joined in time.
     pub(super) fn open_slot(
         &mut self,
         rank: u32,
@@ -131,7 +133,8 @@ impl NodeTable {
         }
     }
 
-    /// Decides at the time `now` whether `candidate` may join with the node rank `rank`.
+    /// Decides at the time `now` whether `candidate`, which asks for the node rank `rank`, may join
+    /// the run.
     fn decide_join_with_rank(
         &mut self,
         rank: u32,
@@ -172,8 +175,8 @@ impl NodeTable {
         }
     }
 
-    /// Decides at the time `now` whether `candidate`, which asks for no rank, may join with any
-    /// free rank.
+    /// Decides at the time `now` whether `candidate`, which asks for no particular node rank, may
+    /// join the run.
     fn decide_join_without_rank(&mut self, candidate: &mut JoinCandidate, now: Instant) -> JoinDecision {
         let ranks = || 1..self.entries.len();
         let is_own = |other: Option<ConnectionNumber>| other.is_none_or(|other| other == candidate.number);
@@ -194,8 +197,8 @@ impl NodeTable {
         }
     }
 
-    /// Releases the slot that the connection `number` waits for or has claimed. `host` is the host
-    /// name of its node if the node has joined.
+    /// Releases the place in the run for which the connection `number` waits, or which it has
+    /// reserved. `host` is the host name of its node if the node has joined.
     pub(super) fn release_claims(&mut self, number: ConnectionNumber, host: Option<&str>) {
         for entry in &mut self.entries {
             if entry.claim == Some(number) {
@@ -206,7 +209,7 @@ impl NodeTable {
         }
     }
 
-    /// Closes, at the time `now`, the slots for which no node has joined in time.
+    /// Closes, at the time `now`, the slots of those nodes that have not joined in time.
     pub(super) fn close_expired_slots(&mut self, now: Instant) {
         let joined = 1 + self.entries.iter().filter(|entry| entry.is_connected()).count();
         self.enough_since = if joined >= self.min_nodes { self.enough_since.or(Some(now)) } else { None };

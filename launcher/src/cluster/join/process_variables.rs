@@ -1,5 +1,5 @@
-//! [`is_process_variable`]: finds the environment variables by which launchers such as mpirun
-//! describe one process.
+//! [`is_process_variable`]: recognizes the environment variables by which launchers such as mpirun
+//! describe one process to that process.
 //!
 //! launch is one process of a node, and its workers inherit its environment. Libraries that find
 //! these variables would take all workers of a node for the same process: MPI, Accelerate and
@@ -22,7 +22,8 @@ const MPI_VARIABLE_PREFIXES: &[&str] = &[
     "PRTE_",
 ];
 
-/// Returns whether the variable `name` describes one process of another launcher.
+/// Returns whether the environment variable `name` describes one process of an MPI launcher or
+/// similar launcher, such as its rank.
 pub(super) fn is_process_variable(name: &str) -> bool {
     MPI_VARIABLE_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }

@@ -1,5 +1,5 @@
-//! Determines whether the rendezvous address belongs to this machine, and opens the listeners of
-//! node 0.
+//! Determines whether the rendezvous address (the address of node 0) belongs to this machine, and
+//! opens the listeners of node 0.
 use super::dial::{DialError, JoinTarget, try_join_once};
 use crate::{connection::handshake::HandshakeKey, discover::list_addresses};
 use diagnostic::{Diagnostic, codes::host};
@@ -11,11 +11,12 @@ use std::{
     time::Duration,
 };
 
-/// The time limit for finding out which job listens at the rendezvous address.
+/// The time limit for asking which job already listens at the rendezvous address.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Resolves the rendezvous address, and returns those of the addresses that belong to this machine.
-/// Blocks for the resolution of the name. A name that cannot be resolved has no addresses.
+/// Resolves the rendezvous address of node 0, and returns those of its IP addresses that belong to
+/// this machine. Blocks for the resolution of the name. A name that cannot be resolved has no
+/// addresses.
 pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr> {
     let known: Vec<IpAddr> = list_addresses().into_iter().map(|interface| interface.address).collect();
     let resolved = (address.host.as_str(), address.port).to_socket_addrs().into_iter().flatten();
@@ -30,9 +31,10 @@ pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr>
     found
 }
 
-/// Opens the listeners of node 0, at the rendezvous addresses of this machine or at every address
-/// ([`needs_every_address`]). Fails if the port is in use. The error names the job that uses the
-/// port if it has the same key. `(nodes, job)` are the number of nodes and the keys of the job.
+/// Opens the TCP listeners of node 0, at the rendezvous addresses of this machine or at every
+/// address ([`needs_every_address`]). Fails if the port is in use. The error names the job that
+/// uses the port if it has the same key. `(nodes, job)` are the number of nodes and the keys of the
+/// job.
 pub(super) fn open_listeners(
     address: &RendezvousAddress,
     key: &HandshakeKey,
@@ -89,8 +91,8 @@ fn needs_every_address(host: &str, local: &[SocketAddr]) -> bool {
     local.is_empty() || (is_name && local.iter().all(|address| address.ip().is_loopback()))
 }
 
-/// Opens a listener at every IPv6 and IPv4 address of this machine or, without IPv6, at every IPv4
-/// address.
+/// Opens a TCP listener at every IPv6 and IPv4 address of this machine or, without IPv6, at every
+/// IPv4 address.
 fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
     match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)) {
         Err(error) if error.kind() != io::ErrorKind::AddrInUse => {
@@ -100,8 +102,8 @@ fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
     }
 }
 
-/// Asks the process that listens at the rendezvous address, with a request to join, whether it is
-/// another job of launch. Returns the error that names the other job, or `None` if no job of launch
+/// Asks the process that already listens at the rendezvous address whether it is node 0 of another
+/// job of launch. Returns the error that names the other job, or `None` if no job of launch
 /// answers.
 fn find_other_job(target: &JoinTarget) -> Option<Diagnostic> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;

@@ -1,4 +1,5 @@
-//! [`read_allocation`]: reads the Slurm allocation from environment variables.
+//! [`read_allocation`]: reads the nodes of the Slurm allocation in which launch runs from
+//! environment variables.
 //!
 //! The functions are pure, because the environment is an argument. The rules below hold for Slurm
 //! 22.05 to 24.11:
@@ -16,14 +17,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The largest number of nodes of a Slurm allocation. A larger allocation is rejected.
 pub(super) const MAX_NODES: usize = hosts::MAX_HOSTS;
-/// The longest node list of Slurm that is accepted, in bytes.
+/// The longest node list in Slurm's environment variables that is accepted, in bytes.
 const MAX_LIST_BYTES: usize = 1 << 20;
-/// The longest name of a node, in bytes.
+/// The longest name of a Slurm node that is accepted, in bytes.
 const MAX_NAME_BYTES: usize = 255;
-/// The largest number of groups of a heterogeneous job.
+/// The largest number of components (groups of nodes) of a heterogeneous Slurm job that is
+/// accepted.
 const MAX_GROUPS: u32 = 128;
 
-/// The nodes that Slurm has allocated to the job in which launch runs.
+/// The Slurm job in which launch runs, with the nodes that Slurm has allocated to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SlurmAllocation {
     /// The job id. A task of an array has its own job id. A heterogeneous job has the job id of its
@@ -38,7 +40,7 @@ pub(super) struct SlurmAllocation {
     pub(super) groups: Vec<SlurmNodeGroup>,
 }
 
-/// The nodes of a whole allocation, or of one component of a heterogeneous job.
+/// The nodes of a whole Slurm job, or of one component of a heterogeneous Slurm job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SlurmNodeGroup {
     /// The number of the group in a heterogeneous job; `None` in other jobs.
@@ -47,7 +49,7 @@ pub(super) struct SlurmNodeGroup {
     pub(super) nodes: Vec<SlurmNode>,
 }
 
-/// A node of the allocation, with the tasks, CPUs and GPUs that the job has on the node.
+/// A node of a Slurm allocation, with the tasks, CPUs and GPUs that the job has on the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SlurmNode {
     /// The name of the node.
@@ -66,19 +68,20 @@ pub(super) struct SlurmNode {
 }
 
 impl SlurmAllocation {
-    /// Returns an iterator over the nodes of the Slurm job, group by group.
+    /// Returns an iterator over the nodes of the Slurm job, one component of a heterogeneous job
+    /// after the other.
     pub(super) fn nodes(&self) -> impl Iterator<Item = &SlurmNode> {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
 
-    /// Returns whether steps must request GPUs whose number Slurm's environment variables do not
-    /// state.
+    /// Returns whether Slurm's environment variables do not state how many GPUs the steps on a node
+    /// must request.
     pub(super) fn lacks_gpu_counts(&self) -> bool {
         self.nodes().any(|node| node.requires_gpu_request && node.gpus.is_none())
     }
 
-    /// Sets the number of GPUs of each node for which the number is not known. `counts` contains
-    /// the nodes with GPUs.
+    /// Sets the number of GPUs of each node for which the environment variables do not state it.
+    /// `counts` contains the nodes with GPUs.
     pub(super) fn set_gpu_counts(&mut self, counts: &BTreeMap<String, u32>) {
         for node in self.groups.iter_mut().flat_map(|group| &mut group.nodes) {
             let count = counts.get(&node.name).copied();
@@ -88,8 +91,8 @@ impl SlurmAllocation {
 }
 
 impl SlurmNode {
-    /// Returns the default number of workers on the node, for jobs with `workers_per_host` set to
-    /// `auto`. In a job that uses GPUs, this is the number of GPUs. Otherwise it is the number of
+    /// Returns the default number of workers on this Slurm node, for jobs with `workers_per_host:
+    /// auto`. In a job that uses GPUs, this is the number of GPUs. Otherwise it is the number of
     /// requested tasks, or 1. `None` means that the number of GPUs is not known before an agent
     /// reports it.
     pub(super) fn default_worker_count(&self, use_gpus: bool) -> Option<u32> {
@@ -102,8 +105,8 @@ impl SlurmNode {
     }
 }
 
-/// Reads the allocation from environment variables, whose values `get` returns. Returns `None`
-/// outside of Slurm.
+/// Reads the Slurm allocation from environment variables, whose values the function `get` returns.
+/// Returns `None` outside of Slurm.
 pub(super) fn read_allocation(
     get: &dyn Fn(&str) -> Option<String>,
 ) -> diagnostic::Result<Option<SlurmAllocation>> {
@@ -157,7 +160,7 @@ fn check_single_task_step(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::R
     }
 }
 
-/// Reads the nodes of the whole Slurm job, or of one group of a heterogeneous job, from Slurm's
+/// Reads the nodes of the whole Slurm job, or of one component of a heterogeneous job, from Slurm's
 /// environment variables. `het` is the number of the group in a heterogeneous job; `None` in other
 /// jobs.
 fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnostic::Result<SlurmNodeGroup> {
@@ -206,15 +209,16 @@ fn read_gpus_per_node(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
     requested.or_else(|| parse_gpu_count(&get("SLURM_GPUS_ON_NODE")?))
 }
 
-/// Parses a number of GPUs such as `4`, `a100:4` or `a100:2,h100:2`. Returns the sum over all GPU
-/// types, or `None` if the text is malformed or the sum is above 1024.
+/// Parses a number of GPUs in Slurm's notation, such as `4`, `a100:4` or `a100:2,h100:2`. Returns
+/// the sum over all GPU types, or `None` if the text is malformed or the sum is above 1024.
 fn parse_gpu_count(text: &str) -> Option<u32> {
     let mut counts = text.split(',').map(|part| parse_number(part.rsplit(':').next()?));
     let sum = counts.try_fold(0u64, |sum, n| sum.checked_add(n?))?;
     u32::try_from(sum).ok().filter(|gpus| *gpus <= 1024)
 }
 
-/// Creates the error that the variable `name` has a value that is not in Slurm's notation.
+/// Creates the error that the environment variable `name` has a value that is not in Slurm's
+/// notation.
 fn invalid_variable_error(name: &str, value: &str) -> Diagnostic {
     let excerpt: String = value.chars().take(60).flat_map(char::escape_default).collect();
     Diagnostic::error(codes::SLURM_VARIABLE_INVALID, format!("{name} has an unexpected value: `{excerpt}`"))
@@ -229,8 +233,8 @@ fn parse_number(text: &str) -> Option<u64> {
     text.parse().ok().filter(|_| digits)
 }
 
-/// Expands repeated counts, such as `5,1(x2)` into 5, 1, 1. Returns `None` if the text is malformed
-/// or has more than [`MAX_NODES`] counts.
+/// Expands repeated counts in Slurm's notation, such as `5,1(x2)`, into a list (5, 1, 1). Returns
+/// `None` if the text is malformed or has more than [`MAX_NODES`] counts.
 pub(super) fn expand_counts(text: &str) -> Option<Vec<u32>> {
     let mut counts = Vec::new();
     for part in text.split(',') {
@@ -247,8 +251,9 @@ pub(super) fn expand_counts(text: &str) -> Option<Vec<u32>> {
     Some(counts)
 }
 
-/// Expands a node list such as `a[1-2]n[01,03-04],b` into names, in Slurm's order. Returns `None`
-/// if the list is malformed or has more than [`MAX_NODES`] names.
+/// Expands a node list in Slurm's notation, such as `a[1-2]n[01,03-04],b`, into the names of the
+/// nodes, in Slurm's order. Returns `None` if the list is malformed or has more than [`MAX_NODES`]
+/// names.
 pub(super) fn expand_node_list(list: &str) -> Option<Vec<String>> {
     if list.len() > MAX_LIST_BYTES {
         return None;

@@ -17,7 +17,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The content of a Slurm batch script that runs `launch run`.
+/// The content of a Slurm batch script (`sbatch`) that runs a job with `launch run`.
 #[derive(Debug)]
 pub(super) struct BatchScript {
     /// The name of the job.
@@ -31,7 +31,8 @@ pub(super) struct BatchScript {
     command: Vec<String>,
 }
 
-/// Builds the batch script that runs a job. Fails if the job cannot run as a batch job.
+/// Builds the Slurm batch script that runs a job with `launch run`. Fails if the job cannot run as
+/// a batch job.
 pub(super) fn build_batch_script(request: SubmitRequest<'_>) -> Result<BatchScript, ClusterError> {
     let SubmitRequest { job, job_file, set, .. } = request;
     check_batch_job(&job).map_err(|error| ClusterError::Job(vec![error]))?;
@@ -73,8 +74,8 @@ pub(super) fn build_batch_script(request: SubmitRequest<'_>) -> Result<BatchScri
     Ok(script)
 }
 
-/// Fails if `cluster.hosts` would leave allocated nodes idle, or if the working directory of the
-/// job does not exist.
+/// Fails if a job is not suited for a Slurm batch job, because `cluster.hosts` leaves allocated
+/// nodes idle or the working directory does not exist.
 fn check_batch_job(job: &JobSpec) -> diagnostic::Result<()> {
     if job.cluster.hosts == HostSelection::Local && job.slurm.nodes > 1 {
         let message =
@@ -106,8 +107,8 @@ fn check_batch_job(job: &JobSpec) -> diagnostic::Result<()> {
     Ok(())
 }
 
-/// Converts a path to an absolute path, relative to the current directory. Fails if the current
-/// directory is not available.
+/// Converts a path that is relative to the current directory to an absolute path. Fails if the
+/// current directory is not available.
 fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     std::path::absolute(path).map_err(|e| {
         let message = format!("cannot determine the absolute path of {}", path.display());
@@ -115,8 +116,8 @@ fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     })
 }
 
-/// Returns the directory that all runs of the job have in common, in which the batch job writes its
-/// output file.
+/// Returns the directory in which the Slurm batch job writes its output file. This is the part of
+/// `run.logs.dir` before `{run}`, which all runs of the job have in common.
 ///
 /// The directory is the part of `run.logs.dir` before `{run}`, which all runs of the job have in
 /// common.
@@ -129,8 +130,7 @@ fn find_output_dir(job: &JobSpec) -> PathBuf {
     job.run.workdir.join(common)
 }
 
-/// Converts a path to text for the batch script, and fails if the path cannot be written there.
-/// Fails if the path is not UTF-8 or has line breaks.
+/// Converts a path to text for the batch script. Fails if the path is not UTF-8 or has line breaks.
 fn path_to_script_text(path: &Path) -> diagnostic::Result<String> {
     let text = path.to_str().filter(|text| !text.contains('\n'));
     text.map(str::to_owned).ok_or_else(|| {
@@ -144,7 +144,8 @@ fn path_to_script_text(path: &Path) -> diagnostic::Result<String> {
     })
 }
 
-/// Fails if a path contains characters that cannot be escaped in `#SBATCH` lines, such as quotes.
+/// Fails if a path contains characters that cannot be escaped in the `#SBATCH` lines of a batch
+/// script, such as quotes.
 fn check_option_path(path: &Path) -> diagnostic::Result<()> {
     let path = path_to_script_text(path)?;
     // `%j` is intended. Slurm would replace any other `%`, too.
@@ -175,8 +176,8 @@ impl BatchScript {
         )
     }
 
-    /// Returns the options for the `#SBATCH` lines, one per line. The options of `slurm.extra` are
-    /// at the end of the list.
+    /// Returns the sbatch options of the job for the `#SBATCH` lines of the script, one per line.
+    /// The options of `slurm.extra` are at the end of the list.
     fn list_sbatch_options(&self) -> Vec<String> {
         let s = &self.slurm;
         let mut options = vec![
@@ -205,7 +206,8 @@ impl BatchScript {
     }
 }
 
-/// Returns a path for an `#SBATCH` line, in quotes if the path contains white space or `#`.
+/// Returns a path for an `#SBATCH` line of a batch script, in quotes if the path contains white
+/// space or `#`.
 fn quote_option_path(path: &Path) -> String {
     let path = path.display().to_string();
     let is_plain = |c: char| !c.is_whitespace() && c != '#';
@@ -219,7 +221,7 @@ fn format_time_limit(ms: u64) -> String {
     format!("{}-{:02}:{:02}:{:02}", s / 86_400, s / 3600 % 24, s / 60 % 60, s % 60)
 }
 
-/// Creates the output directory and submits the script with `sbatch OPTIONS…`.
+/// Creates the output directory of the batch job, and submits its script with `sbatch OPTIONS…`.
 pub(super) fn submit_script(script: &BatchScript, options: &[String]) -> diagnostic::Result<Submission> {
     let dir = script.output.parent().unwrap_or(Path::new("."));
     // Slurm does not create directories: without this one the job would fail without any output.

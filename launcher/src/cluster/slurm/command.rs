@@ -40,18 +40,19 @@ pub(super) fn requeue_job(job: &str) -> diagnostic::Result<()> {
     into_output("scontrol requeue", output).map(drop)
 }
 
-/// Asks Slurm whether it is preempting the job `job`, and returns the preemption or `None`. Blocks.
+/// Asks Slurm whether it is preempting the Slurm job `job`, and returns the time that is left, or
+/// `None`. Blocks.
 pub(super) fn find_preemption(job: u64) -> diagnostic::Result<Option<Preemption>> {
     Ok(parse_preemption(job, &show_job(job)?, civil::DateTime::from(Zoned::now())))
 }
 
-/// Asks Slurm for the number of GPUs that the job `job` has on each of its nodes. Nodes without
-/// GPUs have 0 GPUs or are left out. Blocks.
+/// Asks Slurm for the number of GPUs that the Slurm job `job` has on each of its nodes. Nodes
+/// without GPUs have 0 GPUs or are left out. Blocks.
 pub(super) fn read_gpu_counts(job: u64) -> diagnostic::Result<BTreeMap<String, u32>> {
     Ok(parse_gpu_counts(&show_job(job)?))
 }
 
-/// Returns the output of `scontrol --details show job`. Blocks.
+/// Returns the output of `scontrol --details show job` for the Slurm job `job`. Blocks.
 fn show_job(job: u64) -> diagnostic::Result<String> {
     let mut command = Command::new("scontrol");
     command.args(["--details", "show", "job", &job.to_string()]).stdin(Stdio::null());
@@ -59,9 +60,9 @@ fn show_job(job: u64) -> diagnostic::Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Parses the lines about nodes in the output of `scontrol --details show job`, such as
-/// `Nodes=h[1-2] CPU_IDs=0-7 Mem=1000 GRES=gpu:a100:2(IDX:0,3)`. Returns the number of GPUs of each
-/// node.
+/// Parses the number of GPUs of each node from the output of `scontrol --details show job`, in
+/// which a line is, for example, `Nodes=h[1-2] CPU_IDs=0-7 Mem=1000 GRES=gpu:a100:2(IDX:0,3)`.
+/// Returns the number of GPUs of each node.
 fn parse_gpu_counts(output: &str) -> BTreeMap<String, u32> {
     let mut counts = BTreeMap::new();
     for line in output.lines() {
@@ -77,8 +78,9 @@ fn parse_gpu_counts(output: &str) -> BTreeMap<String, u32> {
     counts
 }
 
-/// Parses the output of `scontrol show job`. Returns the preemption of the job, if the job is being
-/// preempted in its current run. `now` is the local time.
+/// Parses, from the output of `scontrol show job`, whether Slurm is preempting the job and how much
+/// time is left. Returns the preemption of the job, if the job is being preempted in its current
+/// run. `now` is the local time.
 fn parse_preemption(job: u64, output: &str, now: civil::DateTime) -> Option<Preemption> {
     let field = |name: &str| {
         let value = |word: &str| word.strip_prefix(name)?.strip_prefix('=')?.parse::<civil::DateTime>().ok();
@@ -117,8 +119,8 @@ fn build_command_error(command: &str, status: ExitStatus, stderr: &[u8]) -> Diag
         .with_field("output", stderr)
 }
 
-/// Returns the output of the Slurm command `command`, or an error if the command has failed. Fails
-/// if the command could not be started, or if its exit status is not 0.
+/// Returns the output of a Slurm command that has ended, or an error if the command has failed.
+/// Fails if the command could not be started, or if its exit status is not 0.
 pub(super) fn into_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
     let output = output.map_err(|error| build_start_error(command, &error))?;
     if output.status.success() {

@@ -1,5 +1,6 @@
-//! Accepts the TCP connections of the agents of a Slurm step. Accepts one agent for each node, and
-//! only agents that hold the key of the step's invitation.
+//! Accepts the TCP connections of the agents that a Slurm step (`srun`) has started, one agent for
+//! each node. Accepts one agent for each node, and only agents that hold the key of the step's
+//! invitation.
 use super::step::SlurmStep;
 use crate::{
     cluster::{
@@ -24,12 +25,13 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The pause after a failed accept (for example because no file descriptor is free). Also the
-/// interval at which nodes are checked for failed tasks.
+/// The pause after a failed accept (for example because no file descriptor is free), and the
+/// interval at which the listener checks on which nodes srun's task has failed.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Accepts connections of agents until every slot is filled or closed, or srun has ended. Closes
-/// the slots of nodes whose task has failed and, at the end, all slots that are not filled.
+/// Accepts connections of agents until the agent of every node of the Slurm step has connected or
+/// cannot connect any more. Closes the slots of nodes whose task has failed and, at the end, all
+/// slots that are not filled.
 pub(super) async fn accept_agents(
     mut listeners: Vec<TcpListener>,
     key: HandshakeKey,
@@ -72,14 +74,16 @@ pub(super) async fn accept_agents(
     slots.iter().for_each(AgentConnectionSlot::close);
 }
 
-/// Warns the user about connections that were closed because they do not come from an agent.
+/// Warns the user about connections that were closed because they do not come from an agent of the
+/// Slurm step.
 struct RejectionWarnings {
     step: Arc<SlurmStep>,
     limit: Mutex<WarningLimit>,
 }
 
 impl RejectionWarnings {
-    /// Warns the user about a connection from `peer`, at most once a minute for each address.
+    /// Warns the user about a rejected connection from the address `peer`, at most once a minute
+    /// for each address.
     fn warn(&self, peer: IpAddr, reason: &str) {
         let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
         let text = format!("launch: closed a connection from {peer} to the port of the agents: {reason}");
@@ -96,8 +100,8 @@ impl RejectionWarnings {
     }
 }
 
-/// Authenticates an agent and fills the slot of its node with the connection. Drops the connection
-/// if no slot waits for the agent. Fails if the handshake fails.
+/// Authenticates an agent of the Slurm step that has connected, and passes its connection to the
+/// controller. Drops the connection if no slot waits for the agent. Fails if the handshake fails.
 async fn accept_agent(
     stream: TcpStream,
     key: &HandshakeKey,
@@ -111,7 +115,8 @@ async fn accept_agent(
     Ok(())
 }
 
-/// Formats the warning that the agents do not try the addresses `omitted`.
+/// Formats the warning that the controller has more addresses than agents try, with the addresses
+/// `omitted` that they do not try.
 pub(super) fn format_omitted_addresses(omitted: &[IpAddr]) -> String {
     let list: Vec<String> = omitted.iter().map(IpAddr::to_string).collect();
     format!(

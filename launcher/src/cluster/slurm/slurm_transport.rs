@@ -32,7 +32,8 @@ use protocol::control::ExitStatus;
 use std::{collections::HashSet, io, sync::Arc};
 use tokio::io::AsyncReadExt as _;
 
-/// The transport that starts agents on the nodes of the allocation in which this process runs.
+/// Starts agents on the nodes of a Slurm allocation, in one step (`srun`) with one task on each
+/// node.
 pub(crate) struct SlurmTransport {
     allocation: SlurmAllocation,
     /// Whether srun copies the executable to the nodes (`--bcast`).
@@ -50,7 +51,7 @@ pub(crate) struct SlurmTransport {
 }
 
 impl SlurmTransport {
-    /// Creates the transport of a job for an allocation.
+    /// Creates the transport that starts the agents of a job on the nodes of a Slurm allocation.
     pub(crate) fn new(allocation: SlurmAllocation, job: &JobSpec) -> SlurmTransport {
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         SlurmTransport {
@@ -64,7 +65,8 @@ impl SlurmTransport {
         }
     }
 
-    /// Divides the allocated nodes that `hosts` names into steps. Ignores names of other hosts.
+    /// Divides those allocated nodes that `hosts` names into the Slurm steps in which their agents
+    /// are started. Ignores names of other hosts.
     ///
     /// A step holds the nodes of one heterogeneous group. If steps must request GPUs and the nodes
     /// have different numbers of GPUs, each node gets a separate step.
@@ -94,9 +96,10 @@ impl SlurmTransport {
         steps
     }
 
-    /// Starts one Slurm step with an agent on each of `nodes`, and the listener to which the agents
-    /// connect. Returns the agents, which have not connected yet, with the names of their nodes.
-    /// The `stderr` of the first agent carries the output of the whole step; the others have none.
+    /// Starts a Slurm step (`srun`) with an agent on each of `nodes`, and the listener to which the
+    /// agents connect. Returns the agents, which have not connected yet, with the names of their
+    /// nodes. The `stderr` of the first agent carries the output of the whole step; the others have
+    /// none.
     fn start_step(&mut self, nodes: &srun::StepNodes) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
         let cannot_listen = |error: io::Error| {
             Diagnostic::error(slurm::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
@@ -144,11 +147,13 @@ impl SlurmTransport {
     }
 }
 
-/// Returns whether a variable may be a secret, which workers get through the encrypted control
-/// connection and not through srun. Such variables are those to which `run.env` refers, and those
-/// with the name of a secret that `run.pass_env` selects. Variables that Slurm and the agents need,
-/// such as `PATH`, are never among them.
+/// Returns whether an environment variable may be a secret, which workers get through the encrypted
+/// control connection and not through srun. Such variables are those to which `run.env` refers, and
+/// those with the name of a secret that `run.pass_env` selects. Variables that Slurm and the agents
+/// need, such as `PATH`, are never among them.
 fn is_withheld_from_srun(run: &RunSpec, name: &str) -> bool {
+    /// The environment variables that Slurm and the agents need, and that srun therefore always
+    /// gets.
     const NEEDED: [&str; 6] = ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER"];
     if NEEDED.contains(&name) || name.starts_with("SLURM") {
         return false;

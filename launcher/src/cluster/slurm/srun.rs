@@ -7,7 +7,8 @@ use diagnostic::{
 };
 use std::path::PathBuf;
 
-/// The nodes of one Slurm step, and the GPUs that the step requests on these nodes.
+/// The nodes of one Slurm step (`srun`) that starts agents, and the GPUs that the step requests on
+/// these nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct StepNodes {
     /// The index of the nodes' group in a heterogeneous job; `None` in other jobs.
@@ -17,7 +18,8 @@ pub(super) struct StepNodes {
     pub(super) names: Vec<String>,
 }
 
-/// The GPU option of srun for a step of a job that requested GPUs per task.
+/// The GPU option with which srun requests the GPUs of a step, in a Slurm job that requested GPUs
+/// per task.
 ///
 /// Slurm 22.05 grants all GPUs of a node to a step through one of two options. Which one works
 /// depends on whether all nodes of the job have the same number of GPUs.
@@ -30,7 +32,8 @@ pub(super) enum StepGpuRequest {
     Total(u32),
 }
 
-/// The executable that srun starts on the nodes.
+/// The executable of launch that srun starts on the nodes as the agent, and whether srun copies it
+/// first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct StepExecutable {
     path: PathBuf,
@@ -61,8 +64,8 @@ impl StepExecutable {
     }
 }
 
-/// Returns a random path to which srun copies the executable on each node. No other user can
-/// predict the path and create a file there.
+/// Returns a random path to which srun copies the executable of launch on each node. No other user
+/// can predict the path and create a file there.
 fn generate_copy_path(job: u64) -> diagnostic::Result<String> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(|error| {
@@ -72,8 +75,8 @@ fn generate_copy_path(job: u64) -> diagnostic::Result<String> {
     Ok(format!("/tmp/launch-{job}-{:032x}", u128::from_ne_bytes(bytes)))
 }
 
-/// Environment variables by which Slurm or a user could change options of srun. The transport
-/// removes them from the environment of srun.
+/// The environment variables by which Slurm or a user could change options of srun, and which are
+/// removed from srun's environment. The transport removes them from the environment of srun.
 ///
 /// Slurm or a batch script sets these variables for the steps of the script. In the step of the
 /// agents, the variables could request one GPU or one CPU, or another placement than one task on
@@ -122,7 +125,8 @@ pub(super) const REMOVED_ENV_VARIABLES: &[&str] = &[
     "SRUN_CPUS_PER_TASK",
 ];
 
-/// Builds the arguments of `srun`, without `srun` itself. `step_options` are those of the job.
+/// Builds the arguments of the `srun` command that starts agents on `nodes`, without `srun` itself.
+/// `step_options` are those of the job.
 ///
 /// - `--overlap`: agents share the resources of the job with its other steps.
 /// - `--mem=0` grants all memory of the job on each node and, without `--exact`, a step gets all
@@ -166,20 +170,22 @@ pub(super) fn build_arguments(
     arguments
 }
 
-/// Returns whether a line of srun's output is a warning that is irrelevant for agents.
+/// Returns whether a line of srun's output is a warning that does not matter for agents, and is not
+/// shown to the user.
 pub(super) fn is_irrelevant_warning(line: &str) -> bool {
     line.contains("cluster configuration lacks support for cpu binding")
 }
 
-/// Parses the names of the failed nodes from an error line of srun, such as `srun: error: h[2-3]:
-/// tasks 1-2: Exited with exit code 2`. Returns an empty list for other lines.
+/// Parses the names of the nodes on which a task has failed from an error line of srun, such as
+/// `srun: error: h[2-3]: tasks 1-2: Exited with exit code 2`. Returns an empty list for other
+/// lines.
 pub(super) fn parse_failed_nodes(line: &str) -> Vec<String> {
     let nodes = line.strip_prefix("srun: error: ").and_then(|rest| rest.split_once(": task"));
     nodes.and_then(|(nodes, _)| expand_node_list(nodes)).unwrap_or_default()
 }
 
-/// Recognizes the reason of a failure in the text that a Slurm command prints, because Slurm
-/// reports it in no other form. Returns `None` if the reason is not known.
+/// Determines the error code for a failed Slurm command from the text that the command has printed.
+/// Returns `None` if the reason is not known.
 pub(super) fn classify_output(output: &str) -> Option<Code> {
     let has = |part: &str| output.contains(part);
     if has("execve()") && has("No such file") {

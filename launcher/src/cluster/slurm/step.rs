@@ -28,12 +28,12 @@ const MAX_LINE_BYTES: u64 = 4 << 10;
 /// buffer is full, no more output of srun is read.
 const MAX_WAITING_OUTPUT_BYTES: usize = 16 << 10;
 
-/// The largest number of warnings that may wait until they appear in srun's output. Further ones
-/// are dropped.
+/// The largest number of launch's own warnings that may wait until they are inserted into srun's
+/// output. Further ones are dropped.
 const WARNING_CAPACITY: usize = 16;
 
-/// A running `srun` process, whose tasks are agents. The value is shared by the connections to all
-/// of these agents.
+/// A running `srun` process whose tasks are agents, with its last lines of output and its exit
+/// status. The value is shared by the connections to all of these agents.
 #[derive(Debug)]
 pub(super) struct SlurmStep {
     pid: u32,
@@ -48,10 +48,10 @@ pub(super) struct SlurmStep {
 }
 
 impl SlurmStep {
-    /// Starts srun without the environment variables `hidden`. Passes `invitation`, with which
-    /// agents find the controller, to the agents that srun starts. Returns the step and a stream
-    /// with the output of srun and of the agents. The controller must reap srun and then call
-    /// [`Self::set_exit_status`].
+    /// Starts `srun` with `arguments`, whose tasks are agents, without the environment variables
+    /// `hidden`. Passes `invitation`, with which agents find the controller, to the agents that
+    /// srun starts. Returns the step and a stream with the output of srun and of the agents. The
+    /// controller must reap srun and then call [`Self::set_exit_status`].
     pub(super) fn start(
         arguments: &[String],
         invitation: &Invitation,
@@ -60,8 +60,9 @@ impl SlurmStep {
         Self::spawn_srun(arguments, invitation, hidden).map_err(|error| build_start_error("srun", &error))
     }
 
-    /// Starts srun in a separate process group. Writes the invitation, with which the agents find
-    /// the controller, to srun's standard input, and starts the task that forwards srun's output.
+    /// Starts srun in a separate process group, and the task that forwards srun's output to the
+    /// controller. Writes the invitation, with which the agents find the controller, to srun's
+    /// standard input, and starts the task that forwards srun's output.
     fn spawn_srun(
         arguments: &[String],
         invitation: &Invitation,
@@ -100,12 +101,12 @@ impl SlurmStep {
         Ok((step, far))
     }
 
-    /// Returns the pid of srun.
+    /// Returns the pid of the srun process.
     pub(super) fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Returns the pid of srun, or `None` once srun was reaped.
+    /// Returns the pid of the srun process, or `None` once srun was reaped.
     pub(super) fn running_pid(&self) -> Option<u32> {
         self.exit_status().is_none().then_some(self.pid)
     }
@@ -120,7 +121,8 @@ impl SlurmStep {
         self.exit_status.send_replace(Some(status));
     }
 
-    /// Returns a watch channel whose value becomes `Some` when srun has ended.
+    /// Returns a channel from which tasks learn when srun has ended, because its value then becomes
+    /// `Some`.
     pub(super) fn watch_exit(&self) -> watch::Receiver<Option<ExitStatus>> {
         self.exit_status.subscribe()
     }
@@ -158,9 +160,9 @@ impl SlurmStep {
     }
 }
 
-/// Forwards the output of srun and the warnings to the controller until srun's output ends. Records
-/// each line in `step` and writes it to `forwarded`, except for irrelevant warnings. Writes each of
-/// `warnings` to `forwarded`, too.
+/// Forwards the output of srun, mixed with launch's own warnings, to the controller until srun's
+/// output ends. Records each line in `step` and writes it to `forwarded`, except for irrelevant
+/// warnings. Writes each of `warnings` to `forwarded`, too.
 async fn forward_srun_output(
     output: impl AsyncRead + Unpin,
     mut forwarded: DuplexStream,

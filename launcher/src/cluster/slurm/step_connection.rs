@@ -1,5 +1,5 @@
-//! [`SlurmConnection`]: the connection to an agent in a Slurm step, and [`StepAgentOutput`], the
-//! stream of bytes from the agent, whose end waits for the exit status of srun.
+//! [`SlurmConnection`]: the connection to an agent in a Slurm step, and [`StepAgentOutput`], which
+//! delays the end of the agent's stream until srun has ended.
 use super::{srun, step::SlurmStep};
 use crate::cluster::{
     pending_agent::{AgentConnectionSlot, PendingAgentOutput},
@@ -21,12 +21,13 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-/// How long the end of an agent's stream is withheld from the controller while srun is still
+/// How long the controller is not informed of the end of an agent's stream while srun is still
 /// running. If srun ends within this time, its exit status is known when the controller asks why
 /// the stream has ended.
 const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// The connection to an agent in a Slurm step, before and after the agent has connected.
+/// The controller's connection to an agent in a Slurm step, before and after the agent has
+/// connected.
 pub(super) struct SlurmConnection {
     pub(super) slot: AgentConnectionSlot,
     pub(super) step: Arc<SlurmStep>,
@@ -76,7 +77,7 @@ impl RemoteConnection for SlurmConnection {
     }
 }
 
-/// The stream of bytes from an agent in a Slurm step.
+/// The stream on which the controller reads from an agent in a Slurm step.
 ///
 /// The end of the stream is reported when srun has ended, or after [`STEP_EXIT_TIMEOUT`] if srun is
 /// still running.
@@ -86,8 +87,8 @@ pub(super) struct StepAgentOutput {
     pub(super) end: Option<PostponedStreamEnd>,
 }
 
-/// The postponed end of an agent's stream, which is delivered when srun has ended or the deadline
-/// has passed.
+/// The end of an agent's stream, of which the controller is informed once srun has ended or the
+/// deadline has passed.
 pub(super) struct PostponedStreamEnd {
     result: io::Result<()>,
     deadline: Pin<Box<Sleep>>,

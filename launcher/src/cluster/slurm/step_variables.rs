@@ -1,10 +1,10 @@
-//! [`read_scheduler_variables`]: finds out from Slurm's variables whether launch runs in an
-//! allocation, and whether srun has started launch once for each of several tasks.
+//! [`read_scheduler_variables`]: determines from Slurm's environment variables whether launch runs
+//! in an allocation, and whether srun has started launch once for each of several tasks.
 use super::allocation::expand_node_list;
 use crate::cluster::join::{SchedulerVariables, StepVariables};
 
-/// Determines from Slurm's environment variables in which allocation and step this process runs.
-/// `get` returns the value of a variable. Malformed variables are ignored here, because
+/// Determines from Slurm's environment variables in which Slurm allocation and step this process
+/// runs. `get` returns the value of a variable. Malformed variables are ignored here, because
 /// [`read_allocation`](super::allocation::read_allocation) reports them.
 pub(in crate::cluster) fn read_scheduler_variables(
     get: &dyn Fn(&str) -> Option<String>,

@@ -5,7 +5,7 @@
 //! variables would take all workers of a host for the same task: JAX and Lightning read the rank
 //! from `SLURM_PROCID`, and MPI connects to the process manager of the step (`PMI_*`, `PMIX_*`).
 
-/// The environment variables that describe one task of a Slurm step, and the tasks of this step.
+/// The names of the environment variables that describe one task of a Slurm step to this task.
 const TASK_VARIABLES: &[&str] = &[
     "SLURM_DISTRIBUTION",
     "SLURM_GTIDS",
@@ -21,11 +21,12 @@ const TASK_VARIABLES: &[&str] = &[
     "SLURM_TASKS_PER_NODE",
     "SLURM_TASK_PID",
 ];
-/// The prefixes of the names of variables that connect a task with a process manager of MPI.
+/// The prefixes of the names of environment variables that connect a task with a process manager of
+/// MPI.
 const PROCESS_MANAGER_PREFIXES: &[&str] = &["PMI_", "PMI2_", "PMIX_", "SLURM_PMI"];
 
-/// Returns whether the variable `name` describes one task of a Slurm step, or connects it with a
-/// process manager of MPI.
+/// Returns whether the environment variable `name` describes one task of a Slurm step, or connects
+/// the task with a process manager of MPI.
 pub(super) fn is_task_variable(name: &str) -> bool {
     TASK_VARIABLES.contains(&name) || PROCESS_MANAGER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }

@@ -10,10 +10,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The largest number of keys that are offered to one SSH server. Further keys are skipped, because
-/// OpenSSH's server disconnects after six rejected keys.
+/// The largest number of user keys that are offered to one SSH server at a login. Further keys are
+/// skipped, because OpenSSH's server disconnects after six rejected keys.
 const MAX_OFFERED_KEYS: usize = 5;
-/// The largest number of bytes that are read from a key file. The rest of a longer file is ignored.
+/// The largest number of bytes that are read from a key file of the user. The rest of a longer file
+/// is ignored.
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
 /// Logs in to an SSH server as the user of `target`, first with keys of the SSH agent and then with
@@ -68,7 +69,7 @@ pub(super) fn log_in(target: &SshTarget, session: &Session) -> diagnostic::Resul
     Err(attempts.into_login_error(target, session))
 }
 
-/// The keys that a login has tried or skipped, with the result of each.
+/// The user keys that a login to an SSH server has tried or skipped, with the result of each.
 #[derive(Default)]
 struct LoginAttempts {
     /// The number of keys that were offered to the server.
@@ -80,8 +81,9 @@ struct LoginAttempts {
 }
 
 impl LoginAttempts {
-    /// Tries to log in with a key by calling `login`, and records a failure. Skips the key if
-    /// [`MAX_OFFERED_KEYS`] keys were offered already. Returns whether the login succeeded.
+    /// Tries to log in to the SSH server with the key `name` by calling `login`, and records a
+    /// failure. Skips the key if [`MAX_OFFERED_KEYS`] keys were offered already. Returns whether
+    /// the login succeeded.
     fn offer_key(&mut self, name: String, login: impl FnOnce() -> Result<(), ssh2::Error>) -> bool {
         if self.offered >= MAX_OFFERED_KEYS {
             self.record_result(format!("{name} was not tried (at most {MAX_OFFERED_KEYS} keys are)"));
@@ -99,12 +101,13 @@ impl LoginAttempts {
         false
     }
 
-    /// Records, as a text for the error message, why a key did not lead to a login.
+    /// Records, as a text for the error message, why a key did not lead to a login to the SSH
+    /// server.
     fn record_result(&mut self, result: String) {
         self.results.push(result);
     }
 
-    /// Builds the error that the server of `target` did not accept any of the keys.
+    /// Builds the error that the SSH server of `target` did not accept any of the user's keys.
     fn into_login_error(self, target: &SshTarget, session: &Session) -> Diagnostic {
         let methods = session.auth_methods(&target.user).unwrap_or_default().to_owned();
         let no_publickey = !methods.is_empty() && !methods.split(',').any(|m| m == "publickey");
@@ -140,8 +143,8 @@ impl LoginAttempts {
     }
 }
 
-/// Connects to the SSH agent (`ssh-agent`) and lists its keys. Returns `None` if there is no SSH
-/// agent, or if it does not answer.
+/// Connects to the SSH agent (`ssh-agent`) of the user and lists its keys. Returns `None` if there
+/// is no SSH agent, or if it does not answer.
 fn connect_ssh_agent(
     target: &SshTarget,
     session: &Session,
@@ -168,13 +171,13 @@ fn connect_ssh_agent(
     }
 }
 
-/// Returns the first 80 characters of a key's comment, with control characters escaped.
+/// Returns the first 80 characters of an SSH key's comment, with control characters escaped.
 fn escape_comment(comment: &str) -> String {
     comment.chars().take(80).flat_map(char::escape_debug).collect()
 }
 
-/// Reads the public key that is stored next to a private key file (`FILE.pub`). Returns the key as
-/// base64, or `None` if the file cannot be read or holds no key.
+/// Reads the public SSH key that is stored next to a private key file (`FILE.pub`). Returns the key
+/// as base64, or `None` if the file cannot be read or holds no key.
 fn read_public_key(private_key: &Path) -> Option<String> {
     let mut name = private_key.as_os_str().to_owned();
     name.push(".pub");
@@ -182,14 +185,15 @@ fn read_public_key(private_key: &Path) -> Option<String> {
     text.split_whitespace().nth(1).map(str::to_owned)
 }
 
-/// Reads a key file as text. Ignores everything after the first [`MAX_KEY_BYTES`].
+/// Reads a key file of the user as text. Ignores everything after the first [`MAX_KEY_BYTES`].
 fn read_key_file(file: &Path) -> io::Result<String> {
     let mut text = String::new();
     File::open(file)?.take(MAX_KEY_BYTES).read_to_string(&mut text)?;
     Ok(text)
 }
 
-/// Whether a key file holds a private key that can be used without a prompt or, if not, why.
+/// Whether a key file contains a private key that can be used without a prompt for a passphrase or,
+/// if not, why.
 #[derive(Debug)]
 enum KeyFileState {
     Missing,
@@ -201,7 +205,8 @@ enum KeyFileState {
     Usable,
 }
 
-/// Determines whether a file holds a private key that can be used without a prompt.
+/// Determines whether a file contains a private SSH key that can be used without a prompt for a
+/// passphrase.
 fn inspect_key_file(file: &Path) -> KeyFileState {
     let text = match read_key_file(file) {
         Ok(text) => text,
@@ -226,9 +231,8 @@ fn inspect_key_file(file: &Path) -> KeyFileState {
     }
 }
 
-/// Parses the name of the cipher that encrypts a private key in OpenSSH's format, which follows the
-/// magic bytes as a length-prefixed string. The cipher `none` means that the key has no passphrase.
-/// Returns `None` if the key is malformed.
+/// Parses the name of the cipher with which a private key in OpenSSH's format is encrypted. The
+/// cipher `none` means that the key has no passphrase. Returns `None` if the key is malformed.
 fn parse_openssh_cipher(base64: &str) -> Option<Vec<u8>> {
     let bytes = known_hosts::decode_base64(base64)?;
     let rest = bytes.strip_prefix(b"openssh-key-v1\0")?;

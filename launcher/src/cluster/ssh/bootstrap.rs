@@ -1,5 +1,6 @@
-//! Starts an agent on a host over SSH. The agent runs a copy of this executable, which is copied to
-//! the host first if necessary.
+//! Starts an agent on a host over SSH, from a copy of this executable that is first sent to the
+//! host if necessary. The agent runs a copy of this executable, which is copied to the host first
+//! if necessary.
 //!
 //! Every command is `exec /bin/sh -c '…'` without quotes, `!` or backslashes inside, which any
 //! login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged. The command prints its answer
@@ -36,25 +37,27 @@ use std::{
     time::Duration,
 };
 
-/// The time limit for an answer of the host's shell or executable, in milliseconds.
+/// The time limit, in milliseconds, for an answer of the shell or the executable that an SSH
+/// connection has started on a host.
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
-/// How long the copying of the executable to a host may make no progress.
+/// How long copying the executable of launch to a host may make no progress.
 const SEND_TIMEOUT: Duration = Duration::from_secs(60);
-/// The lowest rate in bytes per second from which the time limit for copying the executable is
-/// computed. The time limit of a copy grows with the size of the executable.
+/// The rate, in bytes per second, from which the time limit for copying the executable of launch to
+/// a host is computed. The time limit of a copy grows with the size of the executable.
 const MIN_COPY_BYTES_PER_SECOND: u64 = 128 << 10;
-/// The time limit for the answer of a host that gets the executable from another host, in
-/// milliseconds.
+/// The time limit, in milliseconds, for the answer of a host that fetches the executable of launch
+/// from another host.
 const FETCH_ANSWER_TIMEOUT_MS: u32 = MAX_FETCH_ADDRESSES as u32 * FETCH_TIMEOUT_S * 1000 + ANSWER_TIMEOUT_MS;
-/// The time limit for an agent to connect to its neighbour in the tree, in milliseconds.
+/// The time limit, in milliseconds, for a started agent to connect to its neighbour in the tree of
+/// agents.
 const JOIN_TIMEOUT_MS: u32 = 30_000;
-/// The largest number of bytes that a login shell may print before the answer of a script. The
-/// start of the agent fails if the shell prints more.
+/// The largest number of bytes that the login shell of a host may print before a script of launch
+/// answers. The start of the agent fails if the shell prints more.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
-/// The number of bytes of the executable that are written to the SSH channel at once.
+/// The number of bytes of the executable that are written to the SSH connection at once.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// The executable of this process, which is copied to hosts that do not have it.
+/// The executable file of this process with its hash, which is copied to hosts that do not have it.
 #[derive(Debug)]
 pub(super) struct Executable {
     file: File,
@@ -66,15 +69,15 @@ pub(super) struct Executable {
 }
 
 impl Executable {
-    /// Returns the executable of this process, which is opened and hashed at the first call. Later
-    /// calls return the result of the first call.
+    /// Returns the executable file of this process, which is opened and hashed at the first call.
+    /// Later calls return the result of the first call.
     pub(super) fn open_current() -> diagnostic::Result<&'static Executable> {
         static CURRENT: OnceLock<diagnostic::Result<Executable>> = OnceLock::new();
         let open = || Self::open_and_hash().map_err(|error| build_unreadable_error(&error));
         CURRENT.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 
-    /// Opens and hashes the executable of this process.
+    /// Opens the executable file of this process and computes its hash.
     fn open_and_hash() -> io::Result<Executable> {
         let file = File::open("/proc/self/exe")?;
         let size = file.metadata()?.len();
@@ -94,20 +97,21 @@ impl Executable {
     }
 }
 
-/// Builds the error for an executable that cannot be read.
+/// Builds the error that the executable file of this process cannot be read.
 fn build_unreadable_error(error: &io::Error) -> Diagnostic {
     Diagnostic::error(host::EXECUTABLE_UNREADABLE, "cannot read the executable of this process")
         .with_cause(error)
 }
 
-/// A running agent on another host, with the SSH channel to it.
+/// An agent that was started on another host, with the SSH channel that is its stdin and stdout.
 pub(super) struct RemoteAgent {
     pub(super) channel: SshChannel,
     /// The bytes of the control stream that were read together with the marker.
     pub(super) leftover: Vec<u8>,
 }
 
-/// The inputs for starting an agent over one SSH session.
+/// What is needed to start an agent over an SSH session: the host, the session, the executable, and
+/// the record of progress.
 pub(super) struct AgentStartInputs<'a> {
     pub(super) target: &'a SshTarget,
     pub(super) session: &'a SshSession,
@@ -115,9 +119,9 @@ pub(super) struct AgentStartInputs<'a> {
     pub(super) progress: &'a ConnectionProgress,
 }
 
-/// Starts an agent on a host over an SSH session. If the host lacks the executable, calls
-/// `begin_copy` and then copies the executable. In a tree, the executable comes from a host that
-/// has it. Blocks.
+/// Starts an agent on a host over an SSH session, after copying the executable of launch to the
+/// host if necessary. If the host lacks the executable, calls `begin_copy` and then copies the
+/// executable. In a tree, the executable comes from a host that has it. Blocks.
 pub(super) fn start_remote_agent(
     start: &AgentStartInputs<'_>,
     tree: Option<&TreeHub>,
@@ -148,8 +152,8 @@ pub(super) fn start_remote_agent(
     }
 }
 
-/// Gives a started agent its place in the tree, and waits until the agent is connected with its
-/// neighbour. Fails if the agent cannot connect to it. Blocks.
+/// Informs a started agent of its place in the tree of agents, and waits until the agent is
+/// connected with its neighbour. Fails if the agent cannot connect to it. Blocks.
 pub(super) fn connect_with_neighbour(
     AgentStartInputs { target, session, progress, .. }: &AgentStartInputs<'_>,
     agent: RemoteAgent,
@@ -181,26 +185,30 @@ pub(super) fn connect_with_neighbour(
     }
 }
 
-/// Builds the error for an agent that does not answer when it gets its place in the tree.
+/// Builds the error that a started agent does not answer when it is informed of its place in the
+/// tree of agents.
 fn build_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("the agent on host {} did not connect to another host of the job", target.name);
     build_ssh_error(target, host::TREE_PARENT_UNREACHABLE, message).with_cause(error).with_remedy()
 }
 
-/// Returns the time limit for copying an executable of this size to a host and starting it. The
-/// copy counts at [`MIN_COPY_BYTES_PER_SECOND`], in addition to the limit for a start without a copy.
+/// Returns the time limit for copying an executable of `size` bytes to a host and starting it
+/// there. The copy counts at [`MIN_COPY_BYTES_PER_SECOND`], in addition to the limit for a start
+/// without a copy.
 fn compute_copy_limit(size: u64) -> Duration {
     HELLO_TIMEOUT + Duration::from_secs(size.div_ceil(MIN_COPY_BYTES_PER_SECOND))
 }
 
-/// Generates the random text (128 bits) that marks the answers of scripts in the output of a host.
+/// Generates a random text of 128 bits that marks the answers of launch's scripts in the output of
+/// a host.
 fn generate_answer_marker() -> io::Result<String> {
     let mut bytes = [0u8; 16];
     getrandom::fill(&mut bytes)?;
     Ok(bytes.iter().fold("launch-".to_owned(), |text, b| text + &format!("{b:02x}")))
 }
 
-/// The result of an attempt to start the executable on a host.
+/// The result of an attempt to start the executable of launch on a host: a running agent, or that
+/// the host lacks the executable.
 enum AgentStartResult {
     /// The host had the executable, and the agent runs.
     Running(RemoteAgent),
@@ -208,7 +216,7 @@ enum AgentStartResult {
     Missing,
 }
 
-/// The state of starting one agent over an SSH session.
+/// Performs the steps of starting one agent on a host over an SSH session.
 struct AgentBootstrap<'a> {
     target: &'a SshTarget,
     session: &'a SshSession,
@@ -221,14 +229,14 @@ struct AgentBootstrap<'a> {
 }
 
 impl AgentBootstrap<'_> {
-    /// Builds an error that names the host whose agent cannot be started.
+    /// Builds an error that names the host on which the agent cannot be started.
     fn build_error(&self, code: Code, message: impl AsRef<str>) -> Diagnostic {
         let message = format!("cannot start the agent on host {}: {}", self.target.name, message.as_ref());
         build_ssh_error(self.target, code, message)
     }
 
-    /// Runs a script on the host, in a new channel of the session. Returns the reader of its
-    /// output.
+    /// Runs a shell script on the host, in a new channel of the SSH session. Returns the reader of
+    /// its output.
     fn exec_script(&self, script: &str) -> diagnostic::Result<ChannelReader> {
         self.progress.check_not_aborted(&self.target.name)?;
         self.session.set_timeout(ANSWER_TIMEOUT_MS);
@@ -244,8 +252,8 @@ impl AgentBootstrap<'_> {
         Ok(ChannelReader { channel, unread: Vec::new() })
     }
 
-    /// Runs the executable on the host as an agent, if the host has a copy of the executable. Fails
-    /// if the host has another architecture.
+    /// Runs the cached copy of launch's executable on the host as an agent, if the host has it.
+    /// Fails if the host has another architecture.
     fn run_executable_as_agent(&mut self) -> diagnostic::Result<AgentStartResult> {
         let mut reader =
             self.exec_script(&build_run_script(&self.marker, &self.executable.hash, self.in_tree))?;
@@ -271,9 +279,10 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Reads the output of a script up to its next answer, and returns the answer without the
-    /// marker. Records the text before the marker as output of the login shell, in place of earlier
-    /// output. Fails if that text is longer than [`MAX_SHELL_OUTPUT_BYTES`].
+    /// Reads the output of a script on the host up to the next line with the marker, and returns
+    /// the script's answer on that line. Records the text before the marker as output of the login
+    /// shell, in place of earlier output. Fails if that text is longer than
+    /// [`MAX_SHELL_OUTPUT_BYTES`].
     fn read_answer(&self, reader: &mut ChannelReader) -> diagnostic::Result<String> {
         let mut shell_output = Vec::new();
         loop {
@@ -303,7 +312,8 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Builds the error for a failed or timed out read of an answer.
+    /// Builds the error for reading the answer of a script on the host, when the read has failed or
+    /// timed out.
     fn build_read_error(&self, error: &io::Error, shell_output: &[u8]) -> Diagnostic {
         match error.kind() {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
@@ -319,7 +329,7 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Builds the error for a command whose output ended without the marker.
+    /// Builds the error for a script on the host whose output ended without an answer.
     fn build_shell_exit_error(&self, reader: &mut ChannelReader, shell_output: &[u8]) -> Diagnostic {
         if let Some(failure) = reader.channel.find_failure(self.target) {
             return failure;
@@ -348,8 +358,8 @@ impl AgentBootstrap<'_> {
         .with_field("output", join_last_lines(&output))
     }
 
-    /// Copies the executable to the host, either from another host that has it or from this
-    /// machine.
+    /// Copies the executable of launch to the host, either from another host that has it or from
+    /// this machine.
     fn copy_or_fetch_executable(&mut self, tree: Option<&TreeHub>) -> diagnostic::Result<()> {
         let step = StartStep::Copying(compute_copy_limit(self.executable.size));
         let Some(tree) = tree else {
@@ -375,8 +385,8 @@ impl AgentBootstrap<'_> {
         result
     }
 
-    /// Makes the host fetch the executable from another host, which serves it at `addresses`. The
-    /// host checks the copy and then moves it to its path in the cache directory.
+    /// Makes the host fetch the executable of launch from another host, which serves it at
+    /// `addresses`. The host checks the copy and then moves it to its path in the cache directory.
     fn fetch_executable(&mut self, addresses: &[SocketAddr], token: &str) -> diagnostic::Result<()> {
         let sha256 = self.executable.read_sha256().map_err(|error| build_unreadable_error(&error))?;
         let Executable { hash, size, .. } = self.executable;
@@ -391,8 +401,8 @@ impl AgentBootstrap<'_> {
         Ok(())
     }
 
-    /// Copies the executable to the host over SSH. The copy is checked on the host and then moved
-    /// to its path in the cache directory.
+    /// Copies the executable of launch from this machine to the host over SSH. The copy is checked
+    /// on the host and then moved to its path in the cache directory.
     fn copy_executable(&mut self) -> diagnostic::Result<()> {
         let Executable { hash, size, .. } = self.executable;
         let mut reader = self.exec_script(&build_copy_script(&self.marker, hash, *size))?;
@@ -413,7 +423,8 @@ impl AgentBootstrap<'_> {
         Ok(())
     }
 
-    /// Sends the bytes of the executable to the command of a channel, then the end of the input.
+    /// Sends the bytes of the executable to the copy script that runs on the host, and then ends
+    /// the script's input.
     fn send_executable(&self, channel: &mut SshChannel) -> Result<(), ExecutableSendError> {
         use std::os::unix::fs::FileExt;
         let file = &self.executable.file;
@@ -433,7 +444,8 @@ impl AgentBootstrap<'_> {
         channel.end_input().map_err(|_| ExecutableSendError::Remote)
     }
 
-    /// Builds the error for an answer `fail STEP CODE` of the copy script.
+    /// Builds the error for an answer `fail STEP CODE` of the script that copies the executable to
+    /// the host.
     fn build_copy_error(&self, answer: &str, reader: &mut ChannelReader) -> Diagnostic {
         let (_, stderr) = reader.channel.wait_for_exit();
         let failure = classify_copy_failure(answer, &stderr);
@@ -445,7 +457,7 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Rejects a host whose architecture differs from that of this executable.
+    /// Fails if the CPU architecture `machine` of the host differs from that of this executable.
     fn check_architecture(&self, machine: &str) -> diagnostic::Result<()> {
         let local = std::env::consts::ARCH;
         if machine == local {
@@ -461,7 +473,7 @@ impl AgentBootstrap<'_> {
     }
 }
 
-/// A failure of sending the executable, by the side that caused it.
+/// A failure of sending the executable to a host: of the host or connection, or of this machine.
 enum ExecutableSendError {
     /// The host closed the stream, or the connection failed.
     Remote,
@@ -469,14 +481,14 @@ enum ExecutableSendError {
     Local(io::Error),
 }
 
-/// Formats the last three nonempty lines of a command's output for the end of an error message. The
-/// text is `; its output: "…"`, or empty if the output is empty.
+/// Formats the last three nonempty lines of a remote command's output for the end of an error
+/// message. The text is `; its output: "…"`, or empty if the output is empty.
 fn format_output_tail(output: &[u8]) -> String {
     let tail = join_last_lines(output);
     if tail.is_empty() { tail } else { format!("; its output: \"{tail}\"") }
 }
 
-/// Joins the last three nonempty lines of a command's output with ` / `. Replaces control
+/// Joins the last three nonempty lines of a remote command's output with ` / `. Replaces control
 /// characters.
 fn join_last_lines(output: &[u8]) -> String {
     let text = String::from_utf8_lossy(output);
@@ -484,7 +496,8 @@ fn join_last_lines(output: &[u8]) -> String {
     make_printable_excerpt(&lines[lines.len().saturating_sub(3)..].join(" / "))
 }
 
-/// Returns the offset of the first occurrence of `part` in `text`, or `None` if there is none.
+/// Returns the offset of the first occurrence of the bytes `part` in `text`, or `None` if there is
+/// none.
 fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
     text.windows(part.len()).position(|window| window == part)
 }
@@ -497,9 +510,9 @@ struct ChannelReader {
 }
 
 impl ChannelReader {
-    /// Returns the next line with its line end, or the unfinished last line. A line of more than
-    /// [`MAX_SHELL_OUTPUT_BYTES`] is returned by several calls, piece by piece. Returns `None` at
-    /// the end of the stream. Blocks.
+    /// Returns the next line of the remote command's output with its line end, or the unfinished
+    /// last line. A line of more than [`MAX_SHELL_OUTPUT_BYTES`] is returned by several calls,
+    /// piece by piece. Returns `None` at the end of the stream. Blocks.
     fn read_line(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some(end) = self.unread.iter().position(|b| *b == b'\n') {

@@ -1,4 +1,5 @@
-//! The shell scripts that start an agent on a host, and copy the executable to the host.
+//! The shell scripts that run on a host over SSH to start an agent, and to copy the executable of
+//! launch to the host.
 //!
 //! Every command is `exec /bin/sh -c '…'` without single quotes, `!` or backslashes inside, which
 //! any login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged.
@@ -8,22 +9,25 @@
 //! otherwise take the rest of the executable for scripts.
 use std::net::SocketAddr;
 
-/// The time limit for fetching the executable from one address of another host, in seconds.
+/// The time limit, in seconds, for fetching the executable of launch from one address of another
+/// host.
 pub(super) const FETCH_TIMEOUT_S: u32 = 60;
-/// The largest number of addresses of another host from which a host tries to fetch the executable.
+/// The largest number of addresses of another host from which a host tries to fetch the executable
+/// of launch.
 pub(super) const MAX_FETCH_ADDRESSES: usize = 2;
 
-/// Wraps a script in a command that any login shell passes to /bin/sh unchanged.
+/// Wraps a shell script in a command that any login shell passes to `/bin/sh` unchanged.
 pub(super) fn wrap_in_shell_command(script: &str) -> String {
     format!("exec /bin/sh -c '{script}'")
 }
 
-/// The shell code that sets the variable `d` to the directory of cached executables.
+/// The shell code that sets the variable `d` to the directory of cached executables of launch on
+/// the host.
 const SET_CACHE_DIR_SCRIPT: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
-/// Builds the script that starts the executable, which then prints `MARKER agent`. If the host
-/// lacks the executable, the script prints `MARKER missing MACHINE`. The modification time of the
-/// executable becomes the time of its last use.
+/// Builds the shell script that starts launch's executable on a host as an agent, which then prints
+/// `MARKER agent`. If the host lacks the executable, the script prints `MARKER missing MACHINE`.
+/// The modification time of the executable becomes the time of its last use.
 pub(super) fn build_run_script(marker: &str, hash: &str, in_tree: bool) -> String {
     let local = std::env::consts::ARCH;
     let option = if in_tree { " --tree" } else { "" };
@@ -35,9 +39,9 @@ pub(super) fn build_run_script(marker: &str, hash: &str, in_tree: bool) -> Strin
     )
 }
 
-/// Builds the script that fetches the executable from another host, verifies its size and hashes,
-/// and prints `MARKER done` or `MARKER fail STEP CODE`. The shell cannot encrypt the connection, so
-/// it verifies the SHA-256 hash before it runs the copy.
+/// Builds the shell script with which a host fetches launch's executable from another host,
+/// verifies it, and prints `MARKER done` or `MARKER fail STEP CODE`. The shell cannot encrypt the
+/// connection, so it verifies the SHA-256 hash before it runs the copy.
 pub(super) fn build_fetch_script(
     marker: &str,
     (hash, sha256, size): (&str, &str, u64),
@@ -66,8 +70,8 @@ pub(super) fn build_fetch_script(
     )
 }
 
-/// Builds the script that prints `MARKER ready`, reads the executable from stdin, and prints
-/// `MARKER done` or `MARKER fail STEP CODE`.
+/// Builds the shell script that stores launch's executable on a host: it prints `MARKER ready`,
+/// reads the executable from stdin, and prints `MARKER done` or `MARKER fail STEP CODE`.
 pub(super) fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
     let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
     let (directory, write, short, run, wrong, place) =

@@ -1,4 +1,5 @@
-//! [`OpenSshNotice`]: informs the user once that OpenSSH's client was chosen, and why.
+//! [`OpenSshNotice`]: informs the user once that launch uses OpenSSH's client (the program `ssh`),
+//! and why.
 use super::target::SshTarget;
 use crate::cluster::transport::AgentOutput;
 use std::{
@@ -13,8 +14,8 @@ use tokio::{
     sync::oneshot,
 };
 
-/// Returns the name of the SSH client that connects to `target` and why it was chosen, or `None`
-/// for the built-in client.
+/// Describes which external SSH client connects to `target` and why it was chosen; `None` for
+/// launch's built-in client.
 pub(super) fn describe_client(target: &SshTarget) -> Option<String> {
     Some(match &target.client.as_ref()?.requirement {
         Some(requirement) => format!("ssh, because of `{}`", requirement.option),
@@ -22,16 +23,16 @@ pub(super) fn describe_client(target: &SshTarget) -> Option<String> {
     })
 }
 
-/// A notice to the user that OpenSSH's client is used, which is shown once per transport. Only the
-/// first host that needs OpenSSH's client shows it.
+/// Whether the user was informed that launch uses OpenSSH's client. Only the first host that needs
+/// this client shows the notice.
 #[derive(Debug, Default)]
 pub(super) struct OpenSshNotice {
     is_shown: AtomicBool,
 }
 
 impl OpenSshNotice {
-    /// Returns the notice for the user, if OpenSSH's client was chosen for `target` because of the
-    /// configuration, and no other host has shown the notice.
+    /// Returns the text that informs the user that OpenSSH's client connects to `target` and why,
+    /// if no other host has shown it.
     pub(super) fn take_notice_text(&self, target: &SshTarget) -> Option<String> {
         let requirement = target.client.as_ref()?.requirement.as_ref()?;
         if self.is_shown.swap(true, Ordering::SeqCst) {
@@ -46,8 +47,8 @@ impl OpenSshNotice {
     }
 }
 
-/// A stream that contains a notice about the connection of an agent, followed by the standard error
-/// of the agent.
+/// The standard error of an agent as the user sees it, with a notice about the SSH connection
+/// before it.
 pub(super) struct NoticeStream {
     /// Delivers the notice. Without a notice, the sender is dropped.
     notice: Option<oneshot::Receiver<String>>,
@@ -57,7 +58,7 @@ pub(super) struct NoticeStream {
 }
 
 impl NoticeStream {
-    /// Creates the stream, and the sender of the notice.
+    /// Creates the stream, and the sender of the notice that precedes the agent's standard error.
     pub(super) fn new(stderr: AgentOutput) -> (oneshot::Sender<String>, NoticeStream) {
         let (sender, receiver) = oneshot::channel();
         (sender, NoticeStream { notice: Some(receiver), text: Vec::new(), stderr })

@@ -1,5 +1,5 @@
-//! [`SshConfigLines`]: reads, from SSH configuration files (ssh_config(5)), the settings that are
-//! needed to connect to a host.
+//! [`SshConfigLines`]: reads, from SSH configuration files (ssh_config(5)), the settings that
+//! launch needs to connect to a host.
 //!
 //! `Match` and the canonicalization of host names are not evaluated here. The resolver runs `ssh
 //! -G` if a file contains them.
@@ -28,7 +28,8 @@ pub(super) struct SshConfigLines {
     pub(super) unsupported: Option<UnsupportedSshKeyword>,
 }
 
-/// A keyword that only OpenSSH's client evaluates, with its file and line.
+/// A keyword in an SSH configuration file that only OpenSSH's client can evaluate, with its file
+/// and line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct UnsupportedSshKeyword {
     pub(super) keyword: String,
@@ -36,7 +37,7 @@ pub(super) struct UnsupportedSshKeyword {
     pub(super) line: usize,
 }
 
-/// A parsed line of the SSH configuration, or the end of a file.
+/// A parsed line of an SSH configuration file, or the end of a file.
 #[derive(Debug)]
 enum SshConfigLine {
     /// A `Host` line. The lines up to the next `Host` apply to hosts that match `patterns`. `depth`
@@ -49,8 +50,8 @@ enum SshConfigLine {
     Set { keyword: String, values: Vec<String> },
 }
 
-/// The settings of one host in the SSH configuration. The first value of a keyword applies, except
-/// for keys, which add up.
+/// The settings that the SSH configuration contains for one host, such as its address, user and
+/// keys. The first value of a keyword applies, except for keys, which add up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct SshHostSettings {
     pub(super) hostname: Option<String>,
@@ -154,8 +155,8 @@ impl SshConfigLines {
         Ok(())
     }
 
-    /// Reads the files that match the patterns of an `Include` line in the file `from`, and appends
-    /// their lines. Relative patterns refer to `/etc/ssh` for files there, and otherwise to
+    /// Reads the SSH configuration files that an `Include` line in the file `from` names, and
+    /// appends their lines. Relative patterns refer to `/etc/ssh` for files there, and otherwise to
     /// `~/.ssh`.
     fn include_files(
         &mut self,
@@ -219,9 +220,9 @@ impl SshHostSettings {
         settings
     }
 
-    /// Sets the setting that a line with the keyword `keyword` and the values `values` determines.
-    /// Ignores keywords that an earlier line has set, except for `IdentityFile`, whose values add
-    /// up. Of `ProxyJump` and `ProxyCommand`, only the first one applies.
+    /// Applies a line of the SSH configuration, with the keyword `keyword` and the values `values`,
+    /// to these settings. Ignores keywords that an earlier line has set, except for `IdentityFile`,
+    /// whose values add up. Of `ProxyJump` and `ProxyCommand`, only the first one applies.
     fn set_keyword(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());
@@ -246,8 +247,8 @@ impl SshHostSettings {
     }
 }
 
-/// Reads an SSH configuration file. Fails if the file is longer than [`MAX_FILE_BYTES`] or is not
-/// UTF-8.
+/// Reads an SSH configuration file as text. Fails if the file is longer than [`MAX_FILE_BYTES`] or
+/// is not UTF-8.
 fn read_text(file: &Path) -> io::Result<String> {
     if fs::metadata(file)?.len() > MAX_FILE_BYTES {
         return Err(io::Error::other("the file is larger than 1 MiB"));
@@ -283,8 +284,8 @@ fn parse_line(line: &str) -> Result<Option<(String, Vec<String>)>, ConfigSyntaxE
     if quoted { Err(ConfigSyntaxError::QuoteNotClosed) } else { Ok(Some((keyword, values))) }
 }
 
-/// Returns whether at least one of the patterns matches the text and no negated pattern
-/// (`!PATTERN`) does.
+/// Returns whether at least one of the patterns of a `Host` line matches the text and no negated
+/// pattern (`!PATTERN`) does.
 pub(super) fn matches_patterns(patterns: &[String], text: &str) -> bool {
     let mut matched = false;
     for pattern in patterns {

@@ -1,5 +1,5 @@
-//! Opens an SSH session, which takes a TCP connection (possibly through jump hosts), the key
-//! exchange, the check of the host key, and the login.
+//! Opens an SSH session with the built-in client: a TCP connection (possibly through jump hosts),
+//! the key exchange, the check of the host key, and the login.
 use super::{
     auth,
     connection_progress::ConnectionProgress,
@@ -36,18 +36,18 @@ const CIPHERS: &str = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-po
 /// The SSH host key algorithms that launch offers to servers, in order of preference.
 const HOST_KEY_ALGORITHMS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecdsa-sha2-nistp521,\
     rsa-sha2-512,rsa-sha2-256,ssh-rsa";
-/// How long sent data may stay unacknowledged before the kernel closes the connection, in
-/// milliseconds.
+/// How long data that were sent to an SSH server may stay unacknowledged before the kernel closes
+/// the connection, in milliseconds.
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
-/// The largest number of attempts to connect to an SSH server that closes the connection before it
+/// How many times launch tries to connect to an SSH server that closes the connection before it
 /// sends its banner. A server with too many connections does so. The failure of the last attempt is
 /// an error.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
-/// The pause before the second attempt to connect. The pause doubles with each further attempt.
+/// The pause before the second attempt to connect to an SSH server that has closed the connection.
+/// The pause doubles with each further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// The socket that carries an SSH connection, which is a TCP connection or a tunnel through a jump
-/// host.
+/// The stream that carries an SSH connection: a TCP connection, or a tunnel through a jump host.
 enum SshSocket {
     Tcp(TcpStream),
     /// The local end of a tunnel through a jump host.
@@ -55,7 +55,7 @@ enum SshSocket {
 }
 
 impl SshSocket {
-    /// Duplicates the file descriptor of the socket.
+    /// Duplicates the file descriptor of the socket that carries the SSH connection.
     fn duplicate_fd(&self) -> io::Result<OwnedFd> {
         match self {
             SshSocket::Tcp(stream) => stream.try_clone().map(OwnedFd::from),
@@ -64,7 +64,8 @@ impl SshSocket {
     }
 }
 
-/// Connects to a host through its jump hosts, checks the host key and logs in. Blocks.
+/// Opens an SSH session with the built-in client: connects to the host through its jump hosts,
+/// checks the host key and logs in. Blocks.
 ///
 /// The returned session is in blocking mode. An operation on it fails if it blocks for longer than
 /// the timeout of the target.
@@ -76,9 +77,9 @@ pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) ->
     connect_hop(target, target, previous, progress)
 }
 
-/// Connects and logs in to `hop`, which is `target` or one of its jump hosts, and checks the host
-/// key. Connects through the session with the previous hop, or directly if `previous` is `None`.
-/// Retries a direct connection that the server closes before its banner.
+/// Opens an SSH session with `hop`, which is `target` or one of the jump hosts on the way to it.
+/// Connects through the session with the previous hop, or directly if `previous` is `None`. Retries
+/// a direct connection that the server closes before its banner.
 fn connect_hop(
     target: &SshTarget,
     hop: &SshTarget,
@@ -115,15 +116,15 @@ fn connect_hop(
     }
 }
 
-/// Builds the error for a connection that lacks a resource of this machine, such as a file
+/// Builds the error that this machine lacks a resource for an SSH connection, such as a file
 /// descriptor or a thread.
 fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("cannot open an SSH connection to host {}", target.name);
     build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
-/// Resolves the host's name and opens a TCP connection to one of its addresses, within the timeout
-/// of the target.
+/// Resolves the name of an SSH server and opens a TCP connection to one of its addresses, within
+/// the timeout of the target.
 fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<TcpStream> {
     progress.set_stage(ConnectionStage::Name);
     let addresses: Vec<SocketAddr> = (target.hostname.as_str(), target.port)
@@ -141,7 +142,7 @@ fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic:
     Ok(stream)
 }
 
-/// Builds the error for a host name that cannot be resolved.
+/// Builds the error that the name of an SSH server cannot be resolved.
 fn build_name_error(target: &SshTarget, reason: &str) -> Diagnostic {
     let SshTarget { name, hostname, .. } = target;
     let message = format!("cannot resolve the name `{hostname}` of host {name}: {reason}");
@@ -157,7 +158,7 @@ fn format_system_error(error: &io::Error) -> String {
     text.strip_prefix("failed to lookup address information: ").unwrap_or(text).to_owned()
 }
 
-/// Builds the error for a failed TCP connection to `address`.
+/// Builds the error for a failed TCP connection to the SSH server at `address`.
 fn build_connect_error(target: &SshTarget, error: &io::Error, address: SocketAddr) -> Diagnostic {
     let name = &target.name;
     let (code, message, help) = match error.kind() {
@@ -192,8 +193,9 @@ fn build_connect_error(target: &SshTarget, error: &io::Error, address: SocketAdd
     build_ssh_error(target, code, message).with_field("address", address.to_string()).with_help(help)
 }
 
-/// Opens a tunnel to `hop` through the session with the jump host `jump`, and starts a thread that
-/// relays the bytes. Returns the local end of the tunnel. The tunnel ends when either side ends.
+/// Opens a tunnel to the SSH server `hop` through the session with the jump host `jump`, and starts
+/// a thread that relays the bytes. Returns the local end of the tunnel. The tunnel ends when either
+/// side ends.
 fn open_tunnel(session: Session, jump: &SshTarget, hop: &SshTarget) -> diagnostic::Result<UnixStream> {
     let SshTarget { name, hostname, port, .. } = hop;
     let channel = session.channel_direct_tcpip(hostname, *port, None).map_err(|error| {
@@ -216,7 +218,7 @@ fn open_tunnel(session: Session, jump: &SshTarget, hop: &SshTarget) -> diagnosti
     Ok(near)
 }
 
-/// A failure of the SSH handshake with a host.
+/// A failure of the SSH handshake (banners and key exchange) with a server.
 #[derive(Debug, thiserror::Error)]
 enum SshHandshakeFailure {
     #[error("the server closed the connection before its banner")]
@@ -240,7 +242,8 @@ impl From<ssh2::Error> for SshHandshakeFailure {
 }
 
 impl SshHandshakeFailure {
-    /// Converts the failure into a diagnostic that contains the name of the host.
+    /// Converts the failure of the SSH handshake into a diagnostic that contains the name of the
+    /// host.
     fn into_diagnostic(self, target: &SshTarget) -> Diagnostic {
         let name = &target.name;
         let (code, message) = match &self {
@@ -258,8 +261,8 @@ impl SshHandshakeFailure {
     }
 }
 
-/// Creates an SSH session on the socket, and exchanges banners and keys with the server. Prefers
-/// host keys of the types that known_hosts contains for the host.
+/// Performs the SSH handshake on a socket: exchanges banners and keys with the server, and returns
+/// the session. Prefers host keys of the types that known_hosts contains for the host.
 fn perform_handshake(
     target: &SshTarget,
     socket: SshSocket,
@@ -282,8 +285,8 @@ fn perform_handshake(
     Ok(session)
 }
 
-/// Returns the host key algorithms to request, as a comma-separated list in order of preference.
-/// Algorithms for keys of the types in `known_types` come first.
+/// Returns the host key algorithms to request from an SSH server, as a comma-separated list in
+/// order of preference. Algorithms for keys of the types in `known_types` come first.
 fn order_host_key_algorithms(known_types: &[&str]) -> String {
     let is_known = |name: &&str| {
         known_types.contains(name) || (name.starts_with("rsa-") && known_types.contains(&"ssh-rsa"))
@@ -293,9 +296,9 @@ fn order_host_key_algorithms(known_types: &[&str]) -> String {
     preference.join(",")
 }
 
-/// Compares the key that the host presented with known_hosts. If known_hosts has no key of the
-/// host, stores the presented key, provided that the policy of the target allows it. Fails if the
-/// key is not accepted.
+/// Checks the key that an SSH server has presented against the known_hosts files. If known_hosts
+/// has no key of the host, stores the presented key, provided that the policy of the target allows
+/// it. Fails if the key is not accepted.
 fn verify_host_key(
     target: &SshTarget,
     session: &Session,
@@ -328,7 +331,7 @@ fn verify_host_key(
     Err(build_host_key_error(target, status, key_type, &print))
 }
 
-/// Adds a host's new key to the first known_hosts file of the user, if there is one.
+/// Adds the new key of an SSH server to the user's first known_hosts file, if there is one.
 fn store_key(target: &SshTarget, key_type: &str, key: &str) -> diagnostic::Result<()> {
     let Some(file) = &target.new_keys_file else { return Ok(()) };
     known_hosts::append_key(file, &target.known_hosts_name, key_type, key).map_err(|error| {
@@ -341,7 +344,7 @@ fn store_key(target: &SshTarget, key_type: &str, key: &str) -> diagnostic::Resul
     })
 }
 
-/// Builds the error for a host key that is not accepted.
+/// Builds the error that the key of an SSH server is not accepted, with the reason `status`.
 fn build_host_key_error(
     target: &SshTarget,
     status: HostKeyStatus,

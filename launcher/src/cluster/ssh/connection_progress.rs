@@ -1,5 +1,5 @@
-//! [`ConnectionProgress`]: how far the connection to one host is and how it ended, shared by the
-//! connection's thread and the controller.
+//! [`ConnectionProgress`]: which stage the SSH connection to one host has reached and how it ended,
+//! shared by the connection's thread and the controller.
 use crate::cluster::transport::{ConnectionStage, RemoteConnection, StartStep};
 use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{Shutdown, shutdown};
@@ -14,8 +14,9 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The progress of an SSH connection, with its stage, its socket and its result. The connection's
-/// thread writes them, and the controller or `launch check` reads them.
+/// Which stage an SSH connection has reached and how it ended; the connection's thread writes this,
+/// and the controller or `launch check` reads it. The connection's thread writes them, and the
+/// controller or `launch check` reads them.
 #[derive(Default)]
 pub(crate) struct ConnectionProgress {
     state: Mutex<ProgressState>,
@@ -24,11 +25,12 @@ pub(crate) struct ConnectionProgress {
     start_steps: Option<mpsc::Sender<StartStep>>,
 }
 
-/// The capacity of the channel that delivers the steps of an agent's start to the controller. A
-/// start has at most eight steps.
+/// The number of steps of an agent's start that may wait until the controller reads them. A start
+/// has at most eight steps.
 const START_STEP_CAPACITY: usize = 8;
 
-/// The part of a [`ConnectionProgress`] that a mutex protects.
+/// The part of a [`ConnectionProgress`] that a mutex protects: stage, socket and result of the
+/// connection.
 #[derive(Default)]
 struct ProgressState {
     stage: ConnectionStage,
@@ -43,14 +45,15 @@ struct ProgressState {
 }
 
 impl ConnectionProgress {
-    /// Creates the progress of a connection that has not begun, and the receiver of the steps of
-    /// the agent's start.
+    /// Creates the progress of an SSH connection that has not begun, and the receiver of the steps
+    /// of the agent's start.
     pub(super) fn new() -> (ConnectionProgress, mpsc::Receiver<StartStep>) {
         let (sender, receiver) = mpsc::channel(START_STEP_CAPACITY);
         (ConnectionProgress { start_steps: Some(sender), ..ConnectionProgress::default() }, receiver)
     }
 
-    /// Reports a step of the agent's start to the controller. Never blocks.
+    /// Reports a step of the agent's start over SSH, such as copying the executable, to the
+    /// controller. Never blocks.
     pub(super) fn report_start_step(&self, step: StartStep) {
         if let Some(steps) = &self.start_steps {
             // An error means that the controller no longer waits for the agent.
@@ -58,23 +61,24 @@ impl ConnectionProgress {
         }
     }
 
-    /// Locks the state, also after a thread has panicked while it held the lock.
+    /// Locks the mutex of the progress, even if another thread has panicked while it held the lock.
     fn lock_state(&self) -> MutexGuard<'_, ProgressState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that the connection has reached the stage `stage`.
+    /// Records that the SSH connection has reached the stage `stage`.
     pub(super) fn set_stage(&self, stage: ConnectionStage) {
         self.lock_state().stage = stage;
     }
 
-    /// Records the external client that carries the connection in place of the built-in one.
+    /// Records the description of the external SSH client that carries the connection in place of
+    /// the built-in one.
     pub(super) fn set_client(&self, client: Option<String>) {
         self.lock_state().client = client;
     }
 
-    /// Records the text that the login shell printed before the agent answered. Keeps an earlier
-    /// text if there is no new one, because several scripts may run in one shell.
+    /// Records the text that the login shell of the host printed before the agent answered. Keeps
+    /// an earlier text if there is no new one, because several scripts may run in one shell.
     pub(super) fn set_shell_output(&self, output: &[u8]) {
         let text = String::from_utf8_lossy(output).trim().to_owned();
         if !text.is_empty() {
@@ -82,8 +86,9 @@ impl ConnectionProgress {
         }
     }
 
-    /// Records a duplicate of `socket`, which [`RemoteConnection::abort`] shuts down. If the
-    /// connection was aborted already, shuts the socket down immediately.
+    /// Records a duplicate of `socket`, the socket of the SSH connection, so that
+    /// [`RemoteConnection::abort`] can shut it down. If the connection was aborted already, shuts
+    /// the socket down immediately.
     pub(super) fn set_socket(&self, socket: &OwnedFd) {
         self.lock_state().socket = socket.try_clone().ok();
         if self.aborted.load(Ordering::SeqCst) {
@@ -91,12 +96,13 @@ impl ConnectionProgress {
         }
     }
 
-    /// Returns whether the controller has aborted the connection.
+    /// Returns whether the controller has aborted the SSH connection.
     pub(super) fn is_aborted(&self) -> bool {
         self.aborted.load(Ordering::SeqCst)
     }
 
-    /// Fails if the controller has aborted the connection. `name` is the host's name for the error.
+    /// Fails if the controller has aborted the SSH connection. `name` is the host's name for the
+    /// error.
     pub(super) fn check_not_aborted(&self, name: &str) -> diagnostic::Result<()> {
         if !self.aborted.load(Ordering::SeqCst) {
             return Ok(());
@@ -105,14 +111,14 @@ impl ConnectionProgress {
         Err(Diagnostic::error(ssh::SSH_CONNECTION_ABORTED, message).with_subject(name))
     }
 
-    /// Records the failure that ended the connection, or the agent's exit status. Closes the
+    /// Records how the SSH connection ended: its failure, or the agent's exit status. Closes the
     /// duplicate of the socket.
     pub(super) fn record_end(&self, failure: Option<Diagnostic>, exit_status: Option<ExitStatus>) {
         let mut state = self.lock_state();
         (state.failure, state.exit_status, state.socket) = (failure, exit_status, None);
     }
 
-    /// Shuts down the socket in use, if there is one.
+    /// Shuts down the socket that the SSH connection uses at present, if there is one.
     pub(super) fn shut_down_current_socket(&self) {
         if let Some(socket) = &self.lock_state().socket {
             _ = shutdown(socket.as_raw_fd(), Shutdown::Both);

@@ -1,4 +1,4 @@
-//! [`ConnectionThreads`]: the threads that serve SSH connections, of a limited number.
+//! [`ConnectionThreads`]: a thread pool that sets up and serves SSH connections.
 use super::connect::THREAD_STACK_BYTES;
 use std::{
     collections::VecDeque,
@@ -8,12 +8,12 @@ use std::{
     thread,
 };
 
-/// A blocking task that [`ConnectionThreads`] execute.
+/// A blocking task of the thread pool [`ConnectionThreads`], such as an SSH connection.
 pub(super) trait ThreadTask: Send + 'static {
-    /// Prepares the task immediately before it is executed, without blocking. Must not block.
+    /// Prepares the task immediately before a thread executes it. Must not block.
     fn prepare(&mut self);
 
-    /// Executes the task.
+    /// Executes the task on a thread of the pool.
     fn run(self);
 }
 
@@ -25,7 +25,7 @@ pub(super) struct ConnectionThreads<T> {
     state: Mutex<ThreadsState<T>>,
 }
 
-/// The state of [`ConnectionThreads`] that the threads share.
+/// The waiting tasks and the number of threads of the thread pool [`ConnectionThreads`].
 #[derive(Debug)]
 struct ThreadsState<T> {
     /// The tasks that wait for a thread.
@@ -36,19 +36,19 @@ struct ThreadsState<T> {
 }
 
 impl<T: ThreadTask> ConnectionThreads<T> {
-    /// Creates a pool of at most `limit` threads, without tasks.
+    /// Creates a thread pool with at most `limit` threads and without tasks.
     pub(super) fn new(limit: usize) -> Self {
         let state = ThreadsState { waiting: VecDeque::new(), threads: 0, long: 0 };
         ConnectionThreads { limit, state: Mutex::new(state) }
     }
 
-    /// Locks the state, also after a task has panicked.
+    /// Locks the mutex of the pool's tasks and thread counts, even if a task has panicked.
     fn lock(&self) -> MutexGuard<'_, ThreadsState<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Submits a task, which is executed as soon as a thread is free. Fails if there is no thread,
-    /// and none can be started.
+    /// Submits a task, which is executed as soon as a thread of the pool is free. Fails if there is
+    /// no thread, and none can be started.
     pub(super) fn submit(self: &Arc<Self>, task: T) -> io::Result<()> {
         let mut state = self.lock();
         state.waiting.push_back(task);
@@ -63,8 +63,8 @@ impl<T: ThreadTask> ConnectionThreads<T> {
         Ok(())
     }
 
-    /// Executes the part of a task that may take as long as the job, which does not count for the
-    /// limit of threads. Another thread takes over the next tasks meanwhile.
+    /// Calls `run`, a part of a task that may take as long as the job, without counting the calling
+    /// thread for the limit of the pool. Another thread takes over the next tasks meanwhile.
     pub(super) fn run_without_thread_limit<R>(self: &Arc<Self>, run: impl FnOnce() -> R) -> R {
         let mut state = self.lock();
         state.long += 1;
@@ -92,8 +92,8 @@ impl<T: ThreadTask> ConnectionThreads<T> {
         Ok(())
     }
 
-    /// Removes the next task from the queue, and prepares it. Returns `None` if the thread is to
-    /// end.
+    /// Removes the next waiting task from the queue of the pool, and prepares it. Returns `None` if
+    /// the thread is to end.
     fn take_next_task(&self) -> Option<T> {
         let mut state = self.lock();
         let is_surplus = state.threads - state.long > self.limit;

@@ -1,10 +1,12 @@
-//! [`classify_copy_failure`]: determines why the executable could not be copied to a host.
+//! [`classify_copy_failure`]: determines why the executable of launch could not be copied to a
+//! host.
 use diagnostic::{Code, codes::host};
 
-/// The advice in the help of errors about the cache directory to use another directory.
+/// The advice, in errors about the cache directory of a host, to use another directory.
 const OTHER_CACHE_DIR_HELP: &str = "or set XDG_CACHE_HOME on the host to another directory";
 
-/// The reason why the executable could not be copied, with the code, message and help of the error.
+/// The reason why the executable of launch could not be copied to a host, with the code, message
+/// and help of the error.
 #[derive(Debug)]
 pub(super) struct ExecutableCopyFailure {
     pub(super) code: Code,
@@ -13,15 +15,15 @@ pub(super) struct ExecutableCopyFailure {
 }
 
 impl ExecutableCopyFailure {
-    /// Creates the reason of a failure, with `help` as the advice for the user.
+    /// Creates the reason why a copy failed, with `help` as the advice for the user.
     fn new(code: Code, message: &str, help: &str) -> Self {
         ExecutableCopyFailure { code, message: message.to_owned(), help: Some(help.to_owned()) }
     }
 }
 
-/// Converts `answer`, the line `fail STEP CODE` that the copy script prints on a host, to the
-/// reason of the failure. The reason is recognized in the messages that the host's programs printed
-/// to stderr, in the C locale.
+/// Determines why the script that copies the executable to a host has failed, from its answer `fail
+/// STEP CODE` and its stderr. The reason is recognized in the messages that the host's programs
+/// printed to stderr, in the C locale.
 pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
     let mut words = answer.split(' ');
     let (step, exit_code) = match words.next() {
@@ -56,8 +58,8 @@ pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCop
     }
 }
 
-/// Recognizes from the messages in `stderr` that a full disk or an exceeded quota has made a step
-/// of copying fail. `stderr` is in lower case. Returns `None` for other reasons.
+/// Returns the reason of a failed copy if the messages in `stderr` show that a disk is full or a
+/// quota is exceeded. `stderr` is in lower case. Returns `None` for other reasons.
 fn classify_full_disk(stderr: &str) -> Option<ExecutableCopyFailure> {
     let has = |part: &str| stderr.contains(part);
     let (code, message) = if has("no space left") {

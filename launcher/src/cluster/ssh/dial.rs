@@ -9,14 +9,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a connection attempt may remain unanswered before the next address is tried in parallel
-/// (RFC 8305, section 5).
+/// How long an attempt to connect may remain unanswered before the next address is tried in
+/// parallel (RFC 8305, section 5).
 const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(250);
 
-/// The stack size of the thread that tries one address, in bytes.
+/// The stack size, in bytes, of the thread that tries to connect to one address.
 const STACK_BYTES: usize = 64 << 10;
 
-/// An address and the result of trying to connect to it.
+/// An address of a host, and the result of trying to connect to it.
 type ConnectAttempt = (SocketAddr, io::Result<TcpStream>);
 
 /// Tries several addresses in parallel, and opens a TCP connection to the first one that accepts
@@ -57,8 +57,8 @@ pub(super) fn connect_to_any(
     }
 }
 
-/// Tries to connect to an address on a separate thread, or on this one if no thread can be started.
-/// The thread ends after `limit` at the latest.
+/// Tries to connect to an address on a separate thread, and sends the result to `results`. The
+/// thread ends after `limit` at the latest.
 fn start_connect_attempt(address: SocketAddr, limit: Duration, results: mpsc::SyncSender<ConnectAttempt>) {
     let attempt = move |results: mpsc::SyncSender<ConnectAttempt>| {
         // An error means that another address was faster.
@@ -72,8 +72,8 @@ fn start_connect_attempt(address: SocketAddr, limit: Duration, results: mpsc::Sy
     }
 }
 
-/// Orders addresses so that their families alternate, beginning with the family of the first one
-/// (RFC 8305, section 4).
+/// Orders the IP addresses of a host so that IPv4 and IPv6 alternate, beginning with the family of
+/// the first one (RFC 8305, section 4).
 fn alternate_address_families(addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     let is_first_v6 = addresses.first().is_some_and(SocketAddr::is_ipv6);
     let (first, second): (Vec<_>, Vec<_>) =

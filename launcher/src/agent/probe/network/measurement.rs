@@ -1,4 +1,5 @@
-//! [`measure_connection`]: the side of a measurement that opens the connections.
+//! [`measure_connection`]: measures a network connection to another agent, as the side that opens
+//! the TCP connections.
 use super::{
     measurement_server::{
         FIRST_DATA_TIMEOUT, TRANSFER_REPORT_BYTES, TransferReport, receive_data, send_data,
@@ -17,22 +18,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of round trips that are measured; the shortest one is reported.
+/// The largest number of round trips that are measured on a connection, of which the shortest is
+/// reported.
 const MAX_ROUND_TRIPS: usize = 20;
-/// The time limit after which no further round trip is started.
+/// The time after which no further round trip of a measurement is started.
 const ROUND_TRIPS_TIME_LIMIT: Duration = Duration::from_millis(300);
-/// The longest time limit of a measured connection. A longer limit in a request is reduced to this
-/// value.
+/// The longest permitted timeout of a connection for measurements. A longer limit in a request is
+/// reduced to this value.
 const MAX_CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long an agent waits for the other agent's report after the end of a transfer.
+/// How long an agent waits for the other agent's report about the bytes that arrived, after the end
+/// of a measured transfer.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long an agent reads data that still arrive after the end of a transfer.
+/// How long an agent reads data that still arrive after the end of a measured transfer.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// The duration of the transfers with small segments, which only test whether data arrive at all.
+/// The duration of a transfer with small TCP segments, which only tests whether any data arrive.
 const SMALL_SEGMENTS_TIME: Duration = Duration::from_millis(50);
 
-/// Connects to every address of the request, and measures round trips and transfers over the first
-/// address that is reachable. Errors are part of the result.
+/// Connects to every address of another agent that the request lists, and measures round trips and
+/// transfers over the first address that is reachable. Errors are part of the result.
 pub(super) fn measure_connection(end: &MeasurementEndpoint, request: &MeasureRequest) -> Measurement {
     let timeout = Duration::from_millis(request.timeout_ms).min(MAX_CONNECTION_TIMEOUT);
     let open = |address: &SocketAddr| {
@@ -69,13 +72,14 @@ pub(super) fn measure_connection(end: &MeasurementEndpoint, request: &MeasureReq
     found
 }
 
-/// Builds the error for an address to which no connection is possible.
+/// Builds the error that no TCP connection to the address `address` of another agent is possible.
 fn build_connect_error(address: SocketAddr, error: &io::Error) -> Diagnostic {
     Diagnostic::error(host::PEER_UNREACHABLE, format!("cannot connect to {address}: {error}"))
         .with_field("address", address.to_string())
 }
 
-/// Measures several round trips of one byte, and returns the shortest in milliseconds.
+/// Measures several round trips of one byte to another agent, and returns the shortest in
+/// milliseconds.
 fn measure_round_trip(mut stream: TcpStream, timeout: Duration) -> io::Result<f64> {
     stream.set_read_timeout(Some(timeout))?;
     MeasureCommand::Echo.write(&mut stream)?;
@@ -92,9 +96,9 @@ fn measure_round_trip(mut stream: TcpStream, timeout: Duration) -> io::Result<f6
     Ok(shortest)
 }
 
-/// Measures the throughput in one direction over several connections at the same time. If no data
-/// arrive, repeats the transfer with small segments. `transfer` transfers data over one connection
-/// for a time.
+/// Measures the throughput to or from another agent, over `streams` connections at the same time.
+/// If no data arrive, repeats the transfer with small segments. `transfer` transfers data over one
+/// connection for a time.
 fn measure_direction(
     streams: usize,
     time: Duration,
@@ -123,7 +127,8 @@ fn measure_direction(
     sum
 }
 
-/// Sends data for about `time`, until the other agent reports how many bytes arrived.
+/// Sends data to another agent for about `time`, and returns how many bytes that agent reports as
+/// arrived.
 fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     MeasureCommand::Receive(time.as_millis() as u64).write(&mut stream)?;
     stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + REPORT_TIMEOUT))?;
@@ -149,8 +154,8 @@ fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     })
 }
 
-/// Receives data from the other agent for about `time`, and then the other agent's report about
-/// retransmits.
+/// Receives data from another agent for about `time`, and then that agent's report about
+/// retransmitted segments.
 fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     MeasureCommand::Send(time.as_millis() as u64).write(&mut stream)?;
     let (bytes, elapsed) = receive_data(&mut stream, time)?;
@@ -163,8 +168,9 @@ fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transf
     Ok(found)
 }
 
-/// Reads the data that still arrive after a transfer, and returns the report ([`TransferReport`]) that
-/// follows them. Returns `None` if the end does not arrive within [`DRAIN_TIMEOUT`].
+/// Reads the data that still arrive after a measured transfer, and returns the report
+/// ([`TransferReport`]) that follows the data. Returns `None` if the end does not arrive within
+/// [`DRAIN_TIMEOUT`].
 fn read_until_trailer(stream: &mut TcpStream) -> Option<TransferReport> {
     let deadline = Instant::now() + DRAIN_TIMEOUT;
     let mut buffer = vec![0; 256 << 10];

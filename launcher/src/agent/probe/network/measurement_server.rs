@@ -1,4 +1,5 @@
-//! [`start_serving`]: the side of a measurement that accepts connections, and the transfer of data.
+//! [`start_serving`]: accepts the connections over which other agents measure the network to this
+//! host, and transfers data on them.
 use super::measuring_connection::{MeasureCommand, accept_connection, read_retransmits};
 use crate::connection::handshake::HandshakeKey;
 use protocol::network_probe::MAX_TRANSFER_MS;
@@ -13,30 +14,33 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of measuring connections that the server serves at the same time. Further
-/// connections are closed.
+/// The largest number of connections of other agents on which measurements run at the same time.
+/// Further connections are closed.
 const MAX_CONNECTIONS: usize = 64;
-/// The time limit for another process to prove that it has the key.
+/// The time limit for a process that has connected to prove that it has the key for measurements.
 const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(3);
-/// The time limit for the first data of a transfer to arrive.
+/// The time limit for the first data of a measured transfer to arrive.
 pub(super) const FIRST_DATA_TIMEOUT: Duration = Duration::from_millis(1500);
-/// How long a connection may be idle before its command, or between two echoes.
+/// How long a connection for measurements may be idle before its command arrives, or between two
+/// echoes.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the server waits for the end of a transfer after the time of the transfer has passed.
+/// How long the server waits for the end of a measured transfer, after the requested duration of
+/// the transfer has passed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// The largest number of bytes that the server echoes on one connection.
+/// The largest number of bytes that the server echoes on one connection, to measure round trips.
 const MAX_ECHO_BYTES: usize = 1000;
-/// The size of the buffer for reading and writing data, in bytes.
+/// The size of the buffer for reading and writing the data of a measured transfer, in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
 /// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The length of a [`TransferReport`] in bytes.
+/// The length of an encoded [`TransferReport`] in bytes.
 pub(super) const TRANSFER_REPORT_BYTES: usize = 40;
-/// The bytes with which a [`TransferReport`] begins, and which cannot occur in the transferred zeros.
+/// The first bytes of an encoded [`TransferReport`], which cannot occur among the transferred
+/// zeros.
 const TRANSFER_REPORT_MAGIC: &[u8; 8] = b"launchT1";
 
-/// The report about a transfer, which the agent at one end sends to the agent at the other end
-/// after the data.
+/// The report about a measured transfer (bytes, time and retransmits), which one agent sends to the
+/// other after the data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct TransferReport {
     /// The number of bytes that arrived, as the receiver reports it.
@@ -50,7 +54,7 @@ pub(super) struct TransferReport {
 }
 
 impl TransferReport {
-    /// Encodes the trailer as bytes.
+    /// Encodes the report about a transfer as bytes.
     fn to_bytes(self) -> [u8; TRANSFER_REPORT_BYTES] {
         let mut bytes = [0; TRANSFER_REPORT_BYTES];
         bytes[..8].copy_from_slice(TRANSFER_REPORT_MAGIC);
@@ -61,7 +65,7 @@ impl TransferReport {
         bytes
     }
 
-    /// Decodes a trailer from bytes. Returns `None` for other bytes.
+    /// Decodes the report about a transfer from bytes. Returns `None` for other bytes.
     pub(super) fn parse(bytes: &[u8]) -> Option<TransferReport> {
         let numbers = bytes.strip_prefix(TRANSFER_REPORT_MAGIC)?;
         let mut numbers = numbers.chunks_exact(8).map(|n| n.try_into().map(u64::from_le_bytes));
@@ -74,7 +78,7 @@ impl TransferReport {
         })
     }
 
-    /// Reads a trailer from a connection and decodes it.
+    /// Reads the report about a transfer from a connection and decodes it.
     pub(super) fn read(stream: &mut TcpStream) -> io::Result<TransferReport> {
         let mut bytes = [0; TRANSFER_REPORT_BYTES];
         stream.read_exact(&mut bytes)?;
@@ -82,8 +86,8 @@ impl TransferReport {
     }
 }
 
-/// Starts a thread for each listener, which serves the connections of agents with the key until
-/// this process ends. Fails if a thread cannot be started.
+/// Starts a thread for each of `listeners`, which serves the measurements of other agents with the
+/// key until this process ends. Fails if a thread cannot be started.
 pub(super) fn start_serving(listeners: Vec<TcpListener>, key: &HandshakeKey) -> io::Result<()> {
     let active = Arc::new(AtomicUsize::new(0));
     for listener in listeners {
@@ -101,8 +105,8 @@ pub(super) fn start_serving(listeners: Vec<TcpListener>, key: &HandshakeKey) -> 
     Ok(())
 }
 
-/// Starts a separate thread that serves a connection, unless [`MAX_CONNECTIONS`] connections are
-/// active.
+/// Starts a separate thread that serves the measurements on one connection, unless
+/// [`MAX_CONNECTIONS`] connections are active.
 fn start_connection_thread(stream: TcpStream, active: &Arc<AtomicUsize>, key: &HandshakeKey) {
     if active.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {
         active.fetch_sub(1, Ordering::Relaxed);
@@ -120,7 +124,7 @@ fn start_connection_thread(stream: TcpStream, active: &Arc<AtomicUsize>, key: &H
 }
 
 /// Authenticates the agent at the other end of a connection, and executes the command that it
-/// sends.
+/// sends: echo, receive or send data.
 fn authenticate_and_serve(key: &HandshakeKey, stream: TcpStream) -> io::Result<()> {
     let mut stream = accept_connection(key, stream, AUTHENTICATION_TIMEOUT)?;
     stream.set_read_timeout(Some(IDLE_TIMEOUT))?;
@@ -140,7 +144,8 @@ fn authenticate_and_serve(key: &HandshakeKey, stream: TcpStream) -> io::Result<(
     }
 }
 
-/// Receives data for `time`, and reports to the other agent how many bytes arrived.
+/// Executes the command of another agent to receive data for `time`, and reports to that agent how
+/// many bytes arrived.
 fn serve_receive_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     let (bytes, elapsed) = receive_data(&mut stream, time)?;
     let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
@@ -153,8 +158,8 @@ fn serve_receive_command(mut stream: TcpStream, time: Duration) -> io::Result<()
     Ok(())
 }
 
-/// Sends data until the other agent closes its direction of the connection, and then reports the
-/// number of retransmits.
+/// Executes the command of another agent to send data until that agent closes its direction, and
+/// then reports the number of retransmits.
 fn serve_send_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + CLOSE_TIMEOUT))?;
     let is_done = AtomicBool::new(false);
@@ -175,7 +180,7 @@ fn serve_send_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     stream.shutdown(Shutdown::Write)
 }
 
-/// Sends zeros until `is_done` becomes true or the connection ends.
+/// Sends zeros on the connection until `is_done` becomes true or the connection ends.
 pub(super) fn send_data(stream: &mut TcpStream, is_done: &AtomicBool) {
     let zeros = vec![0; BUFFER_BYTES];
     while !is_done.load(Ordering::Relaxed) {
@@ -186,9 +191,8 @@ pub(super) fn send_data(stream: &mut TcpStream, is_done: &AtomicBool) {
     }
 }
 
-/// Receives data for `time`, counted from the first byte, and returns what has arrived. Returns the
-/// number of bytes, and the time from the first to the last byte. Returns 0 bytes if none arrive
-/// within [`FIRST_DATA_TIMEOUT`].
+/// Receives data for `time`, counted from the first byte. Returns the number of bytes, and the time
+/// from the first to the last byte. Returns 0 bytes if none arrive within [`FIRST_DATA_TIMEOUT`].
 pub(super) fn receive_data(stream: &mut TcpStream, time: Duration) -> io::Result<(u64, Duration)> {
     let mut buffer = vec![0; BUFFER_BYTES];
     let mut read = |limit: Duration| {

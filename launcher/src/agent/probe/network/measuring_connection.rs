@@ -11,16 +11,16 @@ use std::{
 };
 use tokio::net::TcpSocket;
 
-/// The small TCP segment size, in bytes, with which a test finds out whether only large packets are
-/// lost. Every network must carry packets of this size.
+/// The small TCP segment size, in bytes, with which a measurement tests whether the network loses
+/// only large packets. Every network must carry packets of this size.
 pub(super) const SMALL_SEGMENT_BYTES: u32 = 536;
-/// The largest number of unsent bytes in the kernel's send buffer of a connection. A small number
-/// keeps the time short in which data remain on the way after the end of a transfer.
+/// The largest number of unsent bytes in the kernel's send buffer of a measured connection. A small
+/// number keeps the time short in which data remain on the way after the end of a transfer.
 const MAX_UNSENT_BYTES: u32 = 128 << 10;
-/// The length of an encoded command (its kind and a duration), in bytes.
+/// The length of an encoded [`MeasureCommand`], which is a kind and a duration, in bytes.
 const COMMAND_BYTES: usize = 9;
 
-/// The local address and the key with which an agent performs all its measurements.
+/// The local address and the key with which an agent performs all its network measurements.
 #[derive(Clone, Debug)]
 pub(super) struct MeasurementEndpoint {
     pub(super) key: HandshakeKey,
@@ -40,7 +40,7 @@ pub(super) enum MeasureCommand {
 }
 
 impl MeasureCommand {
-    /// Writes the command to a connection.
+    /// Writes the encoded command to a connection with another agent.
     pub(super) fn write(self, stream: &mut TcpStream) -> io::Result<()> {
         let (kind, ms) = match self {
             MeasureCommand::Echo => (b'E', 0),
@@ -53,7 +53,8 @@ impl MeasureCommand {
         stream.write_all(&bytes)
     }
 
-    /// Reads a command from a connection. Fails if the bytes are no command.
+    /// Reads a command of another agent from a connection and decodes it. Fails if the bytes are no
+    /// command.
     pub(super) fn read(stream: &mut TcpStream) -> io::Result<MeasureCommand> {
         let mut bytes = [0; COMMAND_BYTES];
         stream.read_exact(&mut bytes)?;
@@ -68,7 +69,7 @@ impl MeasureCommand {
     }
 }
 
-/// Opens a connection from `end` to the agent at `target`, and performs the handshake in which both
+/// Opens a connection for measurements from `end` to the agent at `target`, on which both sides
 /// prove that they have the key. `timeout` limits both together. With `small_segments`, the
 /// connection uses segments of [`SMALL_SEGMENT_BYTES`] in both directions.
 pub(super) fn open_connection(
@@ -90,8 +91,8 @@ pub(super) fn open_connection(
     })
 }
 
-/// Performs the handshake on an accepted connection. Fails if the process does not have the key, or
-/// not within `timeout`.
+/// Performs the handshake on an accepted connection for measurements, in which both sides prove
+/// that they have the key. Fails if the process does not have the key, or not within `timeout`.
 pub(super) fn accept_connection(
     key: &HandshakeKey,
     stream: TcpStream,
@@ -105,7 +106,7 @@ pub(super) fn accept_connection(
     })
 }
 
-/// Runs a future on this thread, and fails if it takes longer than `timeout`.
+/// Runs a future to its end on this thread, and fails if that takes longer than `timeout`.
 fn run_with_limit<T>(timeout: Duration, future: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
@@ -114,7 +115,7 @@ fn run_with_limit<T>(timeout: Duration, future: impl Future<Output = io::Result<
     })
 }
 
-/// Converts a connection of the async runtime to a blocking one, which sends small messages
+/// Converts a TCP connection of the async runtime to a blocking one, which sends small messages
 /// immediately.
 fn into_blocking(stream: tokio::net::TcpStream) -> io::Result<TcpStream> {
     let stream = stream.into_std()?;
