@@ -1,4 +1,5 @@
-//! Control connections, which carry framed messages over any byte stream.
+//! Control connections between controller, agents and workers, which carry messages over any byte
+//! stream.
 //!
 //! A connection inside SSH or through a pipe carries unencrypted frames. Any other connection
 //! begins with the [`handshake`] and is encrypted.

@@ -1,13 +1,14 @@
-//! Disables core dumps of the controller and the agents. Their memory contains the job's key and
-//! the values of secret variables, which everyone who collects core files could read.
+//! Disables core dumps of the controller and the agents, because their memory contains secrets.
+//! Their memory contains the job's key and the values of secret variables, which everyone who
+//! collects core files could read.
 use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
 
-/// The core file size limit, in bytes, at which the kernel writes no core file and starts no
-/// program that collects core files. At the limit 0 it starts such a program.
+/// The limit on the size of core files, in bytes, at which the kernel neither writes a core file
+/// nor starts a program that collects core files. At the limit 0 it starts such a program.
 const NO_CORE_DUMP_LIMIT_BYTES: rlim_t = 1;
 
-/// The limits on core files with which this process was started; empty before
+/// The limits on the size of core files with which this process was started; empty before
 /// [`disable_core_dumps`].
 static INHERITED_LIMITS: OnceLock<(rlim_t, rlim_t)> = OnceLock::new();
 
@@ -19,8 +20,9 @@ pub(crate) fn disable_core_dumps() -> io::Result<()> {
     Ok(setrlimit(Resource::RLIMIT_CORE, NO_CORE_DUMP_LIMIT_BYTES.min(hard), hard)?)
 }
 
-/// Makes `command` start its process with the core file limits with which this process was started.
-/// The function is called for workers, and for agents, which pass the limit on to their workers.
+/// Makes `command` start its process with the limits on core files with which this process was
+/// started. The function is called for workers, and for agents, which pass the limit on to their
+/// workers.
 pub(crate) fn restore_core_dumps_in_child(command: &mut Command) {
     let Some((soft, hard)) = INHERITED_LIMITS.get().copied() else { return };
     // SAFETY: the closure makes one system call, which is allowed between fork and exec.

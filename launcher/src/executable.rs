@@ -1,20 +1,21 @@
-//! Computes hashes of the running executable's content. The hash identifies the copy of the
-//! executable in a host's cache.
+//! Computes hashes of launch's running executable, by which its copy in the cache of a host is
+//! found. The hash identifies the copy of the executable in a host's cache.
 use sha2::{Digest, Sha256};
 use std::{
     fs::File,
     io::{self, Read, Write},
 };
 
-/// The number of bytes of the executable that are read and hashed in one step.
+/// The number of bytes of the executable that are read and hashed at once.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// Computes the BLAKE3 hash of the file of the running executable, in hexadecimal.
+/// Computes the BLAKE3 hash of launch's running executable, in hexadecimal.
 pub(crate) fn hash_executable() -> io::Result<String> {
     hash_file(&mut File::open("/proc/self/exe")?)
 }
 
-/// Flushes the running executable to disk (fsync) and prints its hash. Returns the exit code.
+/// Flushes launch's running executable to disk (fsync) and prints its BLAKE3 hash. Returns the exit
+/// code.
 pub(crate) fn print_executable_hash() -> u8 {
     let hash = File::open("/proc/self/exe").and_then(|mut file| {
         file.sync_all()?;
@@ -29,7 +30,7 @@ pub(crate) fn print_executable_hash() -> u8 {
     }
 }
 
-/// Computes the SHA-256 hash of the file of the running executable, in hexadecimal.
+/// Computes the SHA-256 hash of launch's running executable, in hexadecimal.
 pub(crate) fn compute_sha256() -> io::Result<String> {
     let mut hasher = Sha256::new();
     let mut file = File::open("/proc/self/exe")?;

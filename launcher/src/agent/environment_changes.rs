@@ -38,8 +38,8 @@ impl EnvironmentChanges {
         set.chain(self.removed.iter().map(|name| (name.as_os_str(), None)))
     }
 
-    /// Returns whether the activation (`run.activate`) has added, changed or removed the variable
-    /// `name`.
+    /// Returns whether the activation (`run.activate`) has added the variable `name` or changed its
+    /// value.
     pub(crate) fn changes_variable(&self, name: &str) -> bool {
         self.added.contains_key(OsStr::new(name)) || self.changed.contains_key(OsStr::new(name))
     }

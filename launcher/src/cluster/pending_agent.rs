@@ -98,7 +98,7 @@ pub(super) struct AgentConnectionSlot {
 }
 
 impl AgentConnectionSlot {
-    /// Locks the mutex of the state that tells whether the agent has connected.
+    /// Locks the mutex of the state that records whether the agent has connected.
     fn lock(&self) -> MutexGuard<'_, AgentSlotState> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,4 @@
-//! [`Transport`]: starts agents on the hosts of a job.
+//! [`Transport`]: starts agents on the hosts of a job, for example over SSH.
 //!
 //! For each agent, a transport returns an [`AgentProcess`]: the byte streams of the control
 //! connection, and a handle of the agent's process.
@@ -12,19 +12,19 @@ use tokio::{
     sync::mpsc,
 };
 
-/// The stream of bytes from the controller to an agent.
+/// The stream on which the controller writes to an agent.
 pub(crate) type AgentInput = Box<dyn AsyncWrite + Send + Unpin>;
-/// A stream of bytes from an agent to the controller.
+/// A stream on which the controller reads from an agent.
 pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
 
-/// The number of file descriptors that the controller needs for each connection with an agent.
+/// The number of file descriptors that the controller needs for its connection with one agent.
 /// These are the SSH connection, and both ends of the control stream and of the stream for stderr,
 /// with one in reserve.
 pub(crate) const DESCRIPTORS_PER_CONNECTION: u64 = 6;
 
-/// A way to start agents on the hosts of one job.
+/// Starts the agents of one job on its hosts in a particular way, such as over SSH or with `srun`.
 pub(crate) trait Transport {
-    /// Starts one agent on each host in `hosts`, given by the hosts' names in the job.
+    /// Starts one agent on each host in `hosts`, which are names of hosts of the job.
     ///
     /// Returns one result for each host, in the order of `hosts`, and does not wait until the
     /// agents run. Only the hello of an agent proves that it runs. If an agent on another host ends
@@ -36,9 +36,9 @@ pub(crate) trait Transport {
         ArrivalLimits::default()
     }
 
-    /// Replaces the addresses of the hosts, and adds new hosts, after the list of hosts has
-    /// changed. `_hosts` holds all hosts of the new list. Hosts that are not in the list keep their
-    /// addresses. A transport that finds hosts without addresses ignores the call.
+    /// Informs the transport of the addresses of all hosts of the job, after the list of hosts has
+    /// changed during the run. `_hosts` holds all hosts of the new list. Hosts that are not in the
+    /// list keep their addresses. A transport that finds hosts without addresses ignores the call.
     fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
 
     /// Returns the number of file descriptors that the controller needs for the agents of `hosts`
@@ -56,9 +56,9 @@ pub(crate) trait Transport {
         Vec::new()
     }
 
-    /// Returns those of [`Transport::child_processes`] whose process group is killed when the
-    /// process has ended. `srun` is not among them, because its second process ends the tasks of a
-    /// killed `srun`.
+    /// Returns the pids of those child processes of the transport whose whole process group is
+    /// killed when the process has ended. `srun` is not among them, because its second process ends
+    /// the tasks of a killed `srun`.
     fn children_with_killed_groups(&self) -> Vec<u32> {
         Vec::new()
     }
@@ -94,7 +94,7 @@ impl Default for ArrivalLimits {
     }
 }
 
-/// An agent that is being started or runs, with the streams that connect it with the controller.
+/// An agent that is being started or runs, with the streams that connect the controller with it.
 pub(crate) struct AgentProcess {
     pub(crate) handle: AgentHandle,
     /// The control stream to the agent. When the stream is closed, the agent ends its workers and
@@ -109,7 +109,8 @@ pub(crate) struct AgentProcess {
     pub(crate) start_steps: Option<mpsc::Receiver<StartStep>>,
 }
 
-/// A step of starting an agent, which changes the time limit of the agent's first message.
+/// A step of starting an agent of which the transport informs the controller, because it changes
+/// how long the controller waits for the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StartStep {
     /// The start waits for its turn, because too many other agents are being started. The wait has
@@ -122,7 +123,8 @@ pub(crate) enum StartStep {
     Copying(Duration),
 }
 
-/// The handle of an agent, which is its child process or the connection to it.
+/// The controller's handle of an agent: the pid of a child process, or a connection to another
+/// host.
 pub(crate) enum AgentHandle {
     /// The pid of a child process. The controller reaps it and the orphans that it leaves.
     Child(u32),
@@ -130,7 +132,7 @@ pub(crate) enum AgentHandle {
     Connection(Box<dyn RemoteConnection>),
 }
 
-/// The connection to an agent on another host.
+/// The controller's connection to an agent on another host.
 pub(crate) trait RemoteConnection: Send + fmt::Debug {
     /// Closes the connection immediately. The streams end on both sides, and the agent then ends
     /// its workers.
@@ -145,7 +147,8 @@ pub(crate) trait RemoteConnection: Send + fmt::Debug {
     /// The caller must wait until the agent's streams have ended; an earlier result is not final.
     fn exit_status(&self) -> Option<ExitStatus>;
 
-    /// Returns the stage that was reached or, if [`Self::failure`] is set, the stage that failed.
+    /// Returns the stage of connecting and starting the agent that was reached or, if
+    /// [`Self::failure`] is set, the stage that failed.
     fn stage(&self) -> ConnectionStage {
         ConnectionStage::Agent
     }
@@ -155,8 +158,8 @@ pub(crate) trait RemoteConnection: Send + fmt::Debug {
         String::new()
     }
 
-    /// Returns a description of the external program that carries the connection, and why it was
-    /// chosen. Returns `None` without such a program.
+    /// Returns a description of the external SSH client that carries the connection, and why that
+    /// client was chosen. Returns `None` without such a program.
     fn client(&self) -> Option<String> {
         None
     }
@@ -168,8 +171,8 @@ pub(crate) trait RemoteConnection: Send + fmt::Debug {
     }
 }
 
-/// The route of the connection to an agent through the tree of agents. Agents are identified by the
-/// numbers of their streams.
+/// The route of the control connection of an agent through the tree of agents. Agents are
+/// identified by the numbers of their streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TreeRoute {
     /// The agent at the end of the connection.

@@ -1,5 +1,5 @@
-//! [`EncryptedStream`]: a byte stream whose two sides have agreed on keys in the
-//! [handshake](super::handshake).
+//! [`EncryptedStream`]: a byte stream that is encrypted with keys on which its two sides have
+//! agreed in the [handshake](super::handshake).
 //!
 //! The bytes travel in records: a little-endian u16 length, and a ciphertext of that length
 //! (ChaCha20-Poly1305). The number of a record is its nonce and is not sent. So a record that was
@@ -14,13 +14,15 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 
-/// The size of the header of an encrypted record, in bytes.
+/// The size of the header of a record (an encrypted piece of the stream), in bytes.
 const HEADER_BYTES: usize = 2;
-/// The size of the authentication tag of an encrypted record, in bytes.
+/// The size of the authentication tag of a record (an encrypted piece of the stream), in bytes.
 const TAG_BYTES: usize = 16;
-/// The largest number of bytes of plaintext that one encrypted record carries.
+/// The largest number of bytes of plaintext that one record (an encrypted piece of the stream)
+/// carries.
 pub(super) const MAX_PLAINTEXT_BYTES: usize = u16::MAX as usize - TAG_BYTES;
-/// The largest capacity, in bytes, of an empty buffer whose memory is not freed.
+/// The largest capacity, in bytes, of an emptied buffer that is kept for the next record; a larger
+/// one is freed.
 const MAX_KEPT_BUFFER_BYTES: usize = 8 << 10;
 
 /// A byte stream that is encrypted with the keys on which a handshake has agreed.
@@ -35,13 +37,14 @@ pub(crate) struct EncryptedStream<S> {
 }
 
 impl<S> EncryptedStream<S> {
-    /// Creates an encrypted stream from `stream` and the keys on which a handshake has agreed. No
-    /// record was sent yet.
+    /// Creates an encrypted stream on top of `stream`, with the keys on which a handshake has
+    /// agreed. No record was sent yet.
     pub(super) fn new(stream: S, keys: StatelessTransportState) -> Self {
         EncryptedStream { stream, keys: Arc::new(keys), next_read: 0, next_write: 0 }
     }
 
-    /// Returns the underlying stream, such as a TCP connection, that carries the encrypted records.
+    /// Returns the underlying stream, such as a TCP connection, over which the encrypted bytes
+    /// travel.
     pub(crate) fn transport(&self) -> &S {
         &self.stream
     }
@@ -75,7 +78,8 @@ impl<S> EncryptedStream<S> {
 }
 
 impl<S: AsyncWrite + Unpin> EncryptedStream<S> {
-    /// Writes a record without plaintext, which proves that this side has the keys.
+    /// Writes an encrypted record without content, which proves to the other side that this side
+    /// has the keys.
     pub(super) async fn write_empty_record(&mut self) -> io::Result<()> {
         let record = encrypt_record(&self.keys, self.next_write, &[])?;
         self.next_write += 1;
@@ -85,8 +89,8 @@ impl<S: AsyncWrite + Unpin> EncryptedStream<S> {
 }
 
 impl<S: AsyncRead + Unpin> EncryptedStream<S> {
-    /// Reads the record that [`Self::write_empty_record`] wrote on the other side. Returns whether
-    /// the other side has the keys.
+    /// Reads an encrypted record without content, and returns whether it proves that the other side
+    /// has the keys. Returns whether the other side has the keys.
     pub(super) async fn read_empty_record(&mut self) -> io::Result<bool> {
         let mut record = [0; HEADER_BYTES + TAG_BYTES];
         self.stream.read_exact(&mut record).await?;
@@ -98,8 +102,8 @@ impl<S: AsyncRead + Unpin> EncryptedStream<S> {
     }
 }
 
-/// Encrypts the plaintext `text` as the record with the number `number`. Fails if the text is
-/// longer than [`MAX_PLAINTEXT_BYTES`].
+/// Encrypts `text` as the record (a piece of the stream) with the number `number`. Fails if the
+/// text is longer than [`MAX_PLAINTEXT_BYTES`].
 fn encrypt_record(keys: &StatelessTransportState, number: u64, text: &[u8]) -> io::Result<Vec<u8>> {
     let mut record = vec![0; HEADER_BYTES + text.len() + TAG_BYTES];
     let (header, ciphertext) = record.split_at_mut(HEADER_BYTES);
@@ -124,16 +128,17 @@ pub(crate) struct EncryptedReader<R> {
 }
 
 impl<R> EncryptedReader<R> {
-    /// Returns the underlying stream, such as a TCP connection, that carries the encrypted records.
+    /// Returns the underlying stream, such as a TCP connection, over which the encrypted bytes
+    /// travel.
     pub(crate) fn transport_mut(&mut self) -> &mut R {
         &mut self.stream
     }
 }
 
 impl<R: AsyncRead + Unpin> EncryptedReader<R> {
-    /// Continues to read the next record into `self.record`, and returns when it is complete.
-    /// Returns false if the stream ends between two records. Fails if the stream ends within a
-    /// record.
+    /// Reads more of the next encrypted record into `self.record`, and is ready when the record is
+    /// complete. Returns false if the stream ends between two records. Fails if the stream ends
+    /// within a record.
     fn poll_record(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
         loop {
             let length = match self.record.first_chunk::<HEADER_BYTES>() {
@@ -159,8 +164,8 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
         }
     }
 
-    /// Decrypts the complete record in `self.record`. If the record was altered, it stays there, so
-    /// that every later call fails, too.
+    /// Decrypts the complete encrypted record in `self.record`. If the record was altered, it stays
+    /// there, so that every later call fails, too.
     fn decrypt_record(&mut self) -> io::Result<()> {
         let ciphertext = &self.record[HEADER_BYTES..self.filled];
         self.text.resize(ciphertext.len(), 0);
@@ -174,12 +179,13 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
     }
 }
 
-/// Builds the error that a record was altered, because it cannot be decrypted.
+/// Builds the error that a record (an encrypted piece of the stream) was altered on its way,
+/// because it cannot be decrypted.
 fn build_altered_error() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the encrypted data were altered on the way")
 }
 
-/// Empties a buffer, and frees its memory if the buffer is large.
+/// Empties a buffer of the stream, and frees its memory if the buffer is large.
 fn release_buffer(buffer: &mut Vec<u8>) {
     buffer.clear();
     buffer.shrink_to(MAX_KEPT_BUFFER_BYTES);
@@ -226,7 +232,8 @@ pub(crate) struct EncryptedWriter<W> {
 }
 
 impl<W: AsyncWrite + Unpin> EncryptedWriter<W> {
-    /// Continues to write the most recently encrypted record to the underlying stream.
+    /// Writes more of the current encrypted record to the underlying stream, and is ready when all
+    /// of the record is written.
     fn poll_write_record(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.written < self.record.len() {
             let rest = &self.record[self.written..];

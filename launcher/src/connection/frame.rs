@@ -1,4 +1,4 @@
-//! Reads the frames of a control connection from an asynchronous stream.
+//! Reads frames (messages with their length) of a control connection from an asynchronous stream.
 use protocol::control::MAX_FRAME_BYTES;
 pub(crate) use protocol::frame::{FrameError, encode_frame};
 use protocol::frame::{HEADER_BYTES, decode_body, decode_body_length};
@@ -6,8 +6,9 @@ use serde::de::DeserializeOwned;
 use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// Reads one frame from a stream and decodes its message. Returns `None` if the stream ends between
-/// two frames. Fails if the stream ends within a frame, or if the frame is too long or not valid.
+/// Reads one frame (a message with its length) from a stream and decodes the message. Returns
+/// `None` if the stream ends between two frames. Fails if the stream ends within a frame, or if the
+/// frame is too long or not valid.
 ///
 /// Not cancel-safe: if the future is dropped, a frame that was read in part is lost.
 pub(crate) async fn read_frame<R, T>(stream: &mut R) -> Result<Option<T>, FrameError>
@@ -18,8 +19,8 @@ where
     read_short_frame(stream, MAX_FRAME_BYTES).await
 }
 
-/// Reads one frame of at most `max_bytes` bytes from a stream and decodes its message. Fails if its
-/// body is longer than `max_bytes`.
+/// Reads one frame (a message with its length) of at most `max_bytes` bytes from a stream and
+/// decodes the message. Fails if its body is longer than `max_bytes`.
 pub(crate) async fn read_short_frame<R, T>(stream: &mut R, max_bytes: u32) -> Result<Option<T>, FrameError>
 where
     R: AsyncRead + Unpin,

@@ -1,5 +1,6 @@
-//! The two tasks of a control connection. One reads frames into a bounded channel. The other writes
-//! the messages of another bounded channel.
+//! The two tasks of a control connection: one reads messages from a stream into a channel, the
+//! other writes the messages of another channel to the stream. One reads frames into a bounded
+//! channel. The other writes the messages of another bounded channel.
 use super::frame::{self, FrameError};
 use serde::{Serialize, de::DeserializeOwned};
 use std::collections::VecDeque;
@@ -8,20 +9,21 @@ use tokio::{
     sync::mpsc,
 };
 
-/// The number of unsent messages that fit into the queue of a connection. A message that does not
-/// fit is dropped or, if it is critical, kept in the overflow buffer of the [`Outbox`].
+/// The number of unsent messages that fit into the queue of a control connection. A message that
+/// does not fit is dropped or, if it is critical, kept in the overflow buffer of the [`Outbox`].
 const QUEUE_CAPACITY: usize = 4096;
-/// The number of places of the queue that are reserved for messages above [`MessagePriority::Low`].
-/// Messages of low priority are dropped if no further place is free.
+/// The number of places in the queue of a control connection that messages of
+/// [`MessagePriority::Low`] must leave free. Messages of low priority are dropped if no further
+/// place is free.
 const PLACES_RESERVED_ABOVE_LOW: usize = 3072;
-/// The number of places of the queue that are reserved for critical messages. Messages of
-/// [`MessagePriority::Normal`] are dropped if no further place is free.
+/// The number of places in the queue of a control connection that only critical messages may take.
+/// Messages of [`MessagePriority::Normal`] are dropped if no further place is free.
 const PLACES_RESERVED_FOR_CRITICAL: usize = 512;
-/// The capacity of an [`Outbox`]'s overflow buffer, in messages. If queue and buffer are full,
-/// critical messages are dropped, too.
+/// The number of critical messages that an [`Outbox`] keeps in addition while the queue of its
+/// connection is full. If queue and buffer are full, critical messages are dropped, too.
 const OVERFLOW_CAPACITY: usize = 4096;
-/// The number of bytes of encoded messages after which a batch is written to the stream. A full
-/// batch is written before waiting messages are encoded.
+/// The number of bytes of encoded messages that are collected before they are written to the stream
+/// together. A full batch is written before waiting messages are encoded.
 pub(super) const BATCH_BYTES: usize = 64 << 10;
 
 /// The sending end of a channel that receives the messages of several connections, each with the id
@@ -30,8 +32,8 @@ pub(super) const BATCH_BYTES: usize = 64 << 10;
 /// The last message of a connection is `Ok(None)` if the stream ended, or an error.
 pub(crate) type InboxSender<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
 
-/// Reads messages from a stream into `inbox`, each with the id `sender`, until the stream ends or
-/// fails, or the inbox is closed. Waits while the inbox is full.
+/// Reads messages from a stream and sends each to `inbox`, with the id `sender` of the connection,
+/// until the stream ends or fails. Waits while the inbox is full.
 pub(crate) async fn read_frames<K, R, T>(sender: K, stream: R, inbox: InboxSender<K, T>)
 where
     K: Clone,
@@ -49,8 +51,9 @@ where
     }
 }
 
-/// Writes the messages of `queue` to a stream. Collects small messages and writes them with one
-/// system call. Drops messages that are too long for a frame.
+/// Writes the messages of `queue` to the stream of a control connection until the queue is closed
+/// or the stream fails. Collects small messages and writes them with one system call. Drops
+/// messages that are too long for a frame.
 ///
 /// Ends when the queue is closed and empty, or when the stream fails. The failure is not returned,
 /// because the task that reads from the connection reports it.
@@ -74,8 +77,8 @@ where
     }
 }
 
-/// The priority of a message, by which it is kept or dropped when the queue is full. Messages of
-/// low priority are dropped first when the other side does not read.
+/// The priority of a message, which decides whether it is dropped when the queue of the connection
+/// is nearly full. Messages of low priority are dropped first when the other side does not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MessagePriority {
     /// Output lines, heartbeats and progress, which are dropped first.
@@ -97,23 +100,25 @@ pub(crate) struct Outbox<T> {
 }
 
 impl<T> Clone for Outbox<T> {
-    /// Returns another sender to the same connection, with a separate and empty overflow buffer.
+    /// Returns another sender to the same control connection, with a separate and empty overflow
+    /// buffer.
     fn clone(&self) -> Self {
         Outbox { queue: self.queue.clone(), overflow: VecDeque::new() }
     }
 }
 
 impl<T> Outbox<T> {
-    /// Creates an outbox and the receiving end of its queue, for [`write_frames`].
+    /// Creates the sending end of a control connection, and the receiving end of its queue for
+    /// [`write_frames`].
     pub(crate) fn channel() -> (Self, mpsc::Receiver<T>) {
         let (queue, receiver) = mpsc::channel(QUEUE_CAPACITY);
         (Outbox { queue, overflow: VecDeque::new() }, receiver)
     }
 
-    /// Queues a message. Keeps a critical message in the overflow buffer while the queue is full.
-    /// Returns `false` if the message was dropped, because the queue (and for a critical message
-    /// the overflow buffer) is too full for its priority, or because the connection has ended.
-    /// Never blocks.
+    /// Queues a message to be sent on the control connection. Keeps a critical message in the
+    /// overflow buffer while the queue is full. Returns `false` if the message was dropped, because
+    /// the queue (and for a critical message the overflow buffer) is too full for its priority, or
+    /// because the connection has ended. Never blocks.
     pub(crate) fn send_message(&mut self, priority: MessagePriority, message: T) -> bool {
         self.flush_overflow();
         let reserved = match priority {
@@ -131,26 +136,27 @@ impl<T> Outbox<T> {
         fits
     }
 
-    /// Returns whether the queue has space for a report of an agent, and for critical messages
-    /// after it.
+    /// Returns whether the queue of messages has space for a report of an agent, and for critical
+    /// messages after it.
     pub(crate) fn has_space_for_report(&self) -> bool {
         self.overflow.is_empty() && self.queue.capacity() > PLACES_RESERVED_FOR_CRITICAL
     }
 
-    /// Waits until the queue has space for a report, or until the connection has ended.
-    /// Cancel-safe.
+    /// Waits until the queue of messages has space for a report of an agent, or until the
+    /// connection has ended. Cancel-safe.
     pub(crate) async fn wait_for_space_for_report(&self) {
         // The permits are returned at once; only the wait matters.
         _ = self.queue.reserve_many(PLACES_RESERVED_FOR_CRITICAL + 1).await;
     }
 
-    /// Returns whether critical messages wait in the overflow buffer because the queue is full.
+    /// Returns whether critical messages wait in the overflow buffer because the queue of the
+    /// connection is full.
     pub(crate) fn has_overflow(&self) -> bool {
         !self.overflow.is_empty()
     }
 
-    /// Moves critical messages from the overflow buffer into the queue until the queue is full.
-    /// Never blocks.
+    /// Moves critical messages from the overflow buffer into the queue of the connection until the
+    /// queue is full. Never blocks.
     pub(crate) fn flush_overflow(&mut self) {
         while !self.overflow.is_empty() {
             let Ok(slot) = self.queue.try_reserve() else { return };

@@ -25,23 +25,27 @@ use std::{
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// The time limit of a whole handshake, on either side.
+/// The time limit of a whole handshake, in which two processes prove to each other that they hold
+/// the same key.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The length of the longest invitation, in bytes without the line break. A longer line is
-/// rejected.
+/// The length of the longest invitation (a line with the key and the addresses of the controller),
+/// in bytes without the line break. A longer line is rejected.
 const MAX_INVITATION_BYTES: usize = 4096;
 /// The first bytes that an agent sends on a connection, which name the protocol and its version.
 const PROTOCOL_MAGIC: &[u8; 8] = b"launchJ2";
 /// The Noise protocol pattern and the cryptographic algorithms of the handshake.
 const NOISE_PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// The length of a handshake message without payload (a public key and a tag), in bytes.
+/// The length, in bytes, of a handshake message without content, which is a public key and an
+/// authentication tag.
 const EMPTY_MESSAGE_BYTES: usize = 48;
-/// The length of the longest name of a host, in bytes.
+/// The length, in bytes, of the longest name of a host in a handshake.
 const MAX_NAME_BYTES: usize = 255;
-/// The first word of an invitation, which names the protocol and its version.
+/// The first word of an invitation (the line by which an agent finds its controller), which names
+/// the protocol and its version.
 const INVITATION_PREFIX: &str = "launch-join-1";
 
-/// The secret key that a controller shares with one group of agents. It is never printed.
+/// The secret key by which a controller and a group of its agents recognize each other. It is never
+/// printed.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct HandshakeKey([u8; 32]);
 
@@ -57,7 +61,8 @@ impl HandshakeKey {
         read_random_bytes().map(HandshakeKey)
     }
 
-    /// Derives a key from a secret text of any length. `purpose` distinguishes the uses of texts.
+    /// Derives a key from a secret text of any length; different values of `purpose` give different
+    /// keys. `purpose` distinguishes the uses of texts.
     pub(crate) fn derive(purpose: &str, secret: &[u8]) -> HandshakeKey {
         HandshakeKey(blake3::derive_key(purpose, secret))
     }
@@ -67,7 +72,7 @@ impl HandshakeKey {
         HandshakeKey(key.0)
     }
 
-    /// Creates the state of a handshake with this key, for the side with the role `role`.
+    /// Begins a handshake with this key, as the side `role` (agent or controller).
     fn begin_handshake(&self, role: HandshakeRole) -> Result<HandshakeState, HandshakeError> {
         let builder = Builder::new(NOISE_PATTERN.parse()?).psk(0, &self.0)?.prologue(PROTOCOL_MAGIC)?;
         Ok(match role {
@@ -77,7 +82,7 @@ impl HandshakeKey {
     }
 }
 
-/// One of the two sides of the handshake.
+/// One of the two sides of the handshake: the agent or the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HandshakeRole {
     /// The agent, which opens the TCP connection.
@@ -122,7 +127,7 @@ pub(crate) enum HandshakeError {
 }
 
 impl HandshakeError {
-    /// Returns the diagnostic code of this error.
+    /// Returns the diagnostic code of this handshake error.
     pub(crate) fn code(&self) -> Code {
         match self {
             HandshakeError::Io(_) | HandshakeError::Timeout | HandshakeError::Closed => {
@@ -142,7 +147,8 @@ impl From<HandshakeError> for Diagnostic {
     }
 }
 
-/// An error in an invitation. The error messages never contain the key.
+/// An error in an invitation, which is the line with the key and the addresses of an agent's
+/// controller. The error messages never contain the key.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum InvitationError {
     /// Standard input could not be read.
@@ -189,15 +195,15 @@ pub(crate) struct Invitation {
 }
 
 impl Invitation {
-    /// Formats the invitation as a line of text that ends with a line break.
+    /// Formats the invitation as a line of text, which an agent can read with [`Self::from_line`].
     pub(crate) fn to_line(&self) -> String {
         let key: String = self.key.0.iter().map(|byte| format!("{byte:02x}")).collect();
         let addresses = self.addresses.iter().map(|a| format!(" {a}"));
         format!("{INVITATION_PREFIX} {key}{}\n", addresses.collect::<String>())
     }
 
-    /// Parses an invitation from the line that [`Self::to_line`] returned. The line break at the
-    /// end may be missing.
+    /// Parses an invitation (the key and the addresses of the controller) from a line of text. The
+    /// line break at the end may be missing.
     pub(crate) fn from_line(line: &str) -> Result<Invitation, InvitationError> {
         let mut words = line.trim_end().split(' ');
         if words.next() != Some(INVITATION_PREFIX) {
@@ -213,8 +219,9 @@ impl Invitation {
         }
     }
 
-    /// Reads an invitation from the first line of a stream. Reads no byte after the line. Fails if
-    /// the line is longer than [`MAX_INVITATION_BYTES`] or is not an invitation.
+    /// Reads an invitation (the key and the addresses of the controller) from the first line of a
+    /// stream. Reads no byte after the line. Fails if the line is longer than
+    /// [`MAX_INVITATION_BYTES`] or is not an invitation.
     pub(crate) fn read(stream: &mut impl io::Read) -> Result<Invitation, InvitationError> {
         let mut line = Vec::new();
         let mut byte = [0];
@@ -228,7 +235,7 @@ impl Invitation {
     }
 }
 
-/// Parses a key of 64 hexadecimal digits. Returns `None` for any other text.
+/// Parses a handshake key of 64 hexadecimal digits. Returns `None` for any other text.
 fn parse_key(hex: &str) -> Option<HandshakeKey> {
     let digits = hex.bytes().map(|b| char::from(b).to_digit(16)).collect::<Option<Vec<u32>>>()?;
     let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();
@@ -236,8 +243,8 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
     bytes.try_into().ok().map(HandshakeKey)
 }
 
-/// Performs the agent's side of the handshake for the host `name`, until the controller has proved
-/// that it holds the key. Fails if the peer does not hold the key.
+/// Performs the agent's side of the handshake on `stream` until the controller has proved that it
+/// holds the key. Fails if the peer does not hold the key.
 ///
 /// An agent may perform handshakes on several connections simultaneously. The connection on which
 /// the agent then calls [`VerifiedControllerStream::confirm`] becomes the control connection.
@@ -275,16 +282,18 @@ where
 pub(crate) struct VerifiedControllerStream<S>(EncryptedStream<S>);
 
 impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
-    /// Sends the agent's proof, which makes this connection the control connection.
+    /// Sends the proof that this agent holds the key, which makes this connection the agent's
+    /// control connection.
     pub(crate) async fn confirm(mut self) -> Result<EncryptedStream<S>, HandshakeError> {
         self.0.write_empty_record().await?;
         Ok(self.0)
     }
 }
 
-/// Performs the controller's side of the handshake. Returns the connection and the name of the host
-/// whose agent connected. Fails if the peer does not hold the key. The function has no time limit,
-/// so the caller must apply [`HANDSHAKE_TIMEOUT`].
+/// Performs the controller's side of the handshake on `stream`, in which the agent and the
+/// controller prove that they hold the key. Returns the connection and the name of the host whose
+/// agent connected. Fails if the peer does not hold the key. The function has no time limit, so the
+/// caller must apply [`HANDSHAKE_TIMEOUT`].
 ///
 /// A peer without the key receives no answer. The function allocates less than 1 KiB for a peer
 /// that has not proved the key.
@@ -299,10 +308,9 @@ where
     answer_agent(stream, handshake).await.map(|stream| (stream, name))
 }
 
-/// Performs the controller's side of the handshake with a node that joins, as
-/// [`authenticate_agent`] does with an agent. An agent that has another key receives an answer,
-/// from which it learns that the keys differ. So a process that dialed the address by itself
-/// reports the cause.
+/// Performs node 0's side of the handshake with a node that wants to join, in which both prove that
+/// they hold the key. An agent that has another key receives an answer, from which it learns that
+/// the keys differ. So a process that dialed the address by itself reports the cause.
 pub(crate) async fn authenticate_node<S>(
     mut stream: S,
     key: &HandshakeKey,
@@ -323,8 +331,9 @@ where
     }
 }
 
-/// Reads the first message of an agent. Returns the state of the handshake and the name of the
-/// agent's host. Fails if the agent does not hold the key.
+/// Reads an agent's first message of the handshake, which proves that the agent holds the key.
+/// Returns the state of the handshake and the name of the agent's host. Fails if the agent does not
+/// hold the key.
 async fn read_agent_message<S>(
     stream: &mut S,
     key: &HandshakeKey,
@@ -352,7 +361,8 @@ where
     Ok((handshake, name))
 }
 
-/// Answers the first message of an agent, and reads the proof that the agent has read the answer.
+/// Answers an agent's first message of the handshake, and reads the agent's proof that it has read
+/// the answer.
 async fn answer_agent<S>(
     mut stream: S,
     mut handshake: HandshakeState,
@@ -375,7 +385,7 @@ where
 /// are read as a handshake, and as records after a handshake. Returns the error of the handshake.
 /// Panics if the handshake succeeds or a record is decrypted.
 pub(crate) fn check_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
-    /// Runs a future whose streams are always ready.
+    /// Runs a future, whose streams are always ready, to its end.
     fn run<F: Future>(future: F) -> F::Output {
         let mut context = Context::from_waker(Waker::noop());
         match pin!(future).poll(&mut context) {

@@ -1,4 +1,4 @@
-//! The TCP listeners of a process, for the control connections of agents.
+//! Opens the TCP listeners at which a process accepts the control connections of agents.
 use jobspec::PortSelection;
 use std::{
     future::poll_fn,
@@ -8,12 +8,12 @@ use std::{
 };
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
-/// The largest number of connections that the kernel queues until this process accepts them.
+/// The largest number of TCP connections that the kernel queues until this process accepts them.
 const MAX_BACKLOG: u32 = 4096;
 
-/// Opens a TCP listener at each of these addresses of this machine, each with a free port of
-/// `ports`. `agents` is the number of agents that will connect. Returns the listeners and their
-/// addresses.
+/// Opens a TCP listener for agents at each of `addresses`, which are addresses of this machine,
+/// with a free port of `ports`. `agents` is the number of agents that will connect. Returns the
+/// listeners and their addresses.
 pub(crate) fn open_listeners(
     addresses: &[IpAddr],
     ports: PortSelection,
@@ -27,8 +27,8 @@ pub(crate) fn open_listeners(
     addresses.iter().map(open).collect()
 }
 
-/// Opens a TCP listener at `address` with a backlog for `agents` agents. Port 0 stands for any free
-/// port. The function must be called within a runtime.
+/// Opens a TCP listener at `address` whose queue has space for `agents` agents. Port 0 stands for
+/// any free port. The function must be called within a runtime.
 fn listen(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if address.port() != 0 {
@@ -39,7 +39,7 @@ fn listen(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
     socket.listen(MAX_BACKLOG.min(128 + agents as u32))
 }
 
-/// Accepts the next connection of any listener. The listeners take turns.
+/// Accepts the next connection at any of several TCP listeners. The listeners take turns.
 pub(crate) async fn accept_next(listeners: &mut [TcpListener]) -> io::Result<(TcpStream, SocketAddr)> {
     let accepted = poll_fn(|cx| {
         let ready = listeners.iter().map(|listener| listener.poll_accept(cx)).find(Poll::is_ready);

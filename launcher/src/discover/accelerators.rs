@@ -1,5 +1,5 @@
-//! [`discover_accelerators`]: finds the accelerators of this machine from files of their drivers,
-//! without loading a library of a vendor.
+//! [`discover_accelerators`]: finds the accelerators (GPUs, NPUs, …) of this machine from files of
+//! their drivers, without loading a library of a vendor.
 mod amd;
 mod device_files;
 mod discovered;
@@ -28,8 +28,9 @@ const MAX_ACCELERATORS: usize = 1024;
 const UNSUPPORTED_DEVICE_PREFIXES: [&str; 7] =
     ["dxg", "nvhost-gpu", "nvmap", "cambricon_dev", "mtgpu.", "tcaicard", "accel"];
 
-/// Discovers the accelerators of this machine, ordered within each kind as their runtime numbers
-/// them. The files are read below `root`. `variable` returns environment variables of this process.
+/// Finds the accelerators (GPUs, NPUs, …) of this machine, in the order in which the runtime of
+/// each kind numbers them. The files are read below `root`. `variable` returns environment
+/// variables of this process.
 ///
 /// Accelerators that the control group of this process denies are left out, because the runtimes do
 /// not number them. With ConstrainDevices, a scheduler denies the GPUs of other jobs, and the
@@ -40,13 +41,14 @@ pub(super) fn discover_accelerators(
 ) -> DiscoveredAccelerators {
     // An agent calls this function first before it has workers. Later, its main loop could reap the
     // process of the tool.
+    /// The UUIDs of MIG instances, which `nvidia-smi` has printed at the first call.
     static MIG_UUIDS: OnceLock<MigUuids> = OnceLock::new();
     let tree = DeviceFiles::new(root, &is_device_permitted);
     discover_in_tree(&tree, variable, &|| MIG_UUIDS.get_or_init(|| read_mig_uuids("nvidia-smi")).clone())
 }
 
-/// Discovers the accelerators of the machine whose device files `tree` reads. `mig_uuids` lists the
-/// UUIDs of MIG instances.
+/// Finds the accelerators of the machine whose device files are below the root directory of `tree`.
+/// `mig_uuids` lists the UUIDs of MIG instances.
 fn discover_in_tree(
     tree: &DeviceFiles<'_>,
     variable: &dyn Fn(&str) -> Option<String>,
@@ -67,17 +69,17 @@ fn discover_in_tree(
     found
 }
 
-/// Returns whether the device node `name` consists of `prefix` and an optional number, and so
-/// belongs to an accelerator that launch cannot assign. The directory `accel` holds nodes of kinds
-/// that launch knows.
+/// Returns whether the device node `name` belongs to an accelerator that launch cannot assign: it
+/// consists of `prefix` and an optional number. The directory `accel` holds nodes of kinds that
+/// launch knows.
 fn is_unsupported_device(name: &str, prefix: &str) -> bool {
     let number = name.strip_prefix(prefix);
     number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()) && !(n.is_empty() && prefix == "accel"))
 }
 
-/// Parses the simulated accelerators in the text of `LAUNCH_GPUS`, for tests. The text is a number,
-/// a kind and a number such as `npu:4`, or several of them as in `cuda:2,xpu:1`. At most
-/// [`MAX_ACCELERATORS`] are returned. Returns `None` if `text` is absent or malformed.
+/// Parses the accelerators that a test simulates from the text of the variable `LAUNCH_GPUS`. The
+/// text is a number, a kind and a number such as `npu:4`, or several of them as in `cuda:2,xpu:1`.
+/// At most [`MAX_ACCELERATORS`] are returned. Returns `None` if `text` is absent or malformed.
 pub(super) fn parse_simulated_accelerators(text: Option<&str>) -> Option<Vec<Accelerator>> {
     let mut accelerators = Vec::new();
     for part in text?.split(',') {
@@ -94,8 +96,9 @@ pub(super) fn parse_simulated_accelerators(text: Option<&str>) -> Option<Vec<Acc
     Some(accelerators)
 }
 
-/// Returns whether this process may open a device node. The kernel also checks the control group,
-/// and the driver does not notice the check.
+/// Returns whether this process may open a device node of an accelerator, also according to the
+/// control group. The kernel also checks the control group, and the driver does not notice the
+/// check.
 fn is_device_permitted(node: &Path) -> bool {
     access(node, AccessFlags::R_OK | AccessFlags::W_OK).is_ok()
         // The nodes of MIG capabilities are not writable.

@@ -1,9 +1,9 @@
-//! Finds the network addresses of this machine.
+//! Lists the IP addresses of the network interfaces of this machine.
 use nix::{ifaddrs, net::if_::InterfaceFlags};
 use protocol::control::InterfaceAddress;
 use std::net::IpAddr;
 
-/// Returns the addresses of the network interfaces that are up, in the kernel's order.
+/// Returns the IP addresses of the network interfaces that are up, in the kernel's order.
 pub(crate) fn list_addresses() -> Vec<InterfaceAddress> {
     let Ok(interfaces) = ifaddrs::getifaddrs() else { return Vec::new() };
     let up = interfaces.filter(|i| i.flags.contains(InterfaceFlags::IFF_UP));

@@ -1,12 +1,12 @@
-//! [`read_cgroup_limits`]: reads the limits that Linux control groups impose on this process. Supports
-//! version 2, and version 1 with the controllers cpu and memory.
+//! [`read_cgroup_limits`]: reads the limits on CPU time and memory that Linux control groups impose
+//! on this process. Supports version 2, and version 1 with the controllers cpu and memory.
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// The smallest memory limit that counts as no limit in control groups version 1. Version 1 writes
-/// a number near 2^63.
+/// The memory limit, in bytes, from which on a control group of version 1 counts as unlimited.
+/// Version 1 writes a number near 2^63.
 const MIN_UNLIMITED_BYTES_V1: u64 = 1 << 60;
 
 /// The limits on CPU time and memory that control groups impose on this process.
@@ -18,8 +18,8 @@ pub(super) struct CgroupLimits {
     pub(super) memory: Option<u64>,
 }
 
-/// Reads the lowest limits among this process's control groups and their parents. The files are
-/// read below `root`. A file that cannot be read imposes no limit.
+/// Reads the limits on CPU time and memory that this process's control groups and their parents
+/// impose on it. The files are read below `root`. A file that cannot be read imposes no limit.
 pub(super) fn read_cgroup_limits(root: &Path) -> CgroupLimits {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut limits = CgroupLimits::default();
@@ -75,9 +75,9 @@ pub(crate) fn read_oom_kill_count(root: &Path) -> Option<u64> {
     groups.lines().find_map(of_line)
 }
 
-/// Reads how long CPU quotas have stopped the processes in the control groups of a process, in
-/// microseconds. Reads the files below `root`. The largest time of the group and its parents
-/// counts. Returns `None` if the time cannot be read.
+/// Reads for how long, in microseconds, CPU quotas have stopped the processes in the control groups
+/// of the process `pid`. Reads the files below `root`. The largest time of the group and its
+/// parents counts. Returns `None` if the time cannot be read.
 pub(crate) fn read_throttled_us(root: &Path, pid: u32) -> Option<u64> {
     let groups = fs::read_to_string(root.join(format!("proc/{pid}/cgroup"))).ok()?;
     let mount = root.join("sys/fs/cgroup");
@@ -99,8 +99,8 @@ pub(crate) fn read_throttled_us(root: &Path, pid: u32) -> Option<u64> {
     groups.lines().filter_map(of_line).max()
 }
 
-/// Reads the memory limit of this process's control groups and the memory in use, both in bytes.
-/// Reads the files below `root`. Returns `None` if there is no limit.
+/// Reads the memory limit of this process's control groups and the memory that they use, both in
+/// bytes. Reads the files below `root`. Returns `None` if there is no limit.
 pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     let mount = root.join("sys/fs/cgroup");
@@ -125,7 +125,7 @@ pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
 }
 
 impl CgroupLimits {
-    /// Lowers the limits to `cpus` and `memory` if these are lower.
+    /// Lowers the limits on CPU time and memory to `cpus` and `memory` where these are lower.
     fn apply_lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
         let memory = memory.filter(|&m| m < MIN_UNLIMITED_BYTES_V1);
@@ -133,8 +133,8 @@ impl CgroupLimits {
     }
 }
 
-/// Returns the directories of a control group and of its parents, innermost first. `mount` is the
-/// outermost directory.
+/// Returns the directories of the control group `group` and of its parents below `mount`, innermost
+/// first. `mount` is the outermost directory.
 fn list_group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     let relative = Path::new(group.trim_start_matches('/'));
     // `..` appears when the group is outside of the namespace of this process.
@@ -143,17 +143,17 @@ fn list_group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     directory.ancestors().take_while(|d| d.starts_with(mount)).map(Path::to_owned).collect()
 }
 
-/// Reads the limit on CPU time from the file `cpu.max` of control groups version 2, as a number of
-/// CPUs. The file contains "QUOTA PERIOD" or "max PERIOD", in microseconds. Returns `None` for no
-/// limit.
+/// Reads a control group's limit on CPU time, as a number of CPUs, from the file `cpu.max` of
+/// control groups version 2. The file contains "QUOTA PERIOD" or "max PERIOD", in microseconds.
+/// Returns `None` for no limit.
 fn read_cpu_quota_v2(directory: &Path) -> Option<f64> {
     let text = fs::read_to_string(directory.join("cpu.max")).ok()?;
     let (quota, period) = text.trim().split_once(' ')?;
     compute_quota_cpus(quota.parse().ok()?, period.parse().ok()?)
 }
 
-/// Reads the limit on CPU time from the files of control groups version 1, as a number of CPUs.
-/// Returns `None` for no limit.
+/// Reads a control group's limit on CPU time, as a number of CPUs, from the files of control groups
+/// version 1. Returns `None` for no limit.
 fn read_cpu_quota_v1(directory: &Path) -> Option<f64> {
     let quota = read_number(&directory.join("cpu.cfs_quota_us"))?;
     let period = read_number(&directory.join("cpu.cfs_period_us"))?;
@@ -166,7 +166,8 @@ fn compute_quota_cpus(quota: f64, period: f64) -> Option<f64> {
     (quota > 0.0 && period > 0.0).then(|| quota / period)
 }
 
-/// Reads the number that a file contains. Returns `None` for `max`, `-1` and unreadable files.
+/// Reads the number that a file of a control group contains. Returns `None` for `max`, `-1` and
+/// unreadable files.
 fn read_number(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }

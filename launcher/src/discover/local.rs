@@ -1,11 +1,12 @@
-//! [`discover_local_host`]: reads the inventory of this machine from /proc, /sys, /dev and the
-//! environment.
+//! [`discover_local_host`]: reads the inventory of this machine (its CPUs, accelerators, memory and
+//! network) from /proc, /sys, /dev and the environment.
 use super::{accelerators, addresses::list_addresses, cgroup, cpu_list::parse_cpu_list, topology};
 use jobspec::env;
 use protocol::{control::HostInventory, host_name::read_host_name_below};
 use std::{fs, io, net::IpAddr, path::Path};
 
-/// Reads the inventory of this machine. The error names the file that cannot be read.
+/// Reads the inventory of this machine: its CPUs, accelerators, memory, addresses and environment
+/// variables. The error names the file that cannot be read.
 pub fn discover_local_host() -> io::Result<HostInventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
     let variable = |name: &str| std::env::var(name).ok();
@@ -19,9 +20,9 @@ pub fn discover_local_host() -> io::Result<HostInventory> {
     Ok(HostInventory { inherited_env: read_inherited_env(), addresses, reached_address, shm, ..found })
 }
 
-/// Reads the inventory of the machine whose root directory is `root`, from its files. The
-/// addresses, the size of /dev/shm and the environment are missing in the result. `variable`
-/// returns environment variables of this process.
+/// Reads the inventory of the machine whose root directory is `root`: its CPUs, accelerators and
+/// memory. The addresses, the size of /dev/shm and the environment are missing in the result.
+/// `variable` returns environment variables of this process.
 fn discover_host_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<HostInventory> {
     let host = read_host_name_below(root)?;
     let status = read_file_below_root(root, "proc/self/status")?;
@@ -56,8 +57,8 @@ fn discover_host_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -
     })
 }
 
-/// Returns the environment variables of this process that an inventory of the host contains, with
-/// their values.
+/// Returns those environment variables of this process that belong to an inventory of the host,
+/// with their values.
 fn read_inherited_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let settings = env::USER_OVERRIDABLE_VARIABLES.iter().chain(&env::ACCELERATE_DEEPSPEED_VARIABLES);
@@ -67,7 +68,8 @@ fn read_inherited_env() -> Vec<(String, String)> {
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
 }
 
-/// Parses the address of this machine from the value of `SSH_CONNECTION`.
+/// Parses the address of this machine, through which SSH has reached it, from the value of
+/// `SSH_CONNECTION`.
 fn parse_reached_address(connection: &str) -> Option<IpAddr> {
     connection.split(' ').nth(2)?.parse().ok()
 }
@@ -77,7 +79,8 @@ fn read_file_below_root(root: &Path, path: &str) -> io::Result<String> {
     fs::read_to_string(root.join(path)).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
 }
 
-/// Parses `MemTotal` of /proc/meminfo. Returns the memory of the machine in bytes.
+/// Parses the total memory of the machine, in bytes, from the content of /proc/meminfo. Returns the
+/// memory of the machine in bytes.
 fn parse_total_memory(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

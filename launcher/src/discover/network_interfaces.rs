@@ -2,7 +2,7 @@
 use protocol::{control::InterfaceAddress, network_probe::NetworkInterface};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// The names of the counters of lost or damaged packets of a network interface.
+/// The names of the kernel's counters of lost or damaged packets of a network interface.
 const ERROR_COUNTERS: [&str; 5] =
     ["rx_errors", "rx_crc_errors", "rx_missed_errors", "tx_errors", "collisions"];
 

@@ -1,5 +1,6 @@
-//! Finds InfiniBand, RoCE and EFA devices. Their ports are in /sys/class/infiniband, and the device
-//! nodes through which programs use them are in /dev/infiniband.
+//! Finds InfiniBand, RoCE and EFA devices, by which other hosts access memory directly (RDMA).
+//! Their ports are in /sys/class/infiniband, and the device nodes through which programs use them
+//! are in /dev/infiniband.
 use super::network_interfaces::read_driver_name;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use protocol::network_probe::{RdmaDevice, RdmaPort, RdmaReport};
@@ -11,9 +12,10 @@ use std::{
 
 /// The largest number of RDMA devices, and of ports of a device, that are inspected.
 const MAX_DEVICES_OR_PORTS: usize = 64;
-/// The largest number of addresses (GIDs) of a port that are counted.
+/// The largest number of addresses (GIDs) of a port of an RDMA device that are counted.
 const MAX_GIDS: usize = 1024;
-/// The names of the counters of a port for damaged, lost or late packets and retrained links.
+/// The names of the kernel's counters of damaged, lost or late packets and of retrained links of an
+/// RDMA port.
 const ERROR_COUNTERS: [&str; 7] = [
     "symbol_error",
     "link_error_recovery",
@@ -24,7 +26,7 @@ const ERROR_COUNTERS: [&str; 7] = [
     "VL15_dropped",
 ];
 
-/// Inspects the RDMA devices of the machine whose root directory is `root`.
+/// Inspects the RDMA devices and their ports of the machine whose root directory is `root`.
 pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     let devices = list_entries_in_order(&root.join("sys/class/infiniband"), |_| true);
     let nodes = list_entries_in_order(&root.join("dev/infiniband"), |name| {
@@ -45,8 +47,8 @@ pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     }
 }
 
-/// Lists at most [`MAX_DEVICES_OR_PORTS`] entries of a directory whose names `selects` accepts, with numbers
-/// in numeric order. Returns nothing if the directory does not exist.
+/// Lists the entries of a directory whose names `selects` accepts, with numbers in the names in
+/// numeric order. Returns nothing if the directory does not exist.
 fn list_entries_in_order(directory: &Path, selects: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -64,7 +66,7 @@ fn file_name(path: &Path) -> String {
     path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Inspects the device with this directory in /sys/class/infiniband.
+/// Inspects the RDMA device with the directory `directory` in /sys/class/infiniband.
 fn inspect_device(directory: &Path) -> RdmaDevice {
     let is_number = |name: &str| name.parse::<u32>().is_ok();
     let ports = list_entries_in_order(&directory.join("ports"), is_number);
@@ -75,7 +77,8 @@ fn inspect_device(directory: &Path) -> RdmaDevice {
     }
 }
 
-/// Inspects the port with this directory in /sys/class/infiniband/DEVICE/ports.
+/// Inspects the port of an RDMA device with the directory `directory` in
+/// /sys/class/infiniband/DEVICE/ports.
 fn inspect_port(directory: &Path) -> RdmaPort {
     let text = |file: &str| fs::read_to_string(directory.join(file)).unwrap_or_default().trim().to_owned();
     // The kernel numbers the states: `4: ACTIVE`.
@@ -98,8 +101,8 @@ fn inspect_port(directory: &Path) -> RdmaPort {
     }
 }
 
-/// Counts the addresses (GIDs) of a port by their type. Unused entries of the table, which consist
-/// of zeros, are left out.
+/// Counts the addresses (GIDs) of a port of an RDMA device by their type, such as RoCE v2. Unused
+/// entries of the table, which consist of zeros, are left out.
 fn count_gid_types(directory: &Path) -> BTreeMap<String, u32> {
     let mut types = BTreeMap::new();
     for index in 0..MAX_GIDS {

@@ -1,4 +1,4 @@
-//! The addresses at which agents on other hosts reach a process of this machine.
+//! Determines the IP addresses at which agents on other hosts reach a process of this machine.
 use jobspec::InterfaceSelector;
 use protocol::control::{InterfaceAddress, MAX_ADDRESSES, is_routable};
 use std::net::{IpAddr, Ipv4Addr};

@@ -24,13 +24,14 @@ pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     }
 }
 
-/// Returns the NUMA node to which all of these CPUs belong, if there is one. Returns `None` if the
-/// CPUs belong to several nodes, or if the machine has a single node.
+/// Returns the NUMA node to which all of the CPUs `cpus` of this machine belong, if there is one.
+/// Returns `None` if the CPUs belong to several nodes, or if the machine has a single node.
 pub(crate) fn find_common_numa_node(cpus: &[u32]) -> Option<u32> {
     find_common_numa_node_below(Path::new("/"), cpus)
 }
 
-/// Returns the NUMA node to which all of `cpus` belong, from the files of /sys below `root`.
+/// Returns the NUMA node to which all of the CPUs `cpus` belong, on the machine whose root
+/// directory is `root`.
 fn find_common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
     let nodes = read_numa_node_by_cpu(root);
     let several = nodes.values().any(|node| Some(node) != nodes.values().next());
@@ -38,7 +39,7 @@ fn find_common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
     (several && cpus.iter().all(|cpu| nodes.get(cpu) == Some(&first))).then_some(first)
 }
 
-/// Reads the number of each CPU's NUMA node from /sys below `root`.
+/// Reads, for each CPU of the machine whose root directory is `root`, the number of its NUMA node.
 fn read_numa_node_by_cpu(root: &Path) -> BTreeMap<u32, u32> {
     let mut nodes = BTreeMap::new();
     let Ok(entries) = fs::read_dir(root.join("sys/devices/system/node")) else { return nodes };

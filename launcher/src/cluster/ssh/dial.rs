@@ -19,10 +19,10 @@ const STACK_BYTES: usize = 64 << 10;
 /// An address of a host, and the result of trying to connect to it.
 type ConnectAttempt = (SocketAddr, io::Result<TcpStream>);
 
-/// Tries several addresses in parallel, and opens a TCP connection to the first one that accepts
-/// it. Tries the next address as soon as one has failed, or after [`NEXT_ADDRESS_DELAY`], while the
-/// earlier ones are still tried. Returns the last error and its address if no address accepts a
-/// connection before `deadline`, and `None` without addresses.
+/// Opens a TCP connection to the first of several addresses of a host that accepts it. Tries the
+/// next address as soon as one has failed, or after [`NEXT_ADDRESS_DELAY`], while the earlier ones
+/// are still tried. Returns the last error and its address if no address accepts a connection
+/// before `deadline`, and `None` without addresses.
 pub(super) fn connect_to_any(
     addresses: Vec<SocketAddr>,
     deadline: Instant,

@@ -14,17 +14,18 @@ use std::{
 
 /// The size of the largest known_hosts file, in bytes. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 64 << 20;
-/// The largest number of lists of known_hosts files whose content is cached. The cache is emptied
-/// before another list is added.
+/// The largest number of different lists of known_hosts files whose content is cached. The cache is
+/// emptied before another list is added.
 const MAX_CACHED_LISTS: usize = 64;
 
-/// The device, inode, size and change time of a file; `None` if the file does not exist.
+/// The device, inode, size and change time of a file, which show whether the file has changed;
+/// `None` if it does not exist.
 type FileStamp = Option<(u64, u64, u64, i64, i64)>;
-/// The parsed content of each list of known_hosts files, with the stamps that the files had when
-/// they were read.
+/// A cache of the parsed content of known_hosts files, by the list of the files, with the inodes
+/// and times that show whether a file has changed.
 type KnownHostsCache = HashMap<Vec<PathBuf>, (Vec<FileStamp>, Arc<KnownHosts>)>;
 
-/// The content of the known_hosts files that this process has read.
+/// The cache of the known_hosts files that this process has read.
 static KNOWN_HOSTS_CACHE: LazyLock<Mutex<KnownHostsCache>> = LazyLock::new(Mutex::default);
 
 /// Reads a list of known_hosts files, or returns the cached content if the files have not changed
@@ -44,20 +45,20 @@ pub(super) fn read_cached(files: &[PathBuf]) -> diagnostic::Result<Arc<KnownHost
     Ok(known_hosts)
 }
 
-/// Reads the device, inode, size and change time of a file. Returns `None` if the file does not
-/// exist.
+/// Reads the device, inode, size and change time of a file, by which a change of the file is
+/// detected. Returns `None` if the file does not exist.
 fn read_file_stamp(file: &Path) -> FileStamp {
     let metadata = fs::metadata(file).ok()?;
     Some((metadata.dev(), metadata.ino(), metadata.size(), metadata.ctime(), metadata.ctime_nsec()))
 }
 
-/// The entries of one or more known_hosts files, in their order.
+/// The entries of one or more known_hosts files, which are the keys that SSH servers may present.
 #[derive(Debug, Default)]
 pub(super) struct KnownHosts {
     entries: Vec<KnownHostsEntry>,
 }
 
-/// A line of a known_hosts file, with a key and the hosts that may present the key.
+/// A line of a known_hosts file, which contains a key and the hosts that may present the key.
 #[derive(Debug)]
 struct KnownHostsEntry {
     names: EntryHosts,
@@ -86,7 +87,7 @@ enum EntryMarker {
     CertAuthority,
 }
 
-/// The result of comparing the key that a host presents with known_hosts.
+/// The result of checking the key that an SSH server has presented against the known_hosts files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HostKeyStatus {
     /// known_hosts has the key for this host.
@@ -122,13 +123,13 @@ impl KnownHosts {
         Ok(known_hosts)
     }
 
-    /// Returns the known_hosts lines that apply to the host `name`.
+    /// Returns the entries of the known_hosts files that apply to the host `name`.
     fn find_entries<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a KnownHostsEntry> {
         self.entries.iter().filter(move |entry| entry.names.matches_name(name))
     }
 
-    /// Returns the types of the known keys of a host, so that a key of a known type can be
-    /// requested from the host.
+    /// Returns the types of the keys that the known_hosts files contain for a host, so that a key
+    /// of such a type can be requested from it.
     pub(super) fn list_key_types<'a>(&'a self, name: &'a str) -> Vec<&'a str> {
         let mut types = Vec::new();
         for entry in self.find_entries(name).filter(|e| e.marker == EntryMarker::None) {
@@ -139,15 +140,17 @@ impl KnownHosts {
         types
     }
 
-    /// Returns whether known_hosts has a certificate authority for the keys of the host `name`.
+    /// Returns whether the known_hosts files name a certificate authority for the keys of the host
+    /// `name`.
     pub(super) fn has_certificate_authority(&self, name: &str) -> bool {
         // Comparing hashed names takes long, so it comes last.
         let mut authorities = self.entries.iter().filter(|e| e.marker == EntryMarker::CertAuthority);
         authorities.any(|entry| entry.names.matches_name(name))
     }
 
-    /// Returns whether known_hosts permits that the host `name` presents the key `key`. `name` is
-    /// the host's name in known_hosts, and `key` the base64 of the key's wire format.
+    /// Checks whether the host `name` may present the key `key`, according to the known_hosts
+    /// files. `name` is the host's name in known_hosts, and `key` the base64 of the key's wire
+    /// format.
     pub(super) fn check_key(&self, name: &str, key_type: &str, key: &str) -> HostKeyStatus {
         if self.find_entries(name).any(|e| e.marker == EntryMarker::Revoked && e.key == key) {
             return HostKeyStatus::Revoked;
@@ -167,7 +170,7 @@ impl KnownHosts {
 }
 
 impl EntryHosts {
-    /// Returns whether the line applies to the host with the name `name` in known_hosts.
+    /// Returns whether a known_hosts line for these hosts applies to the host `name`.
     fn matches_name(&self, name: &str) -> bool {
         match self {
             EntryHosts::Patterns(patterns) => matches_patterns(patterns, name),
@@ -189,8 +192,8 @@ fn read_known_hosts_file(file: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Parses a line of a known_hosts file. Returns `None` for comments and for lines that are not
-/// valid, which therefore permit no key.
+/// Parses a line of a known_hosts file into its hosts, marker and key. Returns `None` for comments
+/// and for lines that are not valid, which therefore permit no key.
 fn parse_entry(line: &str) -> Option<KnownHostsEntry> {
     let mut words = line.split_whitespace();
     let mut names = words.next().filter(|w| !w.starts_with('#'))?;
@@ -221,8 +224,8 @@ pub(super) fn format_known_hosts_name(host: &str, port: u16) -> String {
     if port == 22 { host } else { format!("[{host}]:{port}") }
 }
 
-/// Appends a host's key to a known_hosts file. Creates the file and its directory if they do not
-/// exist. A device such as `/dev/null` stores nothing.
+/// Appends the key of a host to a known_hosts file. Creates the file and its directory if they do
+/// not exist. A device such as `/dev/null` stores nothing.
 pub(super) fn append_key(file: &Path, name: &str, key_type: &str, key: &str) -> io::Result<()> {
     /// A lock under which threads that connect to different hosts append keys to known_hosts files,
     /// one after the other.

@@ -1,4 +1,4 @@
-//! Connections through OpenSSH's client, which is the program `ssh` of this machine.
+//! Connects to hosts through OpenSSH's client, which is the program `ssh` of this machine.
 //!
 //! Each host has one process `ssh`, which carries the whole start of the agent and then the control
 //! stream on stdin and stdout. On the host, a shell reads one script per line from stdin and runs

@@ -1,5 +1,5 @@
-//! Relays the bytes of an SSH channel to local sockets, in both directions, on the thread that owns
-//! the session.
+//! Copies bytes between a process on a host, which runs through an SSH channel, and local sockets,
+//! in both directions.
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -19,15 +19,15 @@ use std::{
 /// The number of the SSH channel's stream that carries the stderr of the remote process (RFC 4254,
 /// 5.2).
 pub(super) const STDERR_STREAM_ID: i32 = 1;
-/// The interval of keepalive messages on an idle connection, in seconds.
+/// The interval, in seconds, at which keepalive messages are sent on an idle SSH connection.
 const KEEPALIVE_S: u32 = 15;
-/// The size of the buffer of each relayed stream, in bytes.
+/// The size, in bytes, of the buffer of each direction in which bytes are copied.
 const BUFFER_BYTES: usize = 32 << 10;
-/// How long the host may take to report the exit status after the output has ended, in
-/// milliseconds.
+/// How long the host may take to report the exit status of a remote process, after the output of
+/// the process has ended, in milliseconds.
 const EXIT_STATUS_TIMEOUT_MS: u32 = 2000;
 
-/// Relays bytes between `channel` and the local sockets until the remote process has closed its
+/// Copies bytes between a process on a host and local sockets until the process has closed its
 /// output. Blocks. Fails if the connection fails or the other end of `local` is closed.
 ///
 /// `local` receives `leftover` (output of the process that was read before) and then the rest of
@@ -65,7 +65,8 @@ pub(super) fn relay_channel(
     Ok(relay.wait_for_exit_status())
 }
 
-/// A buffer of bytes that were read from one side of a relay and must be written to the other side.
+/// A buffer of bytes that were read from an SSH channel or a local socket, and must be written to
+/// the other one.
 #[derive(Default)]
 pub(super) struct RelayBuffer {
     bytes: Vec<u8>,
@@ -74,7 +75,7 @@ pub(super) struct RelayBuffer {
 }
 
 impl RelayBuffer {
-    /// Creates a buffer that contains bytes to be written.
+    /// Creates a buffer whose content `bytes` must be written to the other side.
     pub(super) fn with_bytes(bytes: Vec<u8>) -> RelayBuffer {
         RelayBuffer { bytes, written: 0 }
     }
@@ -89,7 +90,7 @@ impl RelayBuffer {
         self.written >= self.bytes.len()
     }
 
-    /// Overwrites the buffer with bytes from `source`. The caller must first write out all earlier
+    /// Fills the buffer with bytes from `source`. The caller must first write out all earlier
     /// bytes. Returns the number of bytes that were read, which is 0 at the end of the stream.
     pub(super) fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
         self.bytes.resize(BUFFER_BYTES, 0);
@@ -99,8 +100,8 @@ impl RelayBuffer {
         result
     }
 
-    /// Writes as many bytes of the buffer to `sink` as it accepts. Returns the number of bytes that
-    /// were written.
+    /// Writes as many bytes of the buffer to `sink` as `sink` accepts. Returns the number of bytes
+    /// that were written.
     pub(super) fn write_to(&mut self, mut sink: impl Write) -> io::Result<usize> {
         let n = sink.write(self.unwritten())?;
         self.written += n;
@@ -108,7 +109,8 @@ impl RelayBuffer {
     }
 }
 
-/// Whether the input of the remote process has ended, and whether the host was informed of its end.
+/// Whether the input for a process on a host has ended, and whether the host was informed of the
+/// end.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RelayInputState {
     Open,
@@ -118,8 +120,9 @@ enum RelayInputState {
     EofSent,
 }
 
-/// An operation on the SSH session. libssh2 requires that an operation that blocked in the middle
-/// of a packet is repeated before any other.
+/// One of the operations on an SSH session that pass on the bytes of a channel, such as reading
+/// from the channel. libssh2 requires that an operation that blocked in the middle of a packet is
+/// repeated before any other.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum SshSessionOp {
     Write,
@@ -128,7 +131,7 @@ enum SshSessionOp {
     ReadStderr,
 }
 
-/// Relays the bytes of one SSH channel between the remote process and the local sockets.
+/// Copies bytes between a process on a host, which runs through an SSH channel, and local sockets.
 struct ChannelRelay<'a> {
     session: &'a Session,
     channel: Channel,
@@ -145,8 +148,8 @@ struct ChannelRelay<'a> {
 }
 
 impl ChannelRelay<'_> {
-    /// Relays bytes in both directions until the remote process has closed its output. Fails if the
-    /// connection fails or the local socket is closed.
+    /// Copies bytes between the remote process and the local sockets until the process has closed
+    /// its output. Fails if the connection fails or the local socket is closed.
     fn run_relay(&mut self) -> io::Result<()> {
         loop {
             let mut progressed = self.relay_local_sockets()?;
@@ -167,8 +170,8 @@ impl ChannelRelay<'_> {
         }
     }
 
-    /// Reads available input of the remote process from the local sockets, and writes its output to
-    /// them, without blocking. Returns whether any bytes moved.
+    /// Reads available input for the remote process from the local sockets, and writes output of
+    /// the process to them. Returns whether any bytes moved.
     fn relay_local_sockets(&mut self) -> io::Result<bool> {
         let mut progressed = false;
         if self.input == RelayInputState::Open && self.to_host.is_empty() {
@@ -182,8 +185,8 @@ impl ChannelRelay<'_> {
         self.write_to_local_sockets(progressed)
     }
 
-    /// Writes buffered output to the local sockets without blocking. Returns `true` if any bytes
-    /// moved or `progressed` is set.
+    /// Writes buffered output of the remote process to the local sockets. Returns `true` if any
+    /// bytes moved or `progressed` is set.
     fn write_to_local_sockets(&mut self, mut progressed: bool) -> io::Result<bool> {
         if !self.from_host.is_empty() {
             progressed |= none_if_would_block(self.from_host.write_to(self.local))?.is_some();
@@ -202,8 +205,8 @@ impl ChannelRelay<'_> {
         Ok(progressed)
     }
 
-    /// Performs the operation `op` on the SSH session without blocking, if `op` has anything to do.
-    /// Returns whether the operation progressed.
+    /// Performs the operation `op` on the SSH session, such as reading from the channel, if it has
+    /// anything to do. Returns whether the operation progressed.
     fn run_session_op(&mut self, op: SshSessionOp) -> io::Result<bool> {
         let result = match op {
             SshSessionOp::Write if !self.to_host.is_empty() => {
@@ -228,8 +231,8 @@ impl ChannelRelay<'_> {
         Ok(result?.unwrap_or(false))
     }
 
-    /// Waits until a socket is ready or a keepalive message is due. Sends a keepalive message that
-    /// is due.
+    /// Waits until the SSH connection or a local socket is ready, or a keepalive message is due.
+    /// Sends a keepalive message that is due.
     fn wait_for_io(&mut self) -> io::Result<()> {
         if self.blocked.is_none() && self.keepalive_s == 0 {
             let next = self.session.keepalive_send().map_err(io::Error::from);

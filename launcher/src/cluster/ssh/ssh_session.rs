@@ -1,4 +1,5 @@
-//! [`SshSession`]: a connection to a host, through the built-in client or through OpenSSH's.
+//! [`SshSession`]: an SSH connection to a host, through launch's built-in client or through
+//! OpenSSH's client.
 use super::{
     bootstrap_scripts::wrap_in_shell_command,
     connect,
@@ -19,20 +20,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The number of bytes that are read from the stderr of a remote command. Later bytes are ignored.
+/// The number of bytes that are read from the stderr of a command on a host. Later bytes are
+/// ignored.
 const MAX_STDERR_BYTES: u64 = 8 << 10;
-/// The interval, in milliseconds, at which a blocked write checks whether the host has already
-/// answered.
+/// The interval, in milliseconds, at which a blocked write to a script on a host checks whether the
+/// script has already answered.
 const ANSWER_CHECK_INTERVAL_MS: u32 = 200;
 
-/// A connection to a host, through the built-in client or OpenSSH's client, after the login.
+/// An SSH connection to a host after the login, through launch's built-in client or OpenSSH's
+/// client.
 pub(super) enum SshSession {
     Builtin(Session),
     OpenSsh(Box<OpenSshSession>),
 }
 
 impl SshSession {
-    /// Connects to a host and logs in, with the client that was chosen for the host. Blocks.
+    /// Connects to a host over SSH and logs in, with the client that was chosen for the host.
+    /// Blocks.
     pub(super) fn open(
         target: &SshTarget,
         progress: &Arc<ConnectionProgress>,
@@ -45,7 +49,7 @@ impl SshSession {
         }
     }
 
-    /// Sets the time limit of each operation that blocks, in milliseconds.
+    /// Sets the time limit, in milliseconds, of each blocking operation on the SSH connection.
     pub(super) fn set_timeout(&self, timeout_ms: u32) {
         match self {
             SshSession::Builtin(session) => session.set_timeout(timeout_ms),
@@ -53,10 +57,10 @@ impl SshSession {
         }
     }
 
-    /// Writes bytes to the input of a script, and stops when the script answers, because it then
-    /// reads no more input. Blocks. Fails if the host takes no bytes for `limit`, and soon after an
-    /// answer of the script if the host takes no bytes. (sshd closes the channel of a script that
-    /// has ended, but a blocking write of libssh2 does not notice that.)
+    /// Writes bytes to the input of a script on the host, and stops when the script answers,
+    /// because it then reads no more input. Blocks. Fails if the host takes no bytes for `limit`,
+    /// and soon after an answer of the script if the host takes no bytes. (sshd closes the channel
+    /// of a script that has ended, but a blocking write of libssh2 does not notice that.)
     pub(super) fn write_input_until_answer(
         &self,
         channel: &mut SshChannel,
@@ -94,7 +98,7 @@ impl SshSession {
         result
     }
 
-    /// Runs a script of one line on the host. Blocks.
+    /// Runs `script`, a shell script of one line, on the host. Blocks.
     pub(super) fn exec(&self, script: &str) -> Result<SshChannel, SshExecError> {
         match self {
             SshSession::Builtin(session) => {
@@ -110,7 +114,7 @@ impl SshSession {
         }
     }
 
-    /// Relays bytes between the agent at the other end of `channel` and the local sockets until the
+    /// Copies bytes between the agent at the other end of `channel` and local sockets until the
     /// agent has closed its output. Blocks. Fails if the connection fails or the other end of
     /// `local` is closed.
     ///
@@ -140,9 +144,9 @@ impl SshSession {
     }
 }
 
-/// Calls `try_write`, which times out after a short time, until the host takes bytes or has
-/// answered. Returns the number of bytes. Fails after `limit`, and as soon as `has_answered`
-/// returns `true`: the host then takes no more bytes.
+/// Repeats `try_write`, a write to a script on the host with a short time limit, until the host
+/// takes bytes or the script has answered. Returns the number of bytes. Fails after `limit`, and as
+/// soon as `has_answered` returns `true`: the host then takes no more bytes.
 fn write_unless_answered(
     limit: Duration,
     mut try_write: impl FnMut() -> io::Result<usize>,
@@ -179,7 +183,7 @@ pub(super) enum SshChannel {
 }
 
 impl SshChannel {
-    /// Ends the input of a script that reads a known number of bytes.
+    /// Ends the input of a script on the host that has read as many bytes as it expects.
     pub(super) fn end_input(&mut self) -> io::Result<()> {
         match self {
             SshChannel::Builtin(channel) => Ok(channel.send_eof()?),
@@ -188,7 +192,7 @@ impl SshChannel {
         }
     }
 
-    /// Closes the channel after a script has succeeded.
+    /// Closes the channel of a script on the host that has succeeded.
     pub(super) fn close(&mut self) {
         if let SshChannel::Builtin(channel) = self {
             // An error means that the connection has ended. The next script fails, too.
@@ -196,8 +200,8 @@ impl SshChannel {
         }
     }
 
-    /// Explains why the output of the host has ended, if the reason is known to be another one than
-    /// the end of the remote command.
+    /// Determines why the output of the host has ended; returns `None` if the remote command may
+    /// simply have ended.
     pub(super) fn find_failure(&self, target: &SshTarget) -> Option<Diagnostic> {
         match self {
             SshChannel::Builtin(_) => None,
@@ -205,8 +209,9 @@ impl SshChannel {
         }
     }
 
-    /// Waits for the end of the remote command. Returns its exit code (-1 if unknown) and the first
-    /// [`MAX_STDERR_BYTES`] of its stderr.
+    /// Waits for the end of the command on the host, and returns its exit code (-1 if unknown) and
+    /// the first [`MAX_STDERR_BYTES`] of its stderr. Returns its exit code (-1 if unknown) and the
+    /// first [`MAX_STDERR_BYTES`] of its stderr.
     pub(super) fn wait_for_exit(&mut self) -> (i32, String) {
         match self {
             SshChannel::Builtin(channel) => {

@@ -37,23 +37,24 @@ use std::{
 };
 use tokio::{net::UnixStream, sync::oneshot};
 
-/// The largest number of connections that are set up simultaneously through jump hosts. All of them
-/// may use one jump host, whose sshd by default drops connections from the eleventh on
+/// The largest number of SSH connections that are set up simultaneously through jump hosts. All of
+/// them may use one jump host, whose sshd by default drops connections from the eleventh on
 /// (`MaxStartups`).
 const MAX_JUMP_FANOUT: u32 = 8;
 
-/// The number of hosts that may copy, or wait for, the executable at the same time, per connection
-/// of the controller. These hosts need no further logins, so they leave their turns to other hosts.
+/// How many hosts may copy the executable of launch, or wait for it, at the same time, as a
+/// multiple of `cluster.ssh.fanout`. These hosts need no further logins, so they leave their turns
+/// to other hosts.
 const COPIES_PER_FANOUT: u32 = 2;
-/// The number of file descriptors (the socket and its duplicate) of an SSH connection in a tree
-/// during its setup.
+/// The number of file descriptors that an SSH connection needs during its setup, if it is replaced
+/// by the tree of agents later.
 const DESCRIPTORS_PER_SETUP: u64 = 2;
 
-/// The number of additional file descriptors (its log and stderr) of a connection through OpenSSH's
-/// client.
+/// The number of additional file descriptors that a connection through OpenSSH's client needs, for
+/// the client's log and stderr.
 const DESCRIPTORS_PER_CLIENT: u64 = 2;
 
-/// The transport that starts agents on other hosts over SSH.
+/// Starts the agents of a job on other hosts over SSH.
 pub(crate) struct SshTransport {
     /// The hosts by their names in the job.
     hosts: HashMap<String, HostAddress>,
@@ -69,7 +70,8 @@ pub(crate) struct SshTransport {
     notice: Arc<OpenSshNotice>,
 }
 
-/// The limits on the number of connections that are set up simultaneously.
+/// The limits on how many SSH connections are set up, and how many copies of the executable are
+/// made, at the same time.
 struct ConnectionLimits {
     /// Limits direct connections.
     direct: FanoutLimit,
@@ -120,9 +122,9 @@ impl SshTransport {
         })
     }
 
-    /// Begins to start an agent on a host in the background. A separate thread sets up the
-    /// connection, and the function returns without waiting for it. Fails if the job has no such
-    /// host.
+    /// Begins to start an agent on the host with the name `name` over SSH, in the background. A
+    /// separate thread sets up the connection, and the function returns without waiting for it.
+    /// Fails if the job has no such host.
     fn begin_agent_start(&self, name: &str) -> diagnostic::Result<AgentProcess> {
         let host = self.hosts.get(name).ok_or_else(|| {
             Diagnostic::error(host::HOST_UNKNOWN, format!("the job has no host {name}")).with_subject(name)
@@ -134,8 +136,9 @@ impl SshTransport {
         })
     }
 
-    /// Starts the thread that sets up the connection to a host. Returns the agent's streams, which
-    /// carry data once the connection is set up.
+    /// Submits the SSH connection to a host to the thread pool, and returns the streams of the
+    /// agent that is to be started. Returns the agent's streams, which carry data once the
+    /// connection is set up.
     fn spawn_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
         let (progress, start_steps) = ConnectionProgress::new();
         let progress = Arc::new(progress);
@@ -230,7 +233,7 @@ impl Transport for SshTransport {
     }
 }
 
-/// The connection that carries the control stream of an agent, which is SSH or the tree of agents.
+/// What carries the control connection of an agent: its SSH connection, or the tree of agents.
 enum ControlStreamCarrier {
     /// The SSH connection, which ends with the agent.
     Direct { control: StdStream, stderr: StdStream },
@@ -239,7 +242,7 @@ enum ControlStreamCarrier {
     Tree { tree: Arc<TreeHub>, stream: StreamId, place: Option<TreePlace> },
 }
 
-/// The SSH connection to one host, which a separate thread owns.
+/// The SSH connection that starts the agent of one host, as a task of a thread pool.
 struct SshConnection {
     host: HostAddress,
     notice: Arc<OpenSshNotice>,
@@ -254,17 +257,17 @@ struct SshConnection {
 }
 
 impl ThreadTask for SshConnection {
-    /// Gives the agent a place in the tree if one is free, so that the first hosts are connected
-    /// with the controller.
+    /// Gives the agent a place in the tree of agents, if one is free.
     fn prepare(&mut self) {
         if let ControlStreamCarrier::Tree { tree, stream, place } = &mut self.carrier {
             *place = tree.try_place_agent(*stream);
         }
     }
 
-    /// Starts the agent and relays its streams. Blocks until the connection has ended, and records
-    /// the result in `progress`. The connection ends with the agent, or once the agent is connected
-    /// with another one.
+    /// Starts the agent over SSH, and copies bytes between the agent and the controller until the
+    /// connection has ended. Blocks until the connection has ended, and records the result in
+    /// `progress`. The connection ends with the agent, or once the agent is connected with another
+    /// one.
     fn run(mut self) {
         let target = self.resolver.resolve_target(&self.host);
         self.progress.set_client(target.as_ref().ok().and_then(describe_client));
@@ -289,9 +292,9 @@ impl ThreadTask for SshConnection {
 }
 
 impl SshConnection {
-    /// Starts the agent, and relays its streams until it ends, or connects it with another agent of
-    /// the tree. Returns the agent's exit status, or `None` if the host does not report it. Fails
-    /// if the connection is lost.
+    /// Starts the agent on `target`, and copies its bytes until the agent ends, or connects the
+    /// agent with another agent of the tree. Returns the agent's exit status, or `None` if the host
+    /// does not report it. Fails if the connection is lost.
     fn start_and_relay_agent(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         match &self.carrier {
             ControlStreamCarrier::Direct { control, stderr } => {
@@ -309,8 +312,8 @@ impl SshConnection {
         }
     }
 
-    /// Connects a started agent with its neighbour in the tree. If the agent is connected with the
-    /// controller, relays its streams until it ends.
+    /// Connects a started agent with its neighbour in the tree of agents. If the agent is connected
+    /// with the controller, relays its streams until it ends.
     fn join_tree(
         &self,
         target: &SshTarget,
@@ -347,9 +350,9 @@ impl SshConnection {
         }
     }
 
-    /// Connects to the host and starts the agent. First blocks until the fanout limit permits
-    /// another connection, and holds the permit until the agent runs, or until the executable is
-    /// copied in a tree.
+    /// Opens the SSH session with the host, and starts the agent in it. First blocks until the
+    /// fanout limit permits another connection, and holds the permit until the agent runs, or until
+    /// the executable is copied in a tree.
     fn start_agent(
         &self,
         target: &SshTarget,
@@ -383,7 +386,8 @@ impl SshConnection {
     }
 }
 
-/// A limit on the number of connections that are set up simultaneously, as a semaphore.
+/// A limit on the number of SSH connections that are set up simultaneously, implemented as a
+/// semaphore.
 #[derive(Debug)]
 struct FanoutLimit {
     /// The number of permits that are free.
@@ -392,20 +396,22 @@ struct FanoutLimit {
 }
 
 impl FanoutLimit {
-    /// Creates a semaphore with `limit` permits. A limit of 0 counts as 1.
+    /// Creates a limit that permits the setup of `limit` SSH connections at the same time. A limit
+    /// of 0 counts as 1.
     fn new(limit: u32) -> FanoutLimit {
         FanoutLimit { free: Mutex::new(limit.max(1)), released: Condvar::new() }
     }
 
-    /// Takes a permit to set up one connection, if one is available. Returns `None` if no permit is
-    /// free.
+    /// Takes a permit to set up one SSH connection, if one is available. Returns `None` if no
+    /// permit is free.
     fn try_acquire_permit(&self) -> Option<FanoutPermit<'_>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         *free = free.checked_sub(1)?;
         Some(FanoutPermit(self))
     }
 
-    /// Waits for a permit to set up one connection. Blocks until a permit is free.
+    /// Waits for a permit to set up one SSH connection, and takes it. Blocks until a permit is
+    /// free.
     fn acquire_permit(&self) -> FanoutPermit<'_> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free =
@@ -415,8 +421,7 @@ impl FanoutLimit {
     }
 }
 
-/// A permit to set up one connection, which is returned when the value is dropped. Dropping it
-/// releases the permit.
+/// A permit to set up one SSH connection, which is returned when the value is dropped.
 struct FanoutPermit<'a>(&'a FanoutLimit);
 
 impl Drop for FanoutPermit<'_> {

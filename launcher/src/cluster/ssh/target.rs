@@ -20,15 +20,18 @@ use std::{
     time::Duration,
 };
 
-/// The largest number of jump hosts on the way to one host. More jump hosts are an error.
+/// The largest number of jump hosts through which launch connects to one host. More jump hosts are
+/// an error.
 const MAX_JUMPS: usize = 4;
-/// The time limit of `ssh -G`, which may run the commands of `Match exec`.
+/// The time limit of the command `ssh -G`, which prints the settings of a host and may run the
+/// commands of `Match exec`.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(30);
-/// The names of the key files in `~/.ssh` that are tried if no key is configured. OpenSSH tries
-/// them, too.
+/// The names of the key files in `~/.ssh` with which launch tries to log in if no key is
+/// configured. OpenSSH tries them, too.
 const DEFAULT_KEYS: [&str; 3] = ["id_ed25519", "id_ecdsa", "id_rsa"];
 
-/// Everything that is needed to connect to a host over SSH.
+/// Everything that is needed to connect to a host over SSH, such as its address, user, keys and
+/// jump hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SshTarget {
     /// The host's name in the job.
@@ -61,8 +64,8 @@ pub(super) struct SshTarget {
     pub(super) client: Option<ClientOptions>,
 }
 
-/// The policy on which keys of a host are accepted (`StrictHostKeyChecking`). A revoked key never
-/// is.
+/// The policy on which keys of an SSH server are accepted (`StrictHostKeyChecking`). A revoked key
+/// never is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HostKeyPolicy {
     /// Keys that known_hosts contains.
@@ -74,7 +77,8 @@ pub(super) enum HostKeyPolicy {
 }
 
 impl HostKeyPolicy {
-    /// Returns the policy of the job or, if the job has none, of the SSH configuration.
+    /// Returns the policy on keys of SSH servers that the job or, if the job has none, the SSH
+    /// configuration sets.
     fn choose_policy(spec: Option<KnownHostsPolicy>, configured: Option<&str>) -> HostKeyPolicy {
         match (spec, configured.map(str::to_ascii_lowercase).as_deref()) {
             (Some(KnownHostsPolicy::Strict), _) => HostKeyPolicy::Strict,
@@ -86,7 +90,7 @@ impl HostKeyPolicy {
     }
 }
 
-/// Resolves the address, user, keys and jump hosts by which each host of a job is reached over SSH.
+/// Determines by which address, user, keys and jump hosts each host of a job is reached over SSH.
 #[derive(Debug)]
 pub(super) struct TargetResolver {
     spec: SshSpec,
@@ -99,8 +103,8 @@ pub(super) struct TargetResolver {
 }
 
 impl TargetResolver {
-    /// Creates a resolver and reads the SSH configuration files that `spec` selects. Relative paths
-    /// in `spec` are relative to `base`.
+    /// Creates a resolver after reading the SSH configuration files that the job's settings `spec`
+    /// select. Relative paths in `spec` are relative to `base`.
     pub(super) fn new(spec: &SshSpec, base: &Path) -> diagnostic::Result<TargetResolver> {
         let account = User::from_uid(Uid::current()).ok().flatten();
         let home = std::env::home_dir().or_else(|| account.as_ref().map(|a| a.dir.clone()));
@@ -124,8 +128,9 @@ impl TargetResolver {
         Ok(TargetResolver { spec, config, config_file, home, local_user })
     }
 
-    /// Determines by which addresses, settings and SSH client a host is reached. May run `ssh -G`
-    /// and `klist`. Fails if the job requires the built-in client, and the configuration OpenSSH's.
+    /// Determines by which address, user, keys, jump hosts and SSH client a host of the job is
+    /// reached. May run `ssh -G` and `klist`. Fails if the job requires the built-in client, and
+    /// the configuration OpenSSH's.
     pub(super) fn resolve_target(&self, host: &HostAddress) -> diagnostic::Result<SshTarget> {
         let settings = self.find_host_settings(host)?;
         let resolved = match self.spec.client {
@@ -144,8 +149,8 @@ impl TargetResolver {
         }
     }
 
-    /// Determines how the built-in client reaches a host, including its jump hosts. Fails if that
-    /// client cannot follow the configuration.
+    /// Determines how launch's built-in SSH client reaches a host, including its jump hosts. Fails
+    /// if that client cannot follow the configuration.
     fn resolve_builtin_target(
         &self,
         host: &HostAddress,
@@ -167,8 +172,9 @@ impl TargetResolver {
         Ok(target)
     }
 
-    /// Determines how OpenSSH's client reaches a host. `requirement` is why it was chosen; `None`
-    /// if the job requires it.
+    /// Determines how OpenSSH's client reaches a host, which was chosen because of `requirement`
+    /// (`None` if the job requires it). `requirement` is why it was chosen; `None` if the job
+    /// requires it.
     fn build_client_target(
         &self,
         host: &HostAddress,
@@ -205,8 +211,8 @@ impl TargetResolver {
             .collect()
     }
 
-    /// Returns the settings of a host in the SSH configuration. Runs `ssh -G` if the configuration
-    /// has keywords that only OpenSSH evaluates.
+    /// Returns the settings that the SSH configuration contains for a host. Runs `ssh -G` if the
+    /// configuration has keywords that only OpenSSH evaluates.
     fn find_host_settings(&self, host: &HostAddress) -> diagnostic::Result<SshHostSettings> {
         match &self.config.unsupported {
             None => Ok(self.config.find_settings(&host.host)),
@@ -243,8 +249,9 @@ impl TargetResolver {
         }
     }
 
-    /// Determines how the built-in client reaches one host, which may be a jump host. Does not
-    /// resolve the jump hosts before it. Fails if that client cannot follow the configuration.
+    /// Determines how launch's built-in SSH client reaches one host or jump host, without the jump
+    /// hosts before it. Does not resolve the jump hosts before it. Fails if that client cannot
+    /// follow the configuration.
     fn resolve_hop(
         &self,
         host: &HostAddress,
@@ -292,8 +299,8 @@ impl TargetResolver {
         }
     }
 
-    /// Expands the tokens in a path (ssh_config(5), "TOKENS") and a leading `~/`. Fails if the path
-    /// contains an unknown token or an environment variable.
+    /// Expands the tokens (such as `%h`, see ssh_config(5)) and a leading `~/` in a path of the SSH
+    /// configuration. Fails if the path contains an unknown token or an environment variable.
     fn expand_path(&self, text: &str, tokens: &PathTokens<'_>) -> Result<PathBuf, PathTokenError> {
         let mut path = String::new();
         let mut chars = text.chars();
@@ -328,7 +335,7 @@ struct PathTokens<'a> {
     user: &'a str,
 }
 
-/// An error in a path of the SSH configuration, whose tokens cannot be expanded.
+/// The error that a path of the SSH configuration contains a token that cannot be expanded.
 #[derive(Debug, thiserror::Error)]
 enum PathTokenError {
     #[error("the token `%{0}` is not supported")]
@@ -337,7 +344,7 @@ enum PathTokenError {
     Variable,
 }
 
-/// The reason why the built-in client cannot reach a host.
+/// The reason why launch's built-in SSH client cannot reach a host.
 enum TargetResolveError {
     /// Only OpenSSH's client can follow the configuration.
     Requirement(ClientRequirement),
@@ -353,7 +360,7 @@ impl From<Diagnostic> for TargetResolveError {
 }
 
 impl TargetResolveError {
-    /// Converts the error to a diagnostic about a host with these settings.
+    /// Converts the reason why the built-in SSH client cannot reach `host` to a diagnostic.
     fn into_diagnostic(self, host: &HostAddress, settings: &SshHostSettings) -> Diagnostic {
         const HELP: &str =
             "set `cluster.ssh.client: auto` or `openssh`, or another file as `cluster.ssh.config`";
@@ -385,17 +392,19 @@ impl TargetResolveError {
 }
 
 impl SshTarget {
-    /// Returns whether the connection passes through no jump host and no proxy command.
+    /// Returns whether the SSH connection to this host passes through no jump host and no proxy
+    /// command.
     pub(super) fn is_direct(&self) -> bool {
         self.jumps.is_empty() && self.client_proxy().is_none()
     }
 
-    /// Returns the jump hosts or the proxy command of OpenSSH's client, if there are any.
+    /// Returns the jump hosts or the proxy command through which OpenSSH's client connects to this
+    /// host, if there are any.
     pub(super) fn client_proxy(&self) -> Option<&str> {
         self.client.as_ref()?.proxy.as_deref()
     }
 
-    /// Returns the command with which the user can connect to the host.
+    /// Returns the `ssh` command with which the user can connect to this host.
     pub(super) fn format_client_command(&self) -> String {
         match &self.client {
             Some(options) => options.shown_command.clone(),
@@ -403,14 +412,14 @@ impl SshTarget {
         }
     }
 
-    /// Reads the known_hosts files of this target. Returns the cached content if the files have not
-    /// changed since they were read.
+    /// Returns the content of the known_hosts files that apply to this host. Returns the cached
+    /// content if the files have not changed since they were read.
     pub(super) fn load_known_hosts(&self) -> diagnostic::Result<Arc<KnownHosts>> {
         known_hosts::read_cached(&self.known_hosts_files).map_err(|error| error.with_subject(&self.name))
     }
 }
 
-/// Runs `ssh -G`, which prints the settings of a host as OpenSSH's client evaluates them. Blocks.
+/// Runs `ssh -G`, and returns the settings of a host as OpenSSH's client evaluates them. Blocks.
 fn query_openssh(
     host: &HostAddress,
     config_file: Option<&Path>,

@@ -1,5 +1,5 @@
-//! The tree of agents of a job on many hosts, in which the controller is connected with
-//! `cluster.ssh.fanout` agents, and these pass on the streams of the others (see
+//! The tree of agents of a job on many hosts: the controller is connected with `cluster.ssh.fanout`
+//! agents, which pass on the control connections of the other agents (see
 //! [`crate::connection::tree`]).
 //!
 //! The controller still logs in to each host, because the user's keys are on its machine only. The

@@ -1,18 +1,19 @@
-//! [`TreeFrame`]: a message on a link of the tree.
+//! [`TreeFrame`]: a message between two neighbours in the tree of agents.
 use diagnostic::Diagnostic;
 use jobspec::{InterfaceSelector, PortSelection};
 use protocol::control::JobKey;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::{fmt, net::SocketAddr};
 
-/// The largest size of a frame on a link of the tree, in bytes.
+/// The largest size of a message between two neighbours in the tree of agents, in bytes.
 pub(crate) const MAX_TREE_FRAME_BYTES: u32 = 64 << 10;
 
-/// The number that identifies the stream of one agent in the tree. A controller gives each agent
-/// that it starts another number.
+/// The number that identifies an agent of the tree and its stream (its control connection through
+/// the tree). A controller gives each agent that it starts another number.
 pub(crate) type StreamId = u64;
 
-/// A message on a link of the tree.
+/// A message between two neighbours in the tree of agents, such as a piece of the control
+/// connection of an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum TreeFrame {
     /// The first message to an agent on its standard input: its place in the tree.
@@ -60,7 +61,7 @@ pub(crate) enum TreeFrame {
 }
 
 impl TreeFrame {
-    /// Returns frames of the stream 1 and of another stream, for tests of untrusted input.
+    /// Returns examples of messages between neighbours of the tree, for tests of untrusted input.
     pub(crate) fn build_test_frames() -> Vec<TreeFrame> {
         let progress = StreamProgress { received: 3, acknowledged: 3 };
         let addresses = vec![SocketAddr::from(([10, 0, 0, 1], 4000))];
@@ -89,7 +90,7 @@ impl TreeFrame {
     }
 }
 
-/// An agent to which another agent of the tree may connect, with its addresses.
+/// An agent of the tree to which another agent may connect as its parent, with its addresses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TreeParent {
     /// The stream whose end the agent is.
@@ -97,7 +98,7 @@ pub(crate) struct TreeParent {
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
-/// The first message to an agent of the tree, which states its place and its settings.
+/// The first message to an agent of the tree, which states its possible parents and its settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TreeSetup {
     /// The stream whose end the agent is.
@@ -124,8 +125,8 @@ pub(crate) struct TreeSetup {
     pub(crate) fetch_token: String,
 }
 
-/// The number of bytes that one end of a stream has received, and that its reader has taken. The
-/// end of a direction counts as one byte.
+/// How many bytes one end of an agent's control connection through the tree has received, and how
+/// many of them its reader has taken. The end of a direction counts as one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StreamProgress {
     /// The offset behind the last received byte.
@@ -134,7 +135,7 @@ pub(crate) struct StreamProgress {
     pub(crate) acknowledged: u64,
 }
 
-/// Bytes of a stream, encoded as MessagePack binary data.
+/// A piece of an agent's control connection through the tree, encoded as MessagePack binary data.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct StreamBytes(pub(crate) Vec<u8>);
 
@@ -153,7 +154,7 @@ impl Serialize for StreamBytes {
 
 impl<'de> Deserialize<'de> for StreamBytes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        /// A visitor that accepts only MessagePack binary data.
+        /// A serde visitor that accepts only MessagePack binary data.
         struct BytesVisitor;
         impl de::Visitor<'_> for BytesVisitor {
             type Value = StreamBytes;

@@ -1,4 +1,5 @@
-//! [`LinkSet`]: the links of a router, each with a task that reads and a task that writes frames.
+//! [`LinkSet`]: the links of one node of the tree of agents to its neighbours, each with a task
+//! that reads and a task that writes.
 use super::frame::{MAX_TREE_FRAME_BYTES, TreeFrame};
 use crate::connection::{FrameError, encode_frame, frame_tasks::BATCH_BYTES, read_short_frame};
 use std::{
@@ -17,25 +18,27 @@ use tokio::{
     time::{Instant, timeout},
 };
 
-/// The number that identifies a link within this process.
+/// The number that identifies a link (a connection to a neighbour in the tree of agents) within
+/// this process.
 pub(crate) type LinkId = u64;
-/// A frame that arrived on a link, or the end of the link (`None`).
+/// A frame (message) that arrived from a neighbour in the tree, or the end of the link to the
+/// neighbour (`None`).
 pub(crate) type LinkInput = (LinkId, Option<TreeFrame>);
 
-/// The largest number of bytes that may wait to be sent on a link. A link with more is closed, and
-/// the streams on it find another way.
+/// The largest number of bytes that may wait to be sent to one neighbour in the tree. A link with
+/// more is closed, and the streams on it find another way.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
-/// The number of bytes in the queue to the neighbour above from which on no frames are read from
-/// the neighbours below.
+/// The number of bytes waiting for the neighbour above in the tree, from which on no frames are
+/// read from the neighbours below.
 const UPLINK_HIGH_WATER_BYTES: usize = 1 << 20;
-/// The estimated size of a frame without its payload in bytes, which counts for the limits of
-/// queues.
+/// The estimated size, in bytes, of a frame between neighbours of the tree without its content,
+/// which counts for the limits of queues.
 const FRAME_OVERHEAD_BYTES: usize = 64;
-/// How long the queued frames of a closed link may take to be written. Afterwards the frames are
-/// dropped, because the neighbour takes none.
+/// How long the frames that wait for a neighbour may take to be written, after the link to the
+/// neighbour was closed. Afterwards the frames are dropped, because the neighbour takes none.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A connection to a neighbour in the tree, with its queue and its tasks.
+/// A connection to a neighbour in the tree of agents, with its queue of frames and its tasks.
 struct Link {
     queue: mpsc::Sender<TreeFrame>,
     /// The number of bytes in the queue.
@@ -46,7 +49,7 @@ struct Link {
 }
 
 impl Link {
-    /// Closes the link after its queued frames were written, or after [`FLUSH_TIMEOUT`].
+    /// Closes the link after the frames in its queue were written, or after [`FLUSH_TIMEOUT`].
     async fn finish(self) {
         let Link { queue, reader, mut writer, .. } = self;
         reader.abort();
@@ -57,7 +60,7 @@ impl Link {
     }
 }
 
-/// The links of one node of the tree to its neighbours.
+/// The links (connections) of one node of the tree of agents to its neighbours.
 #[derive(Default)]
 pub(crate) struct LinkSet {
     links: HashMap<LinkId, Link>,
@@ -68,8 +71,8 @@ pub(crate) struct LinkSet {
 }
 
 impl LinkSet {
-    /// Adds a link that consists of these streams, and starts its tasks. Its frames arrive in
-    /// `inbox`.
+    /// Adds a link to a neighbour in the tree, over the streams `input` and `output`, and starts
+    /// the tasks that read and write it. Its frames arrive in `inbox`.
     pub(crate) fn add(
         &mut self,
         input: impl AsyncRead + Send + Unpin + 'static,
@@ -87,8 +90,8 @@ impl LinkSet {
         id
     }
 
-    /// Sends a frame on a link. Closes a link whose queue is full, which
-    /// [`LinkSet::take_overflowed`] reports. Never blocks.
+    /// Queues a frame (message) to the neighbour at the other end of a link. Closes a link whose
+    /// queue is full, which [`LinkSet::take_overflowed`] reports. Never blocks.
     pub(crate) fn send(&mut self, link: LinkId, frame: TreeFrame) {
         let Some(target) = self.links.get(&link) else { return };
         let size = estimate_frame_bytes(&frame);
@@ -101,37 +104,41 @@ impl LinkSet {
         _ = target.queue.try_send(frame);
     }
 
-    /// Returns the links that were closed because their queues were full, and clears the list.
+    /// Returns the links that were closed because too many bytes waited for the neighbour, and
+    /// clears the list.
     pub(crate) fn take_overflowed(&mut self) -> Vec<LinkId> {
         std::mem::take(&mut self.overflowed)
     }
 
-    /// Records that a frame has arrived on a link. Returns whether the link is open.
+    /// Records that a frame has arrived on a link from a neighbour in the tree, which proves that
+    /// the neighbour is alive. Returns whether the link is open.
     pub(crate) fn record_input(&mut self, link: LinkId) -> bool {
         let found = self.links.get_mut(&link);
         found.map(|link| link.last_heard = Instant::now()).is_some()
     }
 
-    /// Closes a link. The frames in its queue are still written, for [`FLUSH_TIMEOUT`] at most.
+    /// Closes a link to a neighbour in the tree. The frames in its queue are still written, for
+    /// [`FLUSH_TIMEOUT`] at most.
     pub(crate) fn close(&mut self, link: LinkId) {
         if let Some(link) = self.links.remove(&link) {
             tokio::spawn(link.finish());
         }
     }
 
-    /// Closes all links after their queued frames were written, or after a short time.
+    /// Closes the links to all neighbours after the queued frames were written, or after a short
+    /// time.
     pub(crate) async fn finish(&mut self) {
         let mut closed: JoinSet<()> = self.links.drain().map(|(_, link)| link.finish()).collect();
         while closed.join_next().await.is_some() {}
     }
 
-    /// Returns the links from which nothing has arrived for longer than `lease`.
+    /// Returns the links to neighbours from which nothing has arrived for longer than `lease`.
     pub(crate) fn list_silent(&self, lease: Duration) -> Vec<LinkId> {
         let silent = self.links.iter().filter(|(_, link)| link.last_heard.elapsed() > lease);
         silent.map(|(id, _)| *id).collect()
     }
 
-    /// Sends a heartbeat on each link.
+    /// Sends a heartbeat (a sign of life) to every neighbour in the tree.
     pub(crate) fn send_heartbeats(&mut self) {
         let links: Vec<LinkId> = self.links.keys().copied().collect();
         for link in links {
@@ -139,8 +146,8 @@ impl LinkSet {
         }
     }
 
-    /// Makes the last `pause`, during which this process did not run, not count as silence of any
-    /// link.
+    /// Excludes `pause`, a time during which this process did not run, from the time for which
+    /// neighbours count as silent.
     pub(crate) fn exclude_pause_from_silence(&mut self, pause: Duration) {
         let now = Instant::now();
         for link in self.links.values_mut() {
@@ -148,28 +155,28 @@ impl LinkSet {
         }
     }
 
-    /// Resets the time since the last frame of every link other than `except`, because this process
-    /// has not read from them before.
+    /// Makes all links except `except` count as just heard, because this process has not read from
+    /// them before.
     pub(crate) fn reset_silence(&mut self, except: Option<LinkId>) {
         let now = Instant::now();
         let renewed = self.links.iter_mut().filter(|(id, _)| Some(**id) != except);
         renewed.for_each(|(_, link)| link.last_heard = now);
     }
 
-    /// Returns the links other than `except`.
+    /// Returns all links to neighbours except `except`.
     pub(crate) fn list(&self, except: Option<LinkId>) -> Vec<LinkId> {
         self.links.keys().copied().filter(|link| Some(*link) != except).collect()
     }
 
-    /// Returns whether so many frames wait to be sent on a link that no further ones should be read
-    /// for it.
+    /// Returns whether so many frames wait for the neighbour on `link` that no further frames
+    /// should be read for it.
     pub(crate) fn is_congested(&self, link: Option<LinkId>) -> bool {
         let link = link.and_then(|link| self.links.get(&link));
         link.is_some_and(|link| link.queued.load(Ordering::Relaxed) > UPLINK_HIGH_WATER_BYTES)
     }
 }
 
-/// Estimates the number of bytes that a frame needs in a queue.
+/// Estimates the number of bytes that a frame (message) needs in the queue to a neighbour.
 fn estimate_frame_bytes(frame: &TreeFrame) -> usize {
     FRAME_OVERHEAD_BYTES
         + match frame {
@@ -179,8 +186,8 @@ fn estimate_frame_bytes(frame: &TreeFrame) -> usize {
         }
 }
 
-/// Reads the frames of a link into `inbox`, until the link ends or `inbox` is closed. An error is
-/// an end, too, because nothing after it can be read.
+/// Reads the frames (messages) of a neighbour in the tree into `inbox`, until the link ends or
+/// `inbox` is closed. An error is an end, too, because nothing after it can be read.
 async fn read_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: mpsc::Sender<LinkInput>) {
     let mut input = BufReader::new(input);
     loop {
@@ -197,7 +204,8 @@ async fn read_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: mpsc::Sende
     }
 }
 
-/// Writes the frames of a queue to a link, until the queue is closed and empty, or the link fails.
+/// Writes the frames (messages) of a queue to a neighbour in the tree, until the queue is closed
+/// and empty, or the link fails.
 async fn write_link(
     mut output: impl AsyncWrite + Unpin,
     mut queue: mpsc::Receiver<TreeFrame>,

@@ -1,4 +1,5 @@
-//! [`LocalStream`]: connects a stream of a router with its reader and writer in this process.
+//! [`LocalStream`]: connects the end of an agent's control connection through the tree with its
+//! reader and writer in this process.
 use super::{frame::StreamId, router::TreeRouter};
 use std::sync::Arc;
 use tokio::{
@@ -6,13 +7,15 @@ use tokio::{
     sync::{Semaphore, mpsc},
 };
 
-/// The capacity, in bytes, of the pipe between a stream and its reader or writer.
+/// The capacity, in bytes, of the pipe between the tree's router and the reader or writer of a
+/// control connection.
 const PIPE_BYTES: usize = 64 << 10;
-/// The largest number of bytes that are read from a writer at once. A controller has thousands of
-/// streams.
+/// The largest number of bytes that are taken from the writer of a control connection through the
+/// tree at once. A controller has thousands of streams.
 const READ_BYTES: usize = 4 << 10;
 
-/// An event of a local stream, which is passed to the router.
+/// An event at this process's end of a control connection through the tree: written bytes, the end
+/// of writing, or read bytes.
 #[derive(Debug)]
 pub(crate) enum LocalStreamEvent {
     /// The writer has written these bytes.
@@ -23,8 +26,8 @@ pub(crate) enum LocalStreamEvent {
     Consumed(StreamId, usize),
 }
 
-/// The router's end of a stream whose reader and writer are in this process. Dropping it ends the
-/// stream for the reader.
+/// The tree's end of a control connection whose reader and writer are in this process. Dropping it
+/// ends the stream for the reader.
 pub(crate) struct LocalStream {
     /// The bytes that the writer may still write.
     space: Arc<Semaphore>,
@@ -32,14 +35,15 @@ pub(crate) struct LocalStream {
     delivered: Option<mpsc::Sender<Vec<u8>>>,
 }
 
-/// The input and output at one end of a pair of pipes.
+/// The byte streams for reading and writing at one end of a control connection through the tree.
 pub(crate) struct StreamHalves {
     pub(crate) input: DuplexStream,
     pub(crate) output: DuplexStream,
 }
 
 impl StreamHalves {
-    /// Creates the two ends of a pair of pipes. Returns the end of the router, and the end of the
+    /// Creates two connected pipes (one for each direction), and returns their ends for the tree's
+    /// router and for the reader and writer. Returns the end of the router, and the end of the
     /// reader and writer.
     pub(crate) fn create_pair() -> (StreamHalves, StreamHalves) {
         let (written, output) = duplex(PIPE_BYTES);
@@ -49,8 +53,8 @@ impl StreamHalves {
 }
 
 impl LocalStream {
-    /// Starts the tasks that copy bytes between the router and one end of a pair of pipes. The
-    /// tasks report to `events`.
+    /// Starts the tasks that copy bytes between the tree's router and the reader and writer of a
+    /// control connection. The tasks report to `events`.
     pub(crate) fn start(
         stream: StreamId,
         halves: StreamHalves,
@@ -64,7 +68,8 @@ impl LocalStream {
         LocalStream { space, delivered: Some(delivered) }
     }
 
-    /// Passes bytes to the reader. Never blocks.
+    /// Passes `bytes`, which have arrived through the tree, to the reader of the control
+    /// connection. Never blocks.
     pub(crate) fn deliver(&self, bytes: Vec<u8>) {
         if let Some(delivered) = &self.delivered {
             // An error means that the reader has gone.
@@ -72,23 +77,24 @@ impl LocalStream {
         }
     }
 
-    /// Ends the stream for the reader, after the bytes that were passed to it.
+    /// Ends the control connection for its reader, after the bytes that were passed to the reader.
     pub(crate) fn end_reading(&mut self) {
         self.delivered = None;
     }
 
-    /// Permits the writer to write `count` more bytes.
+    /// Permits the writer of the control connection to write `count` more bytes.
     pub(crate) fn add_space(&self, count: usize) {
         self.space.add_permits(count);
     }
 
-    /// Makes further writes fail, because the stream has ended.
+    /// Makes further writes to the control connection fail, because the connection has ended.
     pub(crate) fn end_writing(&self) {
         self.space.close();
     }
 }
 
-/// Reads the bytes of the writer, as far as the stream has space, and passes them to the router.
+/// Reads what the writer of a control connection has written, while the other end has space for it,
+/// and passes it to the tree's router.
 async fn read_from_writer(
     stream: StreamId,
     mut written: DuplexStream,
@@ -109,7 +115,8 @@ async fn read_from_writer(
     _ = events.send(LocalStreamEvent::Closed(stream)).await;
 }
 
-/// Writes the bytes of a stream to its reader. Bytes for a reader that has gone count as taken.
+/// Writes the bytes that have arrived through the tree to the reader of a control connection. Bytes
+/// for a reader that has gone count as taken.
 async fn write_to_reader(
     stream: StreamId,
     mut reader: DuplexStream,

@@ -1,4 +1,5 @@
-//! [`ResumableStream`]: one end of a stream that survives the end of the links that carry it.
+//! [`ResumableStream`]: one end of an agent's control connection through the tree, which survives
+//! the loss of the connections between neighbours.
 //!
 //! Each end keeps the bytes that the other end has not acknowledged, at most [`WINDOW_BYTES`].
 //! After a change of the way through the tree, both ends exchange how much they have received, and
@@ -7,14 +8,18 @@
 use super::frame::{StreamBytes, StreamId, StreamProgress, TreeFrame};
 use std::collections::VecDeque;
 
-/// The largest number of unacknowledged bytes in one direction of a stream.
+/// The largest number of bytes in one direction of a stream that the other end has not yet
+/// acknowledged.
 pub(super) const WINDOW_BYTES: usize = 128 << 10;
-/// The largest number of bytes of a stream in one frame.
+/// The largest number of bytes of a stream that one frame (message between neighbours of the tree)
+/// carries.
 pub(super) const MAX_DATA_BYTES: usize = 32 << 10;
-/// The number of consumed bytes after which an acknowledgement is sent.
+/// The number of bytes that the reader takes from a stream before an acknowledgement is sent to the
+/// other end.
 const BYTES_PER_ACK: u64 = WINDOW_BYTES as u64 / 4;
 
-/// One end of a stream whose connection can be replaced without losing bytes.
+/// One end of a byte stream through the tree of agents that loses no bytes when its way through the
+/// tree changes.
 #[derive(Debug, Default)]
 pub(super) struct ResumableStream {
     /// The bytes that the other end has not acknowledged.
@@ -39,7 +44,7 @@ pub(super) struct ResumableStream {
     pub(super) is_synchronized: bool,
 }
 
-/// The bytes or the end that a received frame adds to a stream.
+/// What a received frame adds to the data of a stream: bytes, the end, or nothing.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ReceivedData {
     /// These bytes follow the earlier ones.
@@ -53,34 +58,37 @@ pub(super) enum ReceivedData {
 }
 
 impl ResumableStream {
-    /// Returns the number of bytes that may be written before the other end acknowledges some.
+    /// Returns the number of bytes that may be written to the stream before the other end
+    /// acknowledges some.
     pub(super) fn count_writable_bytes(&self) -> usize {
         WINDOW_BYTES.saturating_sub(self.unacknowledged.len())
     }
 
-    /// Appends bytes to the data that are sent to the other end. The caller observes the space.
+    /// Appends bytes to the data that are to be sent to the other end of the stream. The caller
+    /// observes the space.
     pub(super) fn write(&mut self, bytes: &[u8]) {
         debug_assert!(bytes.len() <= self.count_writable_bytes(), "the writer observes the space");
         self.unacknowledged.extend(bytes);
     }
 
-    /// Ends the data that are sent to the other end.
+    /// Marks the end of the data that are to be sent to the other end of the stream.
     pub(super) fn finish_writing(&mut self) {
         self.is_finished = true;
     }
 
-    /// Returns the offset behind the last byte that was written for the other end.
+    /// Returns the number of bytes that were written to the stream so far, including those that are
+    /// not sent yet.
     fn written_end_offset(&self) -> u64 {
         self.base + self.unacknowledged.len() as u64
     }
 
-    /// Returns whether the other end has acknowledged all data and their end.
+    /// Returns whether the other end of the stream has acknowledged all data and their end.
     pub(super) fn is_delivered(&self) -> bool {
         self.is_end_acknowledged
     }
 
-    /// Returns the next frame to send, or `None` if everything is sent or the stream has no
-    /// connection to the other end.
+    /// Returns the next frame to send to the other end of the stream, or `None` if everything is
+    /// sent or there is no way to the other end.
     pub(super) fn take_frame(&mut self, stream: StreamId) -> Option<TreeFrame> {
         if !self.is_synchronized {
             return None;
@@ -99,9 +107,9 @@ impl ResumableStream {
         })
     }
 
-    /// Frees the bytes that the other end has acknowledged, and returns their number. The other end
-    /// needs nothing before `acknowledged` again. Ignores acknowledgements of bytes that do not
-    /// exist.
+    /// Frees the bytes of the stream up to the offset `acknowledged`, which the other end has
+    /// received, and returns their number. The other end needs nothing before `acknowledged` again.
+    /// Ignores acknowledgements of bytes that do not exist.
     pub(super) fn handle_acknowledgement(&mut self, acknowledged: u64) -> usize {
         let end = self.written_end_offset();
         if acknowledged < self.base || acknowledged > end + u64::from(self.is_finished) {
@@ -115,8 +123,9 @@ impl ResumableStream {
         count
     }
 
-    /// Resumes sending over a new connection, after the bytes that the other end has received.
-    /// Returns the number of bytes for which the stream has space again.
+    /// Resumes sending over a new way through the tree, after the bytes that the other end has
+    /// received according to `progress`. Returns the number of bytes for which the stream has space
+    /// again.
     pub(super) fn resume_sending(&mut self, progress: StreamProgress) -> usize {
         let freed = self.handle_acknowledgement(progress.acknowledged);
         let last = self.written_end_offset() + u64::from(self.is_finished);
@@ -125,20 +134,21 @@ impl ResumableStream {
         freed
     }
 
-    /// Returns the number of bytes that this end has received, from which the other end resumes
-    /// sending.
+    /// Reports how many bytes this end of the stream has received, so that the other end resumes
+    /// sending after them.
     pub(super) fn report_progress(&mut self) -> StreamProgress {
         self.reported = self.acknowledgeable_offset();
         StreamProgress { received: self.received, acknowledged: self.reported }
     }
 
-    /// Returns the offset up to which this end may acknowledge received bytes. These are the bytes
-    /// that the reader has taken, and the end of the direction if it has arrived.
+    /// Returns the offset in the received data up to which this end may send an acknowledgement.
+    /// These are the bytes that the reader has taken, and the end of the direction if it has
+    /// arrived.
     fn acknowledgeable_offset(&self) -> u64 {
         if self.has_received_end { self.received } else { self.consumed }
     }
 
-    /// Processes received bytes that begin at `offset`.
+    /// Adds received bytes, which begin at `offset` of the stream, to the received data.
     pub(super) fn receive_bytes(&mut self, offset: u64, bytes: Vec<u8>) -> ReceivedData {
         if bytes.len() > MAX_DATA_BYTES {
             return ReceivedData::Violation;
@@ -155,7 +165,7 @@ impl ResumableStream {
         ReceivedData::Bytes(if known == 0 { bytes } else { bytes[known..].to_vec() })
     }
 
-    /// Processes the end of the received direction, which has `offset` bytes.
+    /// Handles the other end's message that its direction of the stream ends after `offset` bytes.
     pub(super) fn receive_end(&mut self, offset: u64) -> ReceivedData {
         if self.has_received_end || offset != self.received {
             return ReceivedData::Nothing;
@@ -165,14 +175,14 @@ impl ResumableStream {
         ReceivedData::End
     }
 
-    /// Records that the reader has taken this number of bytes. Returns whether an acknowledgement
-    /// is due.
+    /// Records that the reader of the stream has taken `count` received bytes. Returns whether an
+    /// acknowledgement is due.
     pub(super) fn record_consumed_bytes(&mut self, count: u64) -> bool {
         self.consumed += count;
         self.consumed.saturating_sub(self.reported) >= BYTES_PER_ACK
     }
 
-    /// Builds the acknowledgement of all bytes that the reader has taken.
+    /// Builds the message that acknowledges all bytes that the reader of the stream has taken.
     pub(super) fn build_acknowledgement(&mut self, stream: StreamId) -> TreeFrame {
         self.reported = self.acknowledgeable_offset();
         TreeFrame::Ack { stream, acknowledged: self.reported }

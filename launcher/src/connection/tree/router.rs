@@ -1,5 +1,5 @@
-//! [`TreeRouter`]: which link carries which stream, as a state machine without I/O and clock. The
-//! controller and every agent of the tree have one.
+//! [`TreeRouter`]: decides which connection between neighbours of the tree carries the control
+//! connection of which agent. The controller and every agent of the tree have one.
 use super::{
     frame::{StreamId, TreeFrame, TreeParent},
     link_set::LinkId,
@@ -8,14 +8,14 @@ use super::{
 use protocol::control::MAX_ADDRESSES;
 use std::{collections::HashMap, net::SocketAddr};
 
-/// The largest number of streams whose frames an agent passes on. Registrations of others are
-/// ignored.
+/// The largest number of agents whose control connections one agent of the tree passes on.
+/// Registrations of others are ignored.
 const MAX_STREAMS: usize = 1 << 16;
-/// The largest number of bytes of an agent's standard error that one frame carries. Longer texts
-/// are ignored.
+/// The largest number of bytes of an agent's standard error that one frame (message between
+/// neighbours of the tree) carries. Longer texts are ignored.
 const MAX_STDERR_BYTES: usize = 32 << 10;
 
-/// An action that the router requests from its caller, which does the I/O.
+/// An action that the router of a tree node requests from its caller, which does the I/O.
 #[derive(Debug, PartialEq)]
 pub(crate) enum RouterAction {
     /// Send a frame on a link.
@@ -39,7 +39,7 @@ pub(crate) enum RouterAction {
     ShowStderr(StreamId, String),
 }
 
-/// Why a stream has ended.
+/// Why an agent's control connection through the tree has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamEnd {
     /// The other end has written everything.
@@ -50,7 +50,7 @@ pub(crate) enum StreamEnd {
     Violation,
 }
 
-/// Whether a router belongs to the controller or to an agent.
+/// Whether a router of the tree belongs to the controller or to an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RouterRole {
     /// The controller, at which all streams begin.
@@ -59,7 +59,8 @@ enum RouterRole {
     Agent,
 }
 
-/// Routes frames of the tree between links, and processes the frames of local streams.
+/// Passes on frames between the neighbours of one node of the tree, and processes those of the
+/// streams that end in this process.
 #[derive(Debug)]
 pub(crate) struct TreeRouter {
     side: RouterRole,
@@ -76,19 +77,19 @@ pub(crate) struct TreeRouter {
 }
 
 impl TreeRouter {
-    /// Creates the router of a controller.
+    /// Creates the router of the controller's part of the tree.
     pub(crate) fn new_controller() -> TreeRouter {
         TreeRouter::new(RouterRole::Controller)
     }
 
-    /// Creates the router of the agent at the end of a stream.
+    /// Creates the router of the agent to which the stream `stream` belongs.
     pub(crate) fn new_agent(stream: StreamId) -> TreeRouter {
         let mut router = TreeRouter::new(RouterRole::Agent);
         router.open_stream(stream);
         router
     }
 
-    /// Creates a router without links and streams.
+    /// Creates a router of the tree without links to neighbours and without streams.
     fn new(side: RouterRole) -> TreeRouter {
         TreeRouter {
             side,
@@ -100,24 +101,26 @@ impl TreeRouter {
         }
     }
 
-    /// Removes and returns the actions that the router has requested.
+    /// Removes and returns the actions that the router has requested from its caller, which does
+    /// the I/O.
     pub(crate) fn take_actions(&mut self) -> Vec<RouterAction> {
         std::mem::take(&mut self.actions)
     }
 
     // ---- local streams ----
 
-    /// Opens a local stream, whose reader and writer are in this process.
+    /// Opens a stream through the tree whose reader and writer are in this process.
     pub(crate) fn open_stream(&mut self, stream: StreamId) {
         self.streams.insert(stream, ResumableStream::default());
     }
 
-    /// Returns the number of bytes that may be written to a new local stream.
+    /// Returns the number of bytes that may be written to a new stream before the other end
+    /// acknowledges some.
     pub(crate) fn initial_writable_bytes() -> usize {
         super::resumable_stream::WINDOW_BYTES
     }
 
-    /// Writes bytes to a local stream. The caller observes the space.
+    /// Writes bytes to a stream whose writer is in this process. The caller observes the space.
     pub(crate) fn write(&mut self, stream: StreamId, bytes: &[u8]) {
         if let Some(state) = self.streams.get_mut(&stream) {
             state.write(bytes);
@@ -125,7 +128,7 @@ impl TreeRouter {
         }
     }
 
-    /// Ends the data that are written to a local stream.
+    /// Marks the end of the data that are written in this process to a stream.
     pub(crate) fn finish_writing(&mut self, stream: StreamId) {
         if let Some(state) = self.streams.get_mut(&stream) {
             state.finish_writing();
@@ -133,7 +136,7 @@ impl TreeRouter {
         }
     }
 
-    /// Records that the reader of a local stream has taken this number of bytes.
+    /// Records that the reader of a stream in this process has taken `count` bytes.
     pub(crate) fn record_consumed_bytes(&mut self, stream: StreamId, count: usize) {
         if let Some(state) = self.streams.get_mut(&stream)
             && state.record_consumed_bytes(count as u64)
@@ -143,26 +146,26 @@ impl TreeRouter {
         }
     }
 
-    /// Ends a local stream in both directions, and informs the other end.
+    /// Ends a stream of this process in both directions, and informs the other end.
     pub(crate) fn abort_stream(&mut self, stream: StreamId) {
         if self.streams.remove(&stream).is_some() {
             self.send_towards_other_end(stream, TreeFrame::Abort { stream });
         }
     }
 
-    /// Sends the agent of a local stream its new list of possible parents.
+    /// Sends the agent at the other end of a stream its new list of possible parents in the tree.
     pub(crate) fn send_parents(&mut self, stream: StreamId, parents: Vec<TreeParent>) {
         self.send_towards_other_end(stream, TreeFrame::Parents { stream, parents });
     }
 
-    /// Returns whether the other end of a local stream has received all data, or the stream has
-    /// ended.
+    /// Returns whether the other end of a stream of this process has received all data, or the
+    /// stream has ended.
     pub(crate) fn is_delivered(&self, stream: StreamId) -> bool {
         self.streams.get(&stream).is_none_or(ResumableStream::is_delivered)
     }
 
-    /// Sends a frame of a local stream on the link that leads to its other end. Drops the frame if
-    /// there is no way.
+    /// Sends a frame of a stream to the neighbour through which the other end of the stream is
+    /// reached. Drops the frame if there is no way.
     fn send_towards_other_end(&mut self, stream: StreamId, frame: TreeFrame) {
         let way = match self.side {
             RouterRole::Controller => self.find_route(stream),
@@ -171,7 +174,7 @@ impl TreeRouter {
         self.actions.extend(way.map(|link| RouterAction::Send(link, frame)));
     }
 
-    /// Sends the frames that a local stream has ready.
+    /// Sends all frames of a stream of this process that are ready to be sent.
     fn send_pending_frames(&mut self, stream: StreamId) {
         while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_frame(stream)) {
             self.send_towards_other_end(stream, frame);
@@ -180,7 +183,8 @@ impl TreeRouter {
 
     // ---- links ----
 
-    /// Makes a link the uplink, which leads to the controller, and registers all streams on it.
+    /// Makes `link` the connection to the neighbour above, which leads to the controller, and
+    /// registers all streams on it.
     pub(crate) fn set_uplink(&mut self, link: LinkId) {
         self.uplink = Some(link);
         let local = self.streams.keys().copied();
@@ -200,23 +204,26 @@ impl TreeRouter {
         self.streams.values_mut().for_each(|state| state.is_synchronized = false);
     }
 
-    /// Reports the addresses at which the agent of a local stream accepts other agents.
+    /// Reports to the controller the addresses at which the agent of this process accepts agents
+    /// below it.
     pub(crate) fn report_ready(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
         self.ready.insert(stream, addresses.clone());
         self.send_to_uplink(TreeFrame::Ready { stream, addresses });
     }
 
-    /// Sends a frame to the neighbour above, if there is one.
+    /// Sends a frame to the neighbour above in the tree, if there is one.
     pub(crate) fn send_to_uplink(&mut self, frame: TreeFrame) {
         self.actions.extend(self.uplink.map(|link| RouterAction::Send(link, frame)));
     }
 
-    /// Returns the link that carries the stream of an agent below, or `None` if no link does.
+    /// Returns the link to the neighbour through which an agent below is reached, or `None` if
+    /// there is no way to it.
     pub(crate) fn find_route(&self, stream: StreamId) -> Option<LinkId> {
         self.routes.get(&stream).and_then(|links| links.last().copied())
     }
 
-    /// Detaches all streams from a link to a neighbour below that has ended.
+    /// Records that the link to a neighbour below has ended, so that the agents behind it are no
+    /// longer reached through it.
     pub(crate) fn remove_child(&mut self, link: LinkId) {
         let lost: Vec<StreamId> = self
             .routes
@@ -227,7 +234,7 @@ impl TreeRouter {
         lost.into_iter().for_each(|stream| self.detach_stream(stream, link));
     }
 
-    /// Detaches a stream from a link, which no longer carries it. If the stream was registered on
+    /// Records that an agent is no longer reached through `link`. If the stream was registered on
     /// another link, that link carries it again.
     fn detach_stream(&mut self, stream: StreamId, link: LinkId) {
         let Some(links) = self.routes.get_mut(&stream) else { return };
@@ -250,7 +257,7 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a frame that arrived on a link to a neighbour below. Ignores frames of streams
+    /// Processes a frame that arrived from a neighbour below in the tree. Ignores frames of streams
     /// that are not registered on the link, and frames that no neighbour below sends.
     pub(crate) fn receive_from_child(&mut self, link: LinkId, frame: TreeFrame) {
         let stream = match &frame {
@@ -284,8 +291,8 @@ impl TreeRouter {
         }
     }
 
-    /// Makes a link to a neighbour below carry the stream of an agent. At the controller, an agent
-    /// whose stream does not exist any more is asked to end.
+    /// Records that an agent is reached through `link`, which leads to a neighbour below. At the
+    /// controller, an agent whose stream does not exist any more is asked to end.
     fn add_route(&mut self, link: LinkId, stream: StreamId) {
         let is_known = match self.side {
             RouterRole::Controller => self.streams.contains_key(&stream),
@@ -302,7 +309,7 @@ impl TreeRouter {
         }
     }
 
-    /// Handles the registration of a stream that arrived on a link.
+    /// Handles the message on `link` that the agent of a stream is reached through this link.
     fn register_stream(&mut self, link: LinkId, stream: StreamId) {
         if self.side == RouterRole::Agent {
             return self.send_to_uplink(TreeFrame::Register { stream });
@@ -314,7 +321,7 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a frame that arrived on the link to the neighbour above.
+    /// Processes a frame that arrived from the neighbour above in the tree.
     pub(crate) fn receive_from_uplink(&mut self, frame: TreeFrame) {
         let stream = match &frame {
             TreeFrame::Data { stream, .. }
@@ -332,7 +339,7 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a frame for a local stream. Ignores frames of other streams.
+    /// Processes a frame of a stream that ends in this process. Ignores frames of other streams.
     fn receive_for_local_stream(&mut self, frame: TreeFrame) {
         let (stream, part) = match frame {
             TreeFrame::Data { stream, offset, bytes } => {
@@ -385,14 +392,15 @@ impl TreeRouter {
         }
     }
 
-    /// Informs the writer of a local stream that it may write `count` more bytes.
+    /// Requests that the writer of a stream in this process be permitted to write `count` more
+    /// bytes.
     fn add_space(&mut self, stream: StreamId, count: usize) {
         if count > 0 {
             self.actions.push(RouterAction::AddSpace(stream, count));
         }
     }
 
-    /// Ends a local stream, because the other end no longer knows it.
+    /// Ends a stream of this process for the reason `end`.
     fn end_stream(&mut self, stream: StreamId, end: StreamEnd) {
         if self.streams.remove(&stream).is_some() {
             self.actions.push(RouterAction::End(stream, end));

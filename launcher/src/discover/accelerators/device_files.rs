@@ -8,14 +8,17 @@ use std::{
     str::FromStr,
 };
 
-/// The largest number of directory entries that one listing returns. Further entries are ignored.
+/// The largest number of entries of a directory of device files that one listing returns. Further
+/// entries are ignored.
 const MAX_ENTRIES: usize = 4096;
-/// The largest number of directory entries that one listing reads. Further entries are ignored.
+/// The largest number of entries of a directory of device files that one listing examines. Further
+/// entries are ignored.
 const MAX_READ_ENTRIES: usize = 1 << 20;
-/// The largest number of bytes of a file that are read. Further bytes are ignored.
+/// The largest number of bytes of a driver's file that are read. Further bytes are ignored.
 const MAX_FILE_BYTES: u64 = 64 << 10;
 
-/// Reads the files of device drivers in /proc, /sys and /dev below a root directory.
+/// Reads files of device drivers in /proc, /sys and /dev below a root directory, with limits on
+/// their sizes.
 pub(super) struct DeviceFiles<'a> {
     root: &'a Path,
     /// Returns whether this process may open a device node.
@@ -27,15 +30,15 @@ impl<'a> DeviceFiles<'a> {
         DeviceFiles { root, is_permitted }
     }
 
-    /// Returns the names of the entries of a directory, sorted. Returns no names if the directory
-    /// cannot be read.
+    /// Returns the sorted names of the entries of a directory below the root directory. Returns no
+    /// names if the directory cannot be read.
     pub(super) fn list_names(&self, directory: impl AsRef<Path>) -> Vec<String> {
         self.select_entries(directory, Some)
     }
 
-    /// Calls `select` with the names of the entries of a directory, and returns the selected
-    /// values, sorted. Entries that are not selected do not count for the limit of [`MAX_ENTRIES`]:
-    /// /dev may hold thousands of other nodes.
+    /// Calls `select` with the name of each entry of a directory, and returns the values that
+    /// `select` returns, sorted. Entries that are not selected do not count for the limit of
+    /// [`MAX_ENTRIES`]: /dev may hold thousands of other nodes.
     pub(super) fn select_entries<T: Ord>(
         &self,
         directory: impl AsRef<Path>,
@@ -49,8 +52,8 @@ impl<'a> DeviceFiles<'a> {
         selected
     }
 
-    /// Returns the numbers N of the directory entries that are named `{prefix}N`, in ascending
-    /// order.
+    /// Returns, in ascending order, the numbers N for which a directory has an entry with the name
+    /// `{prefix}N`.
     pub(super) fn list_numbers(&self, directory: impl AsRef<Path>, prefix: &str) -> Vec<u32> {
         let number = |name: String| {
             let digits = name.strip_prefix(prefix)?;
@@ -62,8 +65,8 @@ impl<'a> DeviceFiles<'a> {
         numbers
     }
 
-    /// Reads the beginning of a regular file as text. Returns `None` if the file cannot be read or
-    /// is not UTF-8.
+    /// Reads the beginning of a regular file below the root directory as text. Returns `None` if
+    /// the file cannot be read or is not UTF-8.
     pub(super) fn read_text(&self, path: impl AsRef<Path>) -> Option<String> {
         // Opening a named pipe would block.
         let mut options = OpenOptions::new();
@@ -76,26 +79,27 @@ impl<'a> DeviceFiles<'a> {
         String::from_utf8(bytes).ok()
     }
 
-    /// Reads a file that contains a single value, such as a number. Returns `None` if the value
-    /// cannot be read.
+    /// Reads a file of a driver that contains a single value, such as a number. Returns `None` if
+    /// the value cannot be read.
     pub(super) fn read_value<T: FromStr>(&self, path: impl AsRef<Path>) -> Option<T> {
         self.read_text(path)?.trim().parse().ok()
     }
 
-    /// Reads a file that contains a hexadecimal number such as `0x8086`.
+    /// Reads a file of a driver that contains a hexadecimal number such as `0x8086`.
     pub(super) fn read_hex(&self, path: impl AsRef<Path>) -> Option<u32> {
         u32::from_str_radix(self.read_text(path)?.trim().strip_prefix("0x")?, 16).ok()
     }
 
-    /// Returns the last component of the target of a symbolic link. Drivers link a device to the
-    /// directory that is named after its address.
+    /// Returns the last component of the target of a symbolic link, which in links of drivers is
+    /// the address or the name of a device. Drivers link a device to the directory that is named
+    /// after its address.
     pub(super) fn read_link_name(&self, path: impl AsRef<Path>) -> Option<String> {
         let target = fs::read_link(self.root.join(path)).ok()?;
         target.file_name()?.to_str().map(str::to_owned)
     }
 
-    /// Reads the NUMA node of the PCI device with the address `bus`. Returns `None` if the kernel
-    /// states -1 or the file cannot be read.
+    /// Reads the NUMA node to which the PCI device with the address `bus` belongs. Returns `None`
+    /// if the kernel states -1 or the file cannot be read.
     pub(super) fn read_numa_node(&self, bus: &str) -> Option<u32> {
         // A damaged list of devices must not lead out of the directory.
         let is_address = bus.bytes().all(|b| b.is_ascii_hexdigit() || matches!(b, b':' | b'.'));

@@ -1,8 +1,7 @@
-//! [`DiscoveredAccelerators`]: the accelerators of a machine.
+//! [`DiscoveredAccelerators`]: the accelerators of a machine that discovery has found.
 use protocol::hardware::Accelerator;
 
-/// The accelerators of a machine that this process may use, and the number of those that it may
-/// not.
+/// The accelerators of a machine that this process may use, and how many others it may not use.
 #[derive(Debug, Default, PartialEq)]
 pub(in crate::discover) struct DiscoveredAccelerators {
     /// The accelerators that this process may use. Those of one kind are in the order in which

@@ -11,7 +11,7 @@ const INTEL_VENDOR_ID: u32 = 0x8086;
 const DISPLAY_PCI_CLASS: u32 = 0x03;
 /// The PCI address of the graphics unit that is integrated in an Intel CPU.
 const INTEGRATED_GPU_ADDRESS: &str = "0000:00:02.0";
-/// The largest number of tiles of a GPU.
+/// The largest number of tiles of an Intel GPU that are counted.
 const MAX_TILES: usize = 8;
 
 /// Lists the Intel GPUs that this process may open, in the order of their PCI addresses. Graphics
@@ -48,8 +48,8 @@ pub(super) fn list_xpus(
     found.accelerators.extend(gpus.into_iter().flat_map(|(gpu, tiles)| vec![gpu; tiles]));
 }
 
-/// Returns the number of tiles of the GPU with the directory `device`. The drivers xe and i915 list
-/// tiles in different directories.
+/// Returns the number of tiles of the Intel GPU with the sysfs directory `device`. The drivers xe
+/// and i915 list tiles in different directories.
 fn count_tiles(tree: &DeviceFiles<'_>, device: &str) -> usize {
     let xe = tree.list_numbers(device, "tile").len();
     let nodes = tree.list_names(format!("{device}/drm"));

@@ -1,4 +1,4 @@
-//! [`read_mig_uuids`]: asks NVIDIA's tool for the UUIDs of MIG instances, which no file contains.
+//! [`read_mig_uuids`]: asks `nvidia-smi` for the UUIDs of MIG instances, which no file contains.
 use std::{
     collections::BTreeMap,
     io::Read,
@@ -12,10 +12,11 @@ use std::{
 /// The time limit for running `nvidia-smi -L`. It is killed afterwards, and the UUIDs remain
 /// unknown.
 const NVIDIA_SMI_TIMEOUT: Duration = Duration::from_secs(10);
-/// The largest number of bytes of the tool's output that are read.
+/// The largest number of bytes of the output of `nvidia-smi -L` that are read.
 const MAX_OUTPUT_BYTES: u64 = 256 << 10;
 
-/// The UUIDs of MIG instances in the order of `nvidia-smi`, by the UUID of their GPU.
+/// The UUIDs of the MIG instances of each GPU, by the UUID of the GPU, in the order in which
+/// `nvidia-smi` lists them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct MigUuids(BTreeMap<String, Vec<String>>);
 
@@ -49,15 +50,15 @@ impl MigUuids {
     }
 }
 
-/// Runs `program -L`, and returns the UUIDs of the MIG instances that it lists. The result is empty
-/// if the program is missing, fails or exceeds [`NVIDIA_SMI_TIMEOUT`].
+/// Runs `program -L` (`nvidia-smi -L`), and returns the UUIDs of the MIG instances that the program
+/// lists. The result is empty if the program is missing, fails or exceeds [`NVIDIA_SMI_TIMEOUT`].
 pub(super) fn read_mig_uuids(program: &str) -> MigUuids {
     run_and_read_output(program, NVIDIA_SMI_TIMEOUT)
         .map_or_else(MigUuids::default, |text| MigUuids::parse(&text))
 }
 
-/// Runs `program -L` in a separate process group for at most `limit`, and returns its output.
-/// Returns `None` if the output is not complete at this time.
+/// Runs `program -L` (`nvidia-smi -L`) in a separate process group for at most `limit`, and returns
+/// its output. Returns `None` if the output is not complete at this time.
 fn run_and_read_output(program: &str, limit: Duration) -> Option<String> {
     let mut command = Command::new(program);
     command.arg("-L").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);

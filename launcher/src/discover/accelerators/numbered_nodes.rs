@@ -8,18 +8,18 @@ use protocol::hardware::Accelerator;
 const ACCEL_DIRECTORY: &str = "sys/class/accel";
 /// The PCI vendor number of Habana Labs, which makes Gaudi.
 const HABANA_VENDOR_ID: u32 = 0x1da3;
-/// The largest number of NeuronCores of a device.
+/// The largest number of NeuronCores of a Neuron device that are listed.
 const MAX_CORES_PER_DEVICE: u32 = 128;
 
-/// Lists the Ascend NPUs that this process may open, by device number.
+/// Lists the Ascend NPUs that this process may open, in the order of their device numbers.
 pub(super) fn list_npus(tree: &DeviceFiles<'_>, found: &mut DiscoveredAccelerators) {
     let nodes = list_permitted_nodes(tree, "dev", "davinci", found);
     found.accelerators.extend(nodes.iter().map(|_| Accelerator::new(AcceleratorKind::Npu)));
 }
 
-/// Lists the Gaudi accelerators that this process may open, by module id. The module id, which
-/// `HABANA_VISIBLE_MODULES` lists, differs from the number of the device node. The id is unknown
-/// with drivers that do not state it.
+/// Lists the Gaudi accelerators that this process may open, in the order of their module ids. The
+/// module id, which `HABANA_VISIBLE_MODULES` lists, differs from the number of the device node. The
+/// id is unknown with drivers that do not state it.
 pub(super) fn list_hpus(tree: &DeviceFiles<'_>, found: &mut DiscoveredAccelerators) {
     let mut hpus = Vec::new();
     for number in tree.list_numbers("dev/accel", "accel") {
@@ -67,9 +67,10 @@ pub(super) fn list_neuron_cores(
     found.accelerators.extend((0..count).map(core));
 }
 
-/// Returns the number of logical NeuronCores of the device with the number `device`, or `None` if
-/// the driver does not state it. Devices of the second and later generations of Trainium combine
-/// two physical cores to a logical core, unless an environment variable states another number.
+/// Returns the number of logical NeuronCores of the Neuron device with the number `device`, or
+/// `None` if the driver does not state it. Devices of the second and later generations of Trainium
+/// combine two physical cores to a logical core, unless an environment variable states another
+/// number.
 fn count_cores(
     tree: &DeviceFiles<'_>,
     device: u32,

@@ -8,13 +8,14 @@ use diagnostic::{Code, Diagnostic, codes::ssh};
 use protocol::control::ExitStatus;
 use std::{io, time::Duration};
 
-/// The exit code with which OpenSSH's client reports its own failures.
+/// The exit code with which OpenSSH's client (`ssh`) reports that it has failed itself.
 const CLIENT_ERROR_EXIT_CODE: u8 = 255;
-/// The largest number of output lines that an error about the client contains.
+/// The largest number of output lines of OpenSSH's client that an error about the client contains.
 const MAX_OUTPUT_LINES: usize = 3;
 
-/// The texts in messages of OpenSSH's client by which its failures are classified, each with an
-/// error code and the failed stage of the connection. The first entry with a matching text applies.
+/// The texts in messages of OpenSSH's client by which launch recognizes a failure, each with an
+/// error code and the stage of the connection that failed. The first entry with a matching text
+/// applies.
 ///
 /// The texts only select among failures. That the client has failed is known from its exit code.
 const FAILURE_PATTERNS: &[(&[&str], Code, ConnectionStage)] = &[
@@ -57,12 +58,13 @@ const FAILURE_PATTERNS: &[(&[&str], Code, ConnectionStage)] = &[
     (&SERVER_CLOSED_MESSAGES, ssh::SSH_HANDSHAKE_FAILED, ConnectionStage::HostKey),
 ];
 
-/// The texts by which OpenSSH's client reports that the server has closed the connection during the
-/// handshake.
+/// The texts with which OpenSSH's client reports that the server has closed the connection during
+/// the handshake.
 const SERVER_CLOSED_MESSAGES: [&str; 4] =
     ["kex_exchange_identification", "Connection closed by", "Connection reset by", "banner line"];
 
-/// The explanation of a failure of OpenSSH's client.
+/// The reason why OpenSSH's client could not connect to a host or lost the connection, with the
+/// lines that it has printed.
 #[derive(Debug)]
 pub(in crate::cluster::ssh) struct ClientFailure {
     code: Code,
@@ -77,8 +79,9 @@ pub(in crate::cluster::ssh) struct ClientFailure {
 }
 
 impl ClientFailure {
-    /// Explains why the client has ended, or returns `None` if `status` is the exit status of the
-    /// remote command. `stderr` is what the remote command and the proxy command wrote.
+    /// Determines why OpenSSH's client has ended; returns `None` if not the client, but the command
+    /// on the host has ended with `status`. `stderr` is what the remote command and the proxy
+    /// command wrote.
     pub(super) fn from_client_end(
         status: Option<ExitStatus>,
         log: &ClientLogParser,
@@ -121,7 +124,8 @@ impl ClientFailure {
         Some(failure)
     }
 
-    /// Explains why the client has not logged in within `limit`.
+    /// Determines from its log why OpenSSH's client has not logged in to a host within the time
+    /// `limit`.
     pub(super) fn from_login_timeout(
         limit: Duration,
         log: &ClientLogParser,
@@ -134,7 +138,7 @@ impl ClientFailure {
         Self::new(ssh::SSH_CLIENT_TIMEOUT, ConnectionStage::Authentication, message, output, log)
     }
 
-    /// Creates a failure for another reason than that the server has closed the connection.
+    /// Creates a failure of OpenSSH's client with this code, stage and message.
     fn new(
         code: Code,
         stage: ConnectionStage,
@@ -146,8 +150,8 @@ impl ClientFailure {
         ClientFailure { code, stage, message, output, host_key, is_closed_by_server: false }
     }
 
-    /// Converts the failure into an error about the connection to `target`. The last lines of the
-    /// client are the cause.
+    /// Converts the failure of OpenSSH's client into an error about the connection to the host
+    /// `target`. The last lines of the client are the cause.
     pub(in crate::cluster::ssh) fn into_diagnostic(self, target: &SshTarget) -> Diagnostic {
         let mut error = build_ssh_error(target, self.code, self.message).with_field("client", "openssh");
         if let Some((key_type, fingerprint)) = self.host_key {
@@ -168,7 +172,8 @@ impl ClientFailure {
     }
 }
 
-/// Returns the last messages in the client's log or, without messages, the last lines of `stderr`.
+/// Returns those lines that explain a failure of OpenSSH's client: the last messages of its log or,
+/// without messages, the last lines of `stderr`.
 fn select_error_lines(log: &ClientLogParser, stderr: &[u8]) -> Vec<String> {
     let mut lines: Vec<String> = log.messages().map(str::to_owned).collect();
     let text = String::from_utf8_lossy(stderr);

@@ -1,14 +1,17 @@
-//! [`ClientLogParser`]: what the log of OpenSSH's client reports about a connection.
+//! [`ClientLogParser`]: parses the debug log of OpenSSH's client (`ssh`) to find out how far a
+//! connection is.
 //!
 //! The client writes its log in English only, and runs with `LogLevel=DEBUG1` in the C locale.
 use std::collections::VecDeque;
 
-/// The largest number of recent messages that are kept.
+/// The largest number of recent messages of OpenSSH's client that are kept for errors.
 const MAX_MESSAGES: usize = 24;
-/// The length of the longest kept line, in bytes. The rest of a longer line is ignored.
+/// The length, in bytes, of the longest line in the log of OpenSSH's client that is kept. The rest
+/// of a longer line is ignored.
 const MAX_LINE_BYTES: usize = 1 << 10;
 
-/// The prefixes of lines of the client's log that look like warnings but report no problem.
+/// The prefixes of lines in the log of OpenSSH's client that look like warnings but report no
+/// problem.
 const IRRELEVANT_LINE_PREFIXES: [&str; 7] = [
     "OpenSSH_",
     "Authenticated to ",
@@ -19,7 +22,8 @@ const IRRELEVANT_LINE_PREFIXES: [&str; 7] = [
     "Pseudo-terminal will not be allocated",
 ];
 
-/// The state of a connection as parsed from the log of OpenSSH's client.
+/// What the log of OpenSSH's client has reported about a connection so far: the login, the host
+/// key, the exit of the command, and messages.
 #[derive(Debug, Default)]
 pub(super) struct ClientLogParser {
     /// The beginning of a line whose end has not arrived.
@@ -37,7 +41,7 @@ pub(super) struct ClientLogParser {
 }
 
 impl ClientLogParser {
-    /// Parses the next part of the log.
+    /// Parses `bytes`, the next part of the log of OpenSSH's client.
     pub(super) fn parse_chunk(&mut self, bytes: &[u8]) {
         for byte in bytes {
             match byte {
@@ -51,7 +55,7 @@ impl ClientLogParser {
         }
     }
 
-    /// Parses one line of the log.
+    /// Parses one line of the log of OpenSSH's client, and records what it reports.
     fn parse_line(&mut self, line: &str) {
         if line.starts_with("Authenticated to ") {
             self.is_logged_in = true;
@@ -79,7 +83,8 @@ impl ClientLogParser {
         self.messages.push_back(line.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect());
     }
 
-    /// Returns the last messages of the log, except debug messages, oldest first.
+    /// Returns the last messages in the log of OpenSSH's client, except debug messages, oldest
+    /// first.
     pub(super) fn messages(&self) -> impl Iterator<Item = &str> {
         self.messages.iter().map(String::as_str)
     }

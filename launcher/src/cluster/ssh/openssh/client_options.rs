@@ -1,4 +1,5 @@
-//! [`ClientOptions`]: the command line of OpenSSH's client for one host.
+//! [`ClientOptions`]: builds the command line with which OpenSSH's client (`ssh`) connects to one
+//! host.
 use super::client_requirement::ClientRequirement;
 use crate::cluster::ssh::config::SshHostSettings;
 use jobspec::{
@@ -7,13 +8,15 @@ use jobspec::{
 };
 use std::{path::Path, time::Duration};
 
-/// The interval of keepalive messages on an idle connection, in seconds.
+/// The interval, in seconds, at which OpenSSH's client sends keepalive messages on an idle
+/// connection.
 const KEEPALIVE_S: u32 = 15;
-/// The number of unanswered keepalive messages after which the client closes the connection.
+/// The number of unanswered keepalive messages after which OpenSSH's client closes the connection.
 const MAX_UNANSWERED_KEEPALIVES: u32 = 2;
 
-/// The options of OpenSSH's client that every connection has. They override the configuration where
-/// a setting would prompt, open other connections, or change what the connection carries.
+/// The options with which launch starts OpenSSH's client for every host. They override the
+/// configuration where a setting would prompt, open other connections, or change what the
+/// connection carries.
 const FIXED_OPTIONS: [&str; 7] = [
     "BatchMode=yes",
     "ClearAllForwardings=yes",
@@ -41,8 +44,9 @@ pub(in crate::cluster::ssh) struct ClientOptions {
 }
 
 impl ClientOptions {
-    /// Builds the options for a host of the job. `settings` are those of the host in the SSH
-    /// configuration, and `config_file` is the file that `cluster.ssh.config` selects.
+    /// Builds the options with which OpenSSH's client connects to a host of the job. `settings` are
+    /// those of the host in the SSH configuration, and `config_file` is the file that
+    /// `cluster.ssh.config` selects.
     pub(in crate::cluster::ssh) fn new(
         host: &HostAddress,
         spec: &SshSpec,
@@ -87,7 +91,8 @@ impl ClientOptions {
     }
 }
 
-/// Builds the options that the connections to a host and to the job's jump host have in common.
+/// Builds the options of OpenSSH's client that are equal for the connections to a host and to the
+/// job's jump host.
 fn build_common_arguments(spec: &SshSpec, config_file: Option<&Path>) -> Vec<String> {
     let mut arguments: Vec<String> = vec!["-T".to_owned()];
     if let Some(file) = config_file {
@@ -114,7 +119,8 @@ fn build_common_arguments(spec: &SshSpec, config_file: Option<&Path>) -> Vec<Str
     arguments
 }
 
-/// Builds the arguments that name a host. The name cannot be taken for an option.
+/// Builds the arguments with the user, the port and the name of a host for OpenSSH's client. The
+/// name cannot be taken for an option.
 fn build_destination_arguments(host: &HostAddress) -> Vec<String> {
     let mut arguments = Vec::new();
     if let Some(user) = &host.user {
@@ -127,7 +133,8 @@ fn build_destination_arguments(host: &HostAddress) -> Vec<String> {
     arguments
 }
 
-/// Returns the jump host that the job configures, unless it is `none` or the host itself.
+/// Returns the host `jump` that the job configures as the jump host, unless it is `none` or the
+/// host itself.
 fn find_jump(jump: &str, host: &HostAddress, settings: &SshHostSettings) -> Option<HostAddress> {
     if jump.eq_ignore_ascii_case("none") {
         return None;
@@ -137,8 +144,9 @@ fn find_jump(jump: &str, host: &HostAddress, settings: &SshHostSettings) -> Opti
     (!is_host).then_some(jump)
 }
 
-/// Builds the proxy command that connects through the jump host of the job. A proxy command gets
-/// the key and the other settings of the job, which `ssh -J` would not pass on.
+/// Builds the command (`ProxyCommand`) through which OpenSSH's client connects to a host through
+/// the job's jump host. A proxy command gets the key and the other settings of the job, which `ssh
+/// -J` would not pass on.
 fn build_proxy_command(jump: &HostAddress, spec: &SshSpec, config_file: Option<&Path>) -> String {
     let mut words = vec!["ssh".to_owned()];
     words.extend(build_common_arguments(spec, config_file));
@@ -147,13 +155,13 @@ fn build_proxy_command(jump: &HostAddress, spec: &SshSpec, config_file: Option<&
     format!("{} -W '[%h]:%p' {}", quoted(&words), quoted(&destination))
 }
 
-/// Quotes a word for the shell, and escapes `%` for OpenSSH's client, which replaces `%` and a
-/// letter.
+/// Quotes a word for a shell command in an option of OpenSSH's client, and escapes `%`, which the
+/// client interprets.
 fn quote_word(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''").replace('%', "%%"))
 }
 
-/// Formats the `ssh` command with which the user can connect to a host as launch does.
+/// Formats the `ssh` command that a user can run to connect to a host in the same way as launch.
 fn format_command(
     host: &HostAddress,
     spec: &SshSpec,
@@ -178,7 +186,7 @@ fn format_command(
     words.join(" ")
 }
 
-/// Returns the settings of a host in an SSH configuration, for tests.
+/// Returns the settings of a host in the text `config` of an SSH configuration, for tests.
 #[cfg(test)]
 pub(super) fn read_settings(config: &str, host: &str) -> SshHostSettings {
     let dir = tempfile::tempdir().expect("a directory");

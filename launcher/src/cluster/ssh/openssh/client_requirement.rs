@@ -1,5 +1,5 @@
-//! [`find_client_requirement`]: finds what in the SSH configuration of a host only OpenSSH's client
-//! supports.
+//! [`find_client_requirement`]: finds a setting of a host in the SSH configuration that only
+//! OpenSSH's client supports, and not launch's built-in client.
 use super::supervised_child::SupervisedChild;
 use crate::cluster::ssh::{
     config::SshHostSettings,
@@ -14,17 +14,18 @@ use std::{
     time::Duration,
 };
 
-/// The number of bytes of a key file that are read to determine the type of the key.
+/// The number of bytes of an SSH key file that are read to determine the type of the key.
 const MAX_KEY_BYTES: u64 = 16 << 10;
-/// The time limit for `klist`, which looks for a Kerberos ticket.
+/// The time limit for the program `klist`, which shows whether the user has a Kerberos ticket.
 const KLIST_TIMEOUT: Duration = Duration::from_secs(2);
-/// The types of private keys that are stored on a hardware key (FIDO).
+/// The SSH key types whose private keys are stored on a hardware key (FIDO).
 const HARDWARE_KEY_TYPES: [&str; 2] = ["sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com"];
-/// The names of the files of hardware keys that OpenSSH's client tries by default.
+/// The names of the files in `~/.ssh` from which OpenSSH's client uses hardware keys by default.
 const DEFAULT_HARDWARE_KEYS: [&str; 2] = ["id_ecdsa_sk", "id_ed25519_sk"];
 
-/// The keywords of the SSH configuration that only OpenSSH's client supports. Each one is given in
-/// lower case and as documented, with the values that require nothing.
+/// The keywords of the SSH configuration that only OpenSSH's client supports, and not launch's
+/// built-in client. Each one is given in lower case and as documented, with the values that require
+/// nothing.
 const OPENSSH_ONLY_KEYWORDS: &[(&str, &str, &[&str])] = &[
     ("controlpath", "ControlPath", &["none"]),
     ("certificatefile", "CertificateFile", &["none"]),
@@ -40,7 +41,8 @@ const OPENSSH_ONLY_KEYWORDS: &[(&str, &str, &[&str])] = &[
     ("addressfamily", "AddressFamily", &["any"]),
 ];
 
-/// A setting or file because of which a host is reached through OpenSSH's client.
+/// A setting or file of a host because of which launch connects to it through OpenSSH's client
+/// instead of the built-in client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::cluster::ssh) struct ClientRequirement {
     /// The setting as in the configuration, or the path of the file with its meaning.
@@ -48,13 +50,15 @@ pub(in crate::cluster::ssh) struct ClientRequirement {
 }
 
 impl ClientRequirement {
-    /// Creates a requirement with the text of the setting or file that causes it.
+    /// Creates the reason for using OpenSSH's client from the text of the setting or file that
+    /// requires it.
     pub(in crate::cluster::ssh) fn new(option: impl Into<String>) -> ClientRequirement {
         ClientRequirement { option: option.into() }
     }
 }
 
-/// The settings and files of a host that may require OpenSSH's client.
+/// The key files and known_hosts of a host that may require OpenSSH's client instead of the
+/// built-in client.
 pub(in crate::cluster::ssh) struct HostSettingsAndFiles<'a> {
     /// The files of private keys.
     pub(in crate::cluster::ssh) keys: &'a [PathBuf],
@@ -67,8 +71,8 @@ pub(in crate::cluster::ssh) struct HostSettingsAndFiles<'a> {
     pub(in crate::cluster::ssh) known_hosts_name: &'a str,
 }
 
-/// Finds the first setting or file of a host that only OpenSSH's client supports. Proxies are not
-/// considered. May run `klist`.
+/// Finds the first setting or file of a host that only OpenSSH's client supports, and not the
+/// built-in client. Proxies are not considered. May run `klist`.
 pub(in crate::cluster::ssh) fn find_client_requirement(
     settings: &SshHostSettings,
     files: &HostSettingsAndFiles<'_>,
@@ -88,12 +92,12 @@ pub(in crate::cluster::ssh) fn find_client_requirement(
         })
 }
 
-/// Returns whether a value of the configuration switches a setting on.
+/// Returns whether a value of the SSH configuration switches a setting on.
 fn is_switched_on(value: &str) -> bool {
     ["yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }
 
-/// Finds the first keyword in a host's configuration that only OpenSSH's client supports.
+/// Finds the first keyword in the SSH configuration of a host that only OpenSSH's client supports.
 fn find_openssh_only_keyword(settings: &SshHostSettings) -> Option<ClientRequirement> {
     let requires = |(keyword, name, harmless): &(&str, &str, &[&str])| {
         let value = settings.other.get(*keyword)?;
@@ -107,7 +111,8 @@ fn find_openssh_only_keyword(settings: &SshHostSettings) -> Option<ClientRequire
     })
 }
 
-/// Finds a key file that has a certificate, or whose private key is on a hardware key.
+/// Finds an SSH key file that only OpenSSH's client can use, because it has a certificate or its
+/// private key is on a hardware key.
 fn find_openssh_only_key(files: &HostSettingsAndFiles<'_>) -> Option<ClientRequirement> {
     for key in files.keys {
         let mut certificate = key.as_os_str().to_owned();
@@ -125,7 +130,7 @@ fn find_openssh_only_key(files: &HostSettingsAndFiles<'_>) -> Option<ClientRequi
     existing.next().map(|key| ClientRequirement::new(format!("the hardware key {}", key.display())))
 }
 
-/// Returns whether the private key of a key file is stored on a hardware key.
+/// Returns whether the private key of an SSH key file is stored on a hardware key.
 fn is_hardware_key(key: &Path) -> bool {
     let mut text = String::new();
     let file = File::open(key).map(|file| file.take(MAX_KEY_BYTES).read_to_string(&mut text));
@@ -139,7 +144,8 @@ fn is_hardware_key(key: &Path) -> bool {
     HARDWARE_KEY_TYPES.iter().any(|name| has(name))
 }
 
-/// Returns whether the user has a Kerberos ticket. The result is determined once.
+/// Returns whether the user has a Kerberos ticket, with which OpenSSH's client can log in. The
+/// result is determined once.
 fn has_kerberos_ticket() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| {

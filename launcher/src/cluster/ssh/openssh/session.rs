@@ -1,4 +1,4 @@
-//! [`OpenSshSession`]: a connection to a host that a process of OpenSSH's client carries.
+//! [`OpenSshSession`]: a connection to a host through a process of OpenSSH's client (`ssh`).
 use super::{client_failure::ClientFailure, client_log::ClientLogParser, supervised_child::SupervisedChild};
 use crate::cluster::{
     ssh::{connection_progress::ConnectionProgress, ssh_error::build_ssh_error, target::SshTarget},
@@ -27,17 +27,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The remote command, which is a shell that runs each line of its input as a script. A script may
-/// replace the shell.
+/// The command that OpenSSH's client runs on the host: a shell that executes each line of its input
+/// as a script. A script may replace the shell.
 const REMOTE_COMMAND: &str = "exec /bin/sh -c 'while IFS= read -r c; do eval \"$c\"; done'";
-/// The number of bytes of the stderr of the client that are kept for error messages.
+/// The number of bytes of the stderr of OpenSSH's client that are kept for error messages.
 const MAX_STDERR_BYTES: usize = 8 << 10;
-/// How long the client may take to end after it has closed its output.
+/// How long OpenSSH's client may take to end after it has closed its output.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The largest number of times that the client is started if the server closes the connection
-/// during the handshake, as servers with too many connections do.
+/// How many times OpenSSH's client is started if the server closes the connection during the
+/// handshake.
 const MAX_ATTEMPTS: u32 = 6;
-/// The pause before the second attempt. The pause doubles with each further attempt.
+/// The pause before OpenSSH's client is started for the second time. The pause doubles with each
+/// further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// A connection to a host through a process of OpenSSH's client. A host that ends the shell,
@@ -51,7 +52,7 @@ pub(in crate::cluster::ssh) struct OpenSshSession {
 }
 
 impl OpenSshSession {
-    /// Connects to a host and logs in. Blocks.
+    /// Connects to a host through OpenSSH's client and logs in. Blocks.
     pub(in crate::cluster::ssh) fn open(
         target: &SshTarget,
         progress: &Arc<ConnectionProgress>,
@@ -65,12 +66,12 @@ impl OpenSshSession {
         })
     }
 
-    /// Sets the time limit of each read and write.
+    /// Sets the time limit, in milliseconds, of each read and write on the connection to the host.
     pub(in crate::cluster::ssh) fn set_timeout_ms(&self, timeout_ms: u32) {
         self.timeout.set(Duration::from_millis(timeout_ms.into()));
     }
 
-    /// Runs a script of one line on the host. Blocks.
+    /// Runs `script`, a shell script of one line, on the host. Blocks.
     pub(in crate::cluster::ssh) fn exec(&self, script: &str) -> diagnostic::Result<OpenSshChannel> {
         if self.client.borrow().has_ended.get() {
             let client = connect_with_retries(&self.target, &self.progress)?;
@@ -87,7 +88,8 @@ impl OpenSshSession {
     }
 }
 
-/// Connects to a host and logs in, with several attempts if the server closes the connection.
+/// Starts OpenSSH's client and waits for its login to a host, with several attempts if the server
+/// closes the connection.
 fn connect_with_retries(
     target: &SshTarget,
     progress: &Arc<ConnectionProgress>,
@@ -113,13 +115,14 @@ fn connect_with_retries(
     }
 }
 
-/// Builds the error that this machine lacks a resource for a connection, such as file descriptors.
+/// Builds the error that this machine lacks a resource for OpenSSH's client, such as file
+/// descriptors.
 fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("cannot open an SSH connection to host {}", target.name);
     build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
-/// The parts of the client's log and stderr that were read so far.
+/// What was read so far of the log and the stderr of a process of OpenSSH's client.
 #[derive(Default)]
 struct ClientLogAndStderr {
     log: ClientLogParser,
@@ -129,7 +132,8 @@ struct ClientLogAndStderr {
     has_stderr_ended: bool,
 }
 
-/// A running process of OpenSSH's client. Dropping the value kills the process.
+/// A running process of OpenSSH's client (`ssh`), with the stream to the host. Dropping the value
+/// kills the process.
 pub(super) struct ClientProcess {
     child: SupervisedChild,
     /// The stdin and stdout of the remote command.
@@ -144,7 +148,7 @@ pub(super) struct ClientProcess {
 }
 
 impl ClientProcess {
-    /// Starts the client for a host.
+    /// Starts OpenSSH's client for the host `target`.
     fn spawn(target: &SshTarget) -> diagnostic::Result<ClientProcess> {
         let options = target.client.as_ref().unwrap_or_else(|| unreachable!("OpenSSH's client was chosen"));
         Self::try_spawn(&options.arguments).map_err(|error| match error.kind() {
@@ -156,7 +160,7 @@ impl ClientProcess {
         })
     }
 
-    /// Starts the client with these arguments and the remote command.
+    /// Starts OpenSSH's client with `arguments` and the command that it runs on the host.
     fn try_spawn(arguments: &[String]) -> io::Result<ClientProcess> {
         let (stream, client_end) = UnixStream::pair()?;
         let (stderr, stderr_writer) = io::pipe()?;
@@ -189,7 +193,7 @@ impl ClientProcess {
         })
     }
 
-    /// Waits until the client has logged in, or until the remote command writes output.
+    /// Waits until OpenSSH's client has logged in to the host, or until the host sends output.
     fn wait_for_login(&self, target: &SshTarget) -> Result<(), ClientFailure> {
         let limit = target.client.as_ref().map_or(target.timeout, |options| options.login_timeout);
         let deadline = Instant::now() + limit;
@@ -214,14 +218,14 @@ impl ClientProcess {
         }
     }
 
-    /// Explains why the client did not log in within `limit`.
+    /// Determines from its log why OpenSSH's client has not logged in within the time `limit`.
     fn explain_timeout(&self, limit: Duration, target: &SshTarget) -> ClientFailure {
         let state = self.state.borrow();
         ClientFailure::from_login_timeout(limit, &state.log, &state.stderr, target)
     }
 
-    /// Waits until the stream has one of these events, or the client writes to its log or stderr.
-    /// Returns whether the stream is ready. Fails after the deadline.
+    /// Waits until the stream to the host has one of these events, or OpenSSH's client writes to
+    /// its log or stderr. Returns whether the stream is ready. Fails after the deadline.
     fn poll_stream_and_output(&self, events: PollFlags, deadline: Instant) -> io::Result<bool> {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
@@ -242,7 +246,8 @@ impl ClientProcess {
         Ok(is_ready)
     }
 
-    /// Returns the file descriptors of those of the client's log and stderr that have not ended.
+    /// Returns the file descriptors of the client's log and of its stderr, without those that have
+    /// ended.
     pub(super) fn list_output_fds(&self) -> Vec<PollFd<'_>> {
         let state = self.state.borrow();
         let log = (!state.has_log_ended).then(|| PollFd::new(self.log.as_fd(), PollFlags::POLLIN));
@@ -250,7 +255,8 @@ impl ClientProcess {
         log.into_iter().chain(stderr).collect()
     }
 
-    /// Reads and parses what the client has newly written to its log and to stderr. Never blocks.
+    /// Reads and parses what OpenSSH's client has newly written to its log and to stderr. Never
+    /// blocks.
     fn read_log_and_stderr(&self) {
         self.read_log();
         let mut state = self.state.borrow_mut();
@@ -262,7 +268,7 @@ impl ClientProcess {
         });
     }
 
-    /// Reads and parses what the client has newly written to its log. Never blocks.
+    /// Reads and parses what OpenSSH's client has newly written to its log. Never blocks.
     pub(super) fn read_log(&self) {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
@@ -276,25 +282,25 @@ impl ClientProcess {
         }
     }
 
-    /// Returns whether stderr has ended.
+    /// Returns whether the stderr of OpenSSH's client has ended.
     pub(super) fn has_stderr_ended(&self) -> bool {
         self.state.borrow().has_stderr_ended
     }
 
-    /// Records that stderr has ended.
+    /// Records that the stderr of OpenSSH's client has ended.
     pub(super) fn set_stderr_ended(&self) {
         self.state.borrow_mut().has_stderr_ended = true;
     }
 
-    /// Discards what was read from stderr so far, which is output of the client, a proxy command or
-    /// the login shell.
+    /// Discards what was read so far from stderr, which is output of OpenSSH's client, a proxy
+    /// command or the login shell.
     pub(super) fn discard_stderr(&self) {
         self.read_log_and_stderr();
         self.state.borrow_mut().stderr.clear();
     }
 
-    /// Waits until the client, whose output has ended, ends. Returns the exit status, or `None` if
-    /// the client still runs.
+    /// Waits until the process of OpenSSH's client, whose output has ended, has ended, too. Returns
+    /// the exit status, or `None` if the client still runs.
     fn wait_for_end(&self) -> Option<ExitStatus> {
         self.has_ended.set(true);
         let status = self.child.wait_timeout(EXIT_TIMEOUT);
@@ -302,15 +308,16 @@ impl ClientProcess {
         status
     }
 
-    /// Explains why the client has ended, or returns `None` if the remote command has ended.
+    /// Determines why OpenSSH's client has ended; returns `None` if the command on the host has
+    /// ended.
     fn explain_end(&self, target: &SshTarget) -> Option<ClientFailure> {
         let status = self.wait_for_end();
         let state = self.state.borrow();
         ClientFailure::from_client_end(status, &state.log, &state.stderr, target)
     }
 
-    /// Returns the exit status of the remote command, or `None` if the host did not report it,
-    /// after the output has ended. Fails if the connection was lost.
+    /// Returns the exit status of the command on the host, whose output has ended; `None` if the
+    /// host did not report it. Fails if the connection was lost.
     pub(super) fn remote_exit_status(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         if let Some(failure) = self.explain_end(target) {
             return Err(failure.into_diagnostic(target));
@@ -334,21 +341,21 @@ fn read_available(mut file: &File, mut consume: impl FnMut(&[u8])) -> bool {
     }
 }
 
-/// The stdin and stdout of the script that runs on the host through OpenSSH's client.
+/// The stdin and stdout of a script that runs on a host through OpenSSH's client.
 pub(in crate::cluster::ssh) struct OpenSshChannel {
     pub(super) client: Rc<ClientProcess>,
     timeout: Rc<Cell<Duration>>,
 }
 
 impl OpenSshChannel {
-    /// Explains why the output of the host has ended, or returns `None` if the remote command has
-    /// ended.
+    /// Determines why the output of the host has ended; returns `None` if the command on the host
+    /// has ended.
     pub(in crate::cluster::ssh) fn find_failure(&self, target: &SshTarget) -> Option<Diagnostic> {
         self.client.explain_end(target).map(|failure| failure.into_diagnostic(target))
     }
 
-    /// Ends the input of the remote shell and waits for its end. Returns its exit code (-1 if
-    /// unknown), and what the last script wrote to stderr.
+    /// Closes the input of the shell on the host, and waits until the shell has ended. Returns its
+    /// exit code (-1 if unknown), and what the last script wrote to stderr.
     pub(in crate::cluster::ssh) fn wait_for_exit(&mut self) -> (i32, String) {
         _ = self.client.stream.shutdown(Shutdown::Write);
         _ = io::copy(self, &mut io::sink());
@@ -360,8 +367,8 @@ impl OpenSshChannel {
         (code, String::from_utf8_lossy(&state.stderr).into_owned())
     }
 
-    /// Repeats an operation on the nonblocking stream until it succeeds or the time limit is
-    /// reached.
+    /// Repeats an operation on the nonblocking stream to the host until it succeeds or the time
+    /// limit is reached.
     fn retry_until_timeout<T>(
         &self,
         events: PollFlags,

@@ -1,4 +1,5 @@
-//! [`relay_streams`]: relays the bytes of an agent between OpenSSH's client and local sockets.
+//! [`relay_streams`]: copies the bytes of an agent between OpenSSH's client and local sockets, in
+//! both directions.
 use super::session::{ClientProcess, OpenSshChannel};
 use crate::cluster::ssh::{
     relay::{RelayBuffer, none_if_would_block},
@@ -13,8 +14,9 @@ use nix::{
 use protocol::control::ExitStatus;
 use std::{io, net::Shutdown, os::fd::AsFd, os::unix::net::UnixStream};
 
-/// Relays bytes between an agent and the local sockets until the agent has closed its output.
-/// Blocks. Fails if the connection fails or the other end of `local` is closed.
+/// Copies bytes between an agent, which runs on a host through OpenSSH's client, and local sockets
+/// until the agent has closed its output. Blocks. Fails if the connection fails or the other end of
+/// `local` is closed.
 ///
 /// `local` receives `leftover` (output of the agent that was read before) and then the rest of the
 /// output, and provides the input of the agent. `stderr` receives the standard error of the agent.
@@ -45,7 +47,7 @@ pub(in crate::cluster::ssh) fn relay_streams(
     client.remote_exit_status(target)
 }
 
-/// The state of relaying the bytes of one agent.
+/// Copies the bytes of one agent between OpenSSH's client and local sockets.
 struct StreamRelay<'a> {
     client: &'a ClientProcess,
     local: &'a UnixStream,
@@ -60,7 +62,7 @@ struct StreamRelay<'a> {
 }
 
 impl StreamRelay<'_> {
-    /// Relays bytes in both directions until the agent has closed its output.
+    /// Copies bytes between the agent and the local sockets until the agent has closed its output.
     fn run(mut self) -> io::Result<()> {
         self.local.set_nonblocking(true)?;
         self.stderr.set_nonblocking(true)?;
@@ -138,7 +140,7 @@ impl StreamRelay<'_> {
         progressed
     }
 
-    /// Waits until one of the relayed streams is ready.
+    /// Waits until one of the streams of the agent or of the local sockets is ready.
     fn wait_for_io(&self) -> io::Result<()> {
         let mut events = PollFlags::empty();
         events.set(PollFlags::POLLIN, self.has_output && self.from_host.is_empty());

@@ -1,5 +1,5 @@
-//! [`SupervisedChild`]: a child process that a thread of a connection starts and kills, and that
-//! the main thread reaps.
+//! [`SupervisedChild`]: a child process, such as `ssh`, that the thread of a connection starts and
+//! kills, and that the main thread reaps.
 use crate::processes::lock_children;
 use nix::{
     errno::Errno,
@@ -20,13 +20,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The interval at which a waiting thread checks whether a child process has ended.
+/// The interval at which a thread that waits for a child process checks whether the process has
+/// ended.
 const WAIT_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The exit status of a child process; `None` until the process was reaped.
+/// The exit status of a child process, shared by the thread that has started it and the thread that
+/// reaps it; `None` until it was reaped.
 type ReapedStatus = Arc<Mutex<Option<ExitStatus>>>;
 
-/// The child processes that run or were not yet reaped, by pid.
+/// The exit statuses of all [`SupervisedChild`] processes that were not reaped yet, by pid.
 static UNREAPED_CHILDREN: Mutex<BTreeMap<u32, ReapedStatus>> = Mutex::new(BTreeMap::new());
 
 /// Locks a mutex, also after a thread has panicked while it held the lock.
@@ -39,16 +41,17 @@ pub(in crate::cluster::ssh) fn list_running_children() -> Vec<u32> {
     lock_ignoring_poison(&UNREAPED_CHILDREN).keys().copied().collect()
 }
 
-/// Records the exit status of a child process that another thread has reaped. The caller holds
-/// [`lock_children`]. Ignores processes that were not started here.
+/// Records the exit status of the child process `pid`, which the calling thread has reaped. The
+/// caller holds [`lock_children`]. Ignores processes that were not started here.
 pub(in crate::cluster::ssh) fn record_child_exit(pid: u32, status: ExitStatus) {
     if let Some(reaped) = lock_ignoring_poison(&UNREAPED_CHILDREN).remove(&pid) {
         *lock_ignoring_poison(&reaped) = Some(status);
     }
 }
 
-/// A child process that leads a process group, which is killed when the value is dropped. Dropping
-/// the value kills the group.
+/// A child process that leads a separate process group. Dropping the value kills the group. The
+/// kernel also kills the process if the thread that started it ends. The process is reaped by the
+/// thread that reaps all children of this process, which calls [`record_child_exit`].
 ///
 /// The kernel also kills the process if the thread that started it ends. The process is reaped by
 /// the thread that reaps all children of this process, which calls [`record_child_exit`].
@@ -105,7 +108,7 @@ impl SupervisedChild {
         Ok(Output { status: std::process::ExitStatus::from_raw(raw), stdout, stderr })
     }
 
-    /// Returns the exit status of the process, or `None` if it runs.
+    /// Returns the exit status of the child process if it has ended, or `None` if it still runs.
     pub(super) fn exit_status(&self) -> Option<ExitStatus> {
         let _lock = lock_children();
         // The lock is held, so a process without a recorded status was not reaped.
@@ -135,7 +138,7 @@ impl Drop for SupervisedChild {
     }
 }
 
-/// Returns the exit status of a child process that has ended, without reaping it.
+/// Returns the exit status of the child process `pid` if it has ended, without reaping it.
 fn peek_exit_status(pid: u32) -> Option<ExitStatus> {
     // SAFETY: waitid fills the zeroed siginfo, and neither blocks nor reaps.
     let (ended, code, status) = unsafe {

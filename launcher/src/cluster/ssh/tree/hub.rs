@@ -1,4 +1,4 @@
-//! [`TreeHub`]: the controller's node of the tree, on a separate thread.
+//! [`TreeHub`]: the controller's part of the tree of agents, on a separate thread.
 use super::planner::{ExecutableSource, TreePlace, TreePlanner};
 use crate::{
     cluster::{
@@ -31,23 +31,24 @@ use tokio::{
     time::{Instant, MissedTickBehavior, sleep_until},
 };
 
-/// The largest number of commands that may wait for the hub. The start of an agent has three at
-/// most.
+/// The largest number of commands that may wait for the thread of the controller's part of the
+/// tree. The start of an agent has three at most.
 const MAX_COMMANDS: usize = 1 << 17;
-/// The number of inputs that fit into each channel of the hub.
+/// The number of messages that fit into each channel of the thread of the controller's part of the
+/// tree.
 const CHANNEL_CAPACITY: usize = 1024;
-/// The interval at which a thread that waits for a decision checks whether the start of its agent
-/// was cancelled.
+/// The interval at which a thread that waits for a place in the tree checks whether the start of
+/// its agent was cancelled.
 const GIVE_UP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// The longest time for which the hub waits for an event.
+/// The longest time for which the thread of the controller's part of the tree waits for an event.
 const MAX_SLEEP: Duration = Duration::from_secs(60);
-/// The number of lines of an agent's standard error that wait for their reader. Further ones are
-/// dropped.
+/// The number of lines of an agent's standard error that may wait until the controller reads them.
+/// Further ones are dropped.
 const STDERR_CAPACITY: usize = 64;
-/// The size of one read of an agent's standard error, in bytes.
+/// The number of bytes of an agent's standard error that are read at once.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
 
-/// A command for the thread of the hub.
+/// A command to the thread of the controller's part of the tree, such as to add an agent.
 enum HubCommand {
     /// Open the stream of an agent that is being started.
     Open(NewAgentStreams),
@@ -57,7 +58,8 @@ enum HubCommand {
     Abort(StreamId),
 }
 
-/// The hub's ends of the streams of an agent that is about to be started.
+/// An agent that is about to be started in a tree, with the tree's ends of its control connection
+/// and standard error.
 struct NewAgentStreams {
     stream: StreamId,
     host: String,
@@ -67,8 +69,9 @@ struct NewAgentStreams {
     first_agent: Arc<AtomicU64>,
 }
 
-/// The controller's part of the tree of agents, which is connected with the agents at the top of
-/// the tree. Its thread ends when the hub and all its streams are dropped.
+/// The controller's part of the tree of agents, which is connected with the agents at the top and
+/// passes on the messages of all agents. Its thread ends when the hub and all its streams are
+/// dropped.
 pub(crate) struct TreeHub {
     commands: mpsc::Sender<HubCommand>,
     planner: Arc<SharedPlanner>,
@@ -78,7 +81,7 @@ pub(crate) struct TreeHub {
     fetch_token: String,
 }
 
-/// The settings of a tree that come from the job.
+/// The settings of a tree of agents that come from the job, such as its width.
 #[derive(Clone, Debug)]
 pub(crate) struct TreeSettings {
     /// The largest number of agents below the controller, and below each agent.
@@ -89,14 +92,15 @@ pub(crate) struct TreeSettings {
     pub(crate) ports: PortSelection,
 }
 
-/// Returns the time of silence after which a link of the tree counts as broken. It is then replaced
-/// before the host counts as lost.
+/// Returns the time of silence after which a connection between two neighbours of the tree counts
+/// as broken, for the lease of a host (`run.host_lease`). It is then replaced before the host
+/// counts as lost.
 fn find_link_lease(host_lease: Duration) -> Duration {
     host_lease / 2
 }
 
-/// The [`TreePlanner`] behind a lock, with condition variables for the threads that wait for its
-/// decisions.
+/// The [`TreePlanner`], which assigns places in the tree, behind a lock, with condition variables
+/// for threads that wait for its decisions.
 ///
 /// A change wakes one thread of each kind, and a thread that gets its decision wakes the next one.
 /// So the work for each decision does not depend on the number of threads.
@@ -108,20 +112,23 @@ struct SharedPlanner {
 }
 
 impl SharedPlanner {
-    /// Locks the planner, also after a thread has panicked while it held the lock.
+    /// Locks the mutex of the tree's planner, even if another thread has panicked while it held the
+    /// lock.
     fn lock(&self) -> MutexGuard<'_, TreePlanner> {
         self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the planner, and wakes the threads that wait for its decisions.
+    /// Changes the planner of the tree by calling `change`, and wakes the threads that wait for its
+    /// decisions.
     fn change_and_wake(&self, change: impl FnOnce(&mut TreePlanner)) {
         change(&mut self.lock());
         self.places.notify_one();
         self.sources.notify_one();
     }
 
-    /// Waits on the condition variable `changed` until `decide` returns a decision, or
-    /// `is_given_up` returns `true`. Checks `is_given_up` every [`GIVE_UP_CHECK_INTERVAL`].
+    /// Waits until `decide` returns a decision of the tree's planner, such as a place for an agent,
+    /// or until `is_given_up` returns `true`. Checks `is_given_up` every
+    /// [`GIVE_UP_CHECK_INTERVAL`].
     fn wait_for_decision<T>(
         &self,
         changed: &Condvar,
@@ -144,8 +151,8 @@ impl SharedPlanner {
     }
 }
 
-/// The controller's ends of the streams of an agent that is being started, and the handle of its
-/// connection.
+/// The controller's ends of the control connection and standard error of an agent that is being
+/// started in a tree.
 pub(crate) struct TreeStream {
     pub(crate) id: StreamId,
     pub(crate) halves: StreamHalves,
@@ -154,7 +161,7 @@ pub(crate) struct TreeStream {
 }
 
 impl TreeHub {
-    /// Starts the thread of the controller's part of a tree.
+    /// Starts the thread of the controller's part of a tree of agents.
     pub(crate) fn start(settings: TreeSettings) -> io::Result<TreeHub> {
         let mut key = [0; 32];
         getrandom::fill(&mut key)?;
@@ -180,12 +187,14 @@ impl TreeHub {
         })
     }
 
-    /// Returns the secret text by which a host may request the executable from another host.
+    /// Returns the secret text with which a host requests the executable of launch from another
+    /// host.
     pub(crate) fn fetch_token(&self) -> &str {
         &self.fetch_token
     }
 
-    /// Opens the stream of an agent that is about to be started on a host.
+    /// Opens the control connection, through the tree, of an agent that is about to be started on
+    /// the host `host`.
     pub(crate) fn open_agent_stream(&self, host: &str, progress: Arc<ConnectionProgress>) -> TreeStream {
         let stream = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
         let (near, halves) = StreamHalves::create_pair();
@@ -204,13 +213,14 @@ impl TreeHub {
         TreeStream { id: stream, halves, stderr, connection }
     }
 
-    /// Assigns the agent of a stream a place in the tree, if one is free now.
+    /// Assigns an agent (identified by its stream) a place in the tree of agents, if one is free
+    /// now.
     pub(crate) fn try_place_agent(&self, stream: StreamId) -> Option<TreePlace> {
         self.planner.lock().place_agent(stream)
     }
 
-    /// Waits until the agent of a stream gets a place in the tree. Returns `None` if the start was
-    /// given up.
+    /// Waits until an agent (identified by its stream) gets a place in the tree of agents. Returns
+    /// `None` if the start was given up.
     pub(crate) fn wait_for_place(
         &self,
         stream: StreamId,
@@ -223,14 +233,15 @@ impl TreeHub {
         )
     }
 
-    /// Lists the agents to which the agent of a stream may connect now. The list is empty for an
-    /// agent that is connected with the controller, and if no agent accepts others.
+    /// Lists the agents of the tree to which an agent (identified by its stream) may connect now.
+    /// The list is empty for an agent that is connected with the controller, and if no agent
+    /// accepts others.
     pub(crate) fn list_parents(&self, stream: StreamId) -> Vec<TreeParent> {
         self.planner.lock().list_parents_of(stream)
     }
 
-    /// Waits until another host or the controller can send the executable to a host. Returns `None`
-    /// if the start was given up.
+    /// Waits until another host or the controller is free to send the executable of launch to a
+    /// host. Returns `None` if the start was given up.
     pub(crate) fn wait_for_executable_source(
         &self,
         is_given_up: impl Fn() -> bool,
@@ -242,12 +253,13 @@ impl TreeHub {
         )
     }
 
-    /// Records that a transfer of the executable has ended.
+    /// Records that a transfer of launch's executable from `source` to a host has ended.
     pub(crate) fn release_executable_source(&self, source: &ExecutableSource) {
         self.planner.change_and_wake(|planner| planner.release_executable_source(source));
     }
 
-    /// Builds the first message to an agent, which contains its place in the tree.
+    /// Builds the first message to an agent of the tree, which states the agent's place and
+    /// possible parents.
     pub(crate) fn build_first_message(
         &self,
         stream: StreamId,
@@ -270,25 +282,26 @@ impl TreeHub {
         }
     }
 
-    /// Makes the connection to an agent a link of the tree, with the agent directly below the
-    /// controller. The agent gets its place first. `stderr` carries the agent's standard error.
+    /// Connects an agent with the controller directly, at the top of the tree, over the SSH
+    /// connection `control`. The agent gets its place first. `stderr` carries the agent's standard
+    /// error.
     pub(crate) fn add_root(&self, setup: TreeSetup, control: StdStream, stderr: StdStream) {
         self.send_command(HubCommand::AddRoot { setup: Box::new(setup), control, stderr });
     }
 
-    /// Ends the stream of an agent that could not be started.
+    /// Ends the control connection of an agent that could not be started.
     pub(crate) fn abort_stream(&self, stream: StreamId) {
         self.send_command(HubCommand::Abort(stream));
     }
 
-    /// Sends a command to the thread of the hub.
+    /// Sends a command to the thread of the controller's part of the tree.
     fn send_command(&self, command: HubCommand) {
         // An agent whose command does not fit counts as lost after the limit of its first message.
         _ = self.commands.try_send(command);
     }
 }
 
-/// The connection to an agent through the tree.
+/// The controller's connection to an agent through the tree of agents.
 pub(crate) struct TreeConnection {
     stream: StreamId,
     commands: mpsc::Sender<HubCommand>,
@@ -335,7 +348,7 @@ impl RemoteConnection for TreeConnection {
     }
 }
 
-/// The state of one agent's stream at the controller's end.
+/// The controller's end of one agent's control connection through the tree.
 struct HubStream {
     host: String,
     local: LocalStream,
@@ -347,7 +360,8 @@ struct HubStream {
     first_agent: Arc<AtomicU64>,
 }
 
-/// The state of the hub's thread.
+/// The event loop of the thread that is the controller's part of the tree, with its links and
+/// streams.
 struct HubLoop {
     planner: Arc<SharedPlanner>,
     /// The time for which a stream may have no way through the tree. Afterwards its agent counts as
@@ -367,7 +381,7 @@ struct HubLoop {
 }
 
 impl HubLoop {
-    /// Creates the state of a hub without streams.
+    /// Creates the event loop of a tree without agents.
     fn new(planner: Arc<SharedPlanner>, host_lease: Duration) -> HubLoop {
         HubLoop {
             planner,
@@ -383,7 +397,8 @@ impl HubLoop {
         }
     }
 
-    /// Passes on frames until no handle of the hub is left.
+    /// Passes on messages between the controller and the agents of the tree until no handle of the
+    /// tree is left.
     async fn run(mut self, mut commands: mpsc::Receiver<HubCommand>) {
         let mut heartbeats = tokio::time::interval(self.heartbeat_interval);
         heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -409,7 +424,8 @@ impl HubLoop {
         }
     }
 
-    /// Executes a command that the controller or the thread of a connection has sent to the hub.
+    /// Executes a command that the controller, or the thread of an SSH connection, has sent to this
+    /// thread.
     fn execute_command(&mut self, command: HubCommand) {
         match command {
             HubCommand::Open(opened) => self.open_stream(opened),
@@ -427,7 +443,7 @@ impl HubLoop {
         }
     }
 
-    /// Registers the stream of an agent that is about to be started.
+    /// Registers the control connection of an agent that is about to be started in the tree.
     fn open_stream(&mut self, opened: NewAgentStreams) {
         let NewAgentStreams { stream, host, halves, stderr, progress, first_agent } = opened;
         self.router.open_stream(stream);
@@ -438,8 +454,8 @@ impl HubLoop {
         self.streams.insert(stream, state);
     }
 
-    /// Makes the connection to an agent a link of the tree, with the agent directly below the
-    /// controller.
+    /// Connects an agent with the controller directly, at the top of the tree, over the SSH
+    /// connection `control`.
     fn add_root(&mut self, setup: TreeSetup, control: StdStream, stderr: StdStream) -> io::Result<()> {
         control.set_nonblocking(true)?;
         stderr.set_nonblocking(true)?;
@@ -453,7 +469,8 @@ impl HubLoop {
         Ok(())
     }
 
-    /// Handles a frame from a link, or the end of a link.
+    /// Handles a frame (message) from an agent at the top of the tree, or the end of the link to
+    /// that agent.
     fn receive_from_link(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_input(link) {
             return;
@@ -467,8 +484,8 @@ impl HubLoop {
         }
     }
 
-    /// Handles the end of the link to an agent directly below the controller. The agent cannot
-    /// connect in another way, so its stream ends. The others may find another way.
+    /// Handles the end of the link to an agent at the top of the tree. The agent cannot connect in
+    /// another way, so its stream ends. The others may find another way.
     fn remove_root(&mut self, link: LinkId) {
         self.router.remove_child(link);
         if let Some(stream) = self.roots.remove(&link) {
@@ -477,7 +494,8 @@ impl HubLoop {
         }
     }
 
-    /// Handles an event of a stream's reader or writer at the controller.
+    /// Handles an event of the controller's end of an agent's control connection: written bytes,
+    /// read bytes, or its end.
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
             LocalStreamEvent::Written(stream, bytes) => self.router.write(stream, &bytes),
@@ -486,8 +504,8 @@ impl HubLoop {
         }
     }
 
-    /// Executes all actions that the router requests. Handles links that were closed because their
-    /// queues were full.
+    /// Executes all actions that the router (the state machine of this part of the tree) requests.
+    /// Handles links that were closed because their queues were full.
     fn execute_actions(&mut self) {
         loop {
             let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
@@ -499,7 +517,7 @@ impl HubLoop {
         }
     }
 
-    /// Executes one action that the router requests.
+    /// Executes one action that the router (the state machine of this part of the tree) requests.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
             RouterAction::Send(link, frame) => self.links.send(link, frame),
@@ -549,7 +567,7 @@ impl HubLoop {
         }
     }
 
-    /// Ends the streams that have not been connected through the tree for too long.
+    /// Ends the control connections of agents that have been cut off from the tree for too long.
     fn end_detached_streams(&mut self) {
         while let Some((since, stream)) = self.detached.front().copied()
             && since.elapsed() >= self.max_detached
@@ -567,8 +585,9 @@ impl HubLoop {
         }
     }
 
-    /// Ends the streams that connect the controller with an agent. `failure` is the reason, if the
-    /// connection's thread has recorded none.
+    /// Ends the control connection of one agent through the tree, because of `failure` unless the
+    /// SSH connection has recorded another reason. `failure` is the reason, if the connection's
+    /// thread has recorded none.
     fn end_stream(&mut self, stream: StreamId, failure: Option<Diagnostic>) {
         self.planner.change_and_wake(|planner| planner.remove_agent(stream));
         if let Some(state) = self.streams.remove(&stream) {

@@ -1,29 +1,31 @@
 //! [`TreePlanner`]: decides which agents of a tree are connected with each other, and which host
-//! sends the executable to which other one. A state machine without I/O and clock.
+//! sends the executable of launch to which other one. A state machine without I/O and clock.
 use crate::connection::tree::{StreamId, TreeParent};
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
 };
 
-/// The largest number of hosts to which one host sends the executable at the same time. Transfers
-/// share the network of the sender, so with one transfer at a time the number of senders grows
-/// fastest.
+/// The largest number of hosts to which one host sends the executable of launch at the same time.
+/// Transfers share the network of the sender, so with one transfer at a time the number of senders
+/// grows fastest.
 const MAX_TRANSFERS: usize = 1;
-/// The largest number of hosts to which the controller sends the executable at the same time. A
-/// slow host does not delay all others.
+/// The largest number of hosts to which the controller sends the executable of launch at the same
+/// time. A slow host does not delay all others.
 const MAX_CONTROLLER_TRANSFERS: usize = 2;
-/// The largest number of agents on the path to the controller to which an agent may connect. A tree
-/// of the default width with as many levels has millions of agents.
+/// The largest number of agents above an agent in the tree that are listed as its possible parents.
+/// A tree of the default width with as many levels has millions of agents.
 const MAX_ANCESTORS: usize = 8;
-/// The number of agents directly below the controller to which an agent may connect if no agent
-/// above it can be reached.
+/// The number of agents at the top of the tree that are listed as possible parents of an agent, in
+/// case no agent above it can be reached.
 const MAX_FALLBACK_PARENTS: usize = 4;
 
-/// The largest number of agents whose lists of possible parents are updated at once.
+/// The largest number of agents that are informed at once that their possible parents in the tree
+/// have changed.
 const MAX_PARENT_UPDATES_AT_ONCE: usize = 64;
 
-/// The place of an agent in the tree.
+/// The place of an agent in the tree of agents: directly below the controller, or below another
+/// agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum TreePlace {
     /// The agent is connected with the controller.
@@ -32,7 +34,7 @@ pub(crate) enum TreePlace {
     Below(Vec<TreeParent>),
 }
 
-/// The source from which a host gets the executable, which is another host or the controller.
+/// The source from which a host gets the executable of launch: the controller or another host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ExecutableSource {
     /// From the controller, over SSH.
@@ -41,7 +43,7 @@ pub(crate) enum ExecutableSource {
     Agent(TreeParent),
 }
 
-/// An agent in the planned tree, with its parent, depth and number of children.
+/// An agent in the tree of agents, with its parent, depth and number of children.
 #[derive(Debug, Default)]
 struct PlannedAgent {
     /// The number of agents between the agent and the controller.
@@ -56,7 +58,8 @@ struct PlannedAgent {
     addresses: Option<Vec<SocketAddr>>,
 }
 
-/// Decides where agents are placed in the tree, and which hosts send the executable to others.
+/// Decides which place each agent gets in the tree of agents, and which hosts send the executable
+/// of launch to others.
 #[derive(Debug)]
 pub(crate) struct TreePlanner {
     /// The largest number of agents below the controller, and below each agent.
@@ -77,7 +80,8 @@ pub(crate) struct TreePlanner {
 }
 
 impl TreePlanner {
-    /// Creates the planner of a tree in which each agent has at most `width` agents below it.
+    /// Creates the planner of an empty tree in which each agent has at most `width` agents below
+    /// it.
     pub(crate) fn new(width: usize) -> TreePlanner {
         TreePlanner {
             width: width.max(1),
@@ -91,8 +95,8 @@ impl TreePlanner {
         }
     }
 
-    /// Places an agent in the tree, below the controller or, if that has enough agents, below the
-    /// least loaded agent of the lowest depth. Returns `None` if the agent has to wait until
+    /// Assigns an agent (identified by its stream) a place in the tree, below the controller or, if
+    /// that has enough agents, below another agent. Returns `None` if the agent has to wait until
     /// another agent accepts agents.
     pub(crate) fn place_agent(&mut self, stream: StreamId) -> Option<TreePlace> {
         if self.roots.len() < self.width {
@@ -107,14 +111,14 @@ impl TreePlanner {
         Some(TreePlace::Below(self.list_parents_below(parent)))
     }
 
-    /// Lists the possible parents of the agent of a stream, to which it may connect. The list is
-    /// empty for an agent that is connected with the controller.
+    /// Lists the agents of the tree to which an agent (identified by its stream) may connect. The
+    /// list is empty for an agent that is connected with the controller.
     pub(crate) fn list_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
         let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
         parent.map(|parent| self.list_parents_below(parent)).unwrap_or_default()
     }
 
-    /// Lists the possible parents of an agent below `parent`, which are `parent`, the agents above
+    /// Lists the agents to which a new agent below `parent` may connect: `parent`, the agents above
     /// that, and some directly below the controller.
     fn list_parents_below(&self, parent: StreamId) -> Vec<TreeParent> {
         let mut parents: Vec<TreeParent> = Vec::new();
@@ -132,22 +136,22 @@ impl TreePlanner {
         parents
     }
 
-    /// Returns an agent and the addresses at which it accepts other agents, or `None` if it accepts
-    /// no agents.
+    /// Describes an agent as a possible parent of others, with its addresses; returns `None` if it
+    /// accepts no agents.
     fn to_tree_parent(&self, stream: StreamId) -> Option<TreeParent> {
         let addresses = self.agents.get(&stream)?.addresses.clone()?;
         Some(TreeParent { stream, addresses })
     }
 
-    /// Records that an agent accepts others at these addresses, and that its host has the
-    /// executable.
+    /// Records that an agent accepts agents below it at these addresses, and that its host has the
+    /// executable of launch.
     pub(crate) fn mark_ready(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
         self.change_agent(stream, |agent| agent.addresses = Some(addresses));
     }
 
-    /// Lists a limited number of agents whose possible parents have changed, each with its new
-    /// list. After a change, a round of calls lists every agent, so that each one knows several
-    /// others that are alive. Without a change, the list is empty.
+    /// Lists a limited number of agents whose possible parents in the tree have changed, each with
+    /// its new list. After a change, a round of calls lists every agent, so that each one knows
+    /// several others that are alive. Without a change, the list is empty.
     pub(crate) fn list_parent_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
         let first = match self.next_update {
             Some(stream) => stream,
@@ -162,13 +166,13 @@ impl TreePlanner {
         considered.into_iter().filter_map(list).filter(|(_, parents)| !parents.is_empty()).collect()
     }
 
-    /// Records that an agent is no longer connected with the controller, so that it accepts no
-    /// other agents.
+    /// Records that an agent has lost its way to the controller, so that it accepts no other
+    /// agents.
     pub(crate) fn mark_detached(&mut self, stream: StreamId) {
         self.change_agent(stream, |agent| agent.addresses = None);
     }
 
-    /// Removes an agent that has ended.
+    /// Removes an agent that has ended from the planned tree.
     pub(crate) fn remove_agent(&mut self, stream: StreamId) {
         self.mark_detached(stream);
         self.roots.remove(&stream);
@@ -177,8 +181,8 @@ impl TreePlanner {
         }
     }
 
-    /// Chooses and reserves the source from which a host gets the executable. Returns `None` if all
-    /// hosts that have it are busy.
+    /// Chooses a source from which a host gets the executable of launch, and reserves it for this
+    /// host. Returns `None` if all hosts that have it are busy.
     pub(crate) fn reserve_executable_source(&mut self) -> Option<ExecutableSource> {
         match self.sources.first().copied() {
             Some((transfers, stream)) if transfers < MAX_TRANSFERS => {
@@ -194,7 +198,7 @@ impl TreePlanner {
         }
     }
 
-    /// Releases the source of the executable after a transfer has ended.
+    /// Releases the source of launch's executable after its transfer to a host has ended.
     pub(crate) fn release_executable_source(&mut self, source: &ExecutableSource) {
         match source {
             ExecutableSource::Controller => {
@@ -206,8 +210,8 @@ impl TreePlanner {
         }
     }
 
-    /// Changes an agent, and updates its entries in the sorted sets from which parents and sources
-    /// are chosen.
+    /// Changes an agent of the planned tree by calling `change`, and updates its entries in the
+    /// sorted sets from which parents and sources are chosen.
     fn change_agent(&mut self, stream: StreamId, change: impl FnOnce(&mut PlannedAgent)) {
         let Some(agent) = self.agents.get_mut(&stream) else { return };
         self.open.remove(&(agent.depth, agent.children, stream));
