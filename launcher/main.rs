@@ -13,7 +13,7 @@ fn main() -> ExitCode {
     let is_other = args.next().is_some_and(|name| launcher::is_other_launcher(&name));
     let code = match args.next().filter(|_| !is_other) {
         Some(role) if role == "worker" => worker::main(),
-        Some(role) if role == worker::SANDBOX_ROLE => worker::run_sandbox(),
+        Some(role) if role == worker::SANDBOX_ARGUMENT => worker::run_sandbox(),
         _ => launcher::main(std::env::args_os(), &worker::TrainPreflight, |args| {
             worker::run_gpu_check(to_gpu_check_options(args))
         }),

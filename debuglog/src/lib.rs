@@ -11,7 +11,7 @@ mod line_sink;
 mod variant_name;
 
 pub use filter::{DEFAULT_FILTER, Filter, InvalidFilter};
-pub use line_sink::{MAX_FILE_BYTES, PrintLine};
+pub use line_sink::{MAX_FILE_BYTES, PrintLineFn};
 pub use variant_name::variant_name;
 
 use line_sink::{LineSink, TerminalWriter};
@@ -25,7 +25,7 @@ static LOG: OnceLock<(Filter, LineSink)> = OnceLock::new();
 /// Starts the debug log of this process with a filter of events. Lines are collected until
 /// [`open_file`]. With `print`, each line is also printed. Does nothing if the log was started
 /// before.
-pub fn start(filter: &Filter, print: Option<PrintLine>) {
+pub fn start(filter: &Filter, print: Option<PrintLineFn>) {
     let sink = LineSink::new();
     if LOG.set((filter.clone(), sink.clone())).is_err() {
         return;
@@ -44,7 +44,7 @@ pub fn start(filter: &Filter, print: Option<PrintLine>) {
 ///
 /// # Errors
 /// Fails if the directory or the file cannot be created, or if the thread cannot be started.
-pub fn open_file(path: &Path) -> io::Result<()> {
+pub fn open_log_file(path: &Path) -> io::Result<()> {
     match LOG.get() {
         Some((filter, sink)) if !filter.is_off() => sink.open_file(path),
         _ => Ok(()),
@@ -54,7 +54,7 @@ pub fn open_file(path: &Path) -> io::Result<()> {
 /// Returns the directives of this process's log filter, such as `agent=debug,info`. This process
 /// passes them to the processes that it starts. Returns [`DEFAULT_FILTER`] if [`start`] was not
 /// called.
-pub fn filter_directives() -> String {
+pub fn active_filter_directives() -> String {
     LOG.get().map_or_else(|| DEFAULT_FILTER.to_owned(), |(filter, _)| filter.directives().to_owned())
 }
 

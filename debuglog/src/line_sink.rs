@@ -197,12 +197,12 @@ impl<'a> MakeWriter<'a> for LineSink {
 }
 
 /// A function that prints a line of the debug log on the terminal of this process.
-pub type PrintLine = fn(&str);
+pub type PrintLineFn = fn(&str);
 
 /// A writer that prints log lines on the terminal by calling a function, for the subscriber of
 /// `tracing`.
 #[derive(Clone, Copy)]
-pub(crate) struct TerminalWriter(pub(crate) PrintLine);
+pub(crate) struct TerminalWriter(pub(crate) PrintLineFn);
 
 impl Write for TerminalWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {

@@ -10,13 +10,13 @@ static PRINTED: Mutex<String> = Mutex::new(String::new());
 fn events_that_pass_the_filter_are_printed_and_written_with_their_spans() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("logs/agent-a.debug.log");
-    open_file(&path).expect("no effect before the start");
+    open_log_file(&path).expect("no effect before the start");
     assert!(!path.exists());
     let filter = Filter::parse("agent=debug,warn").expect("valid");
     start(&filter, Some(|line| PRINTED.lock().expect("not poisoned").push_str(line)));
     tracing::info!(target: "agent", "before the file is open");
     let flush = FlushOnDrop;
-    open_file(&path).expect("opened");
+    open_log_file(&path).expect("opened");
     {
         let _span = tracing::info_span!(target: "agent", "host", host = "node-1", attempt = 2).entered();
         tracing::debug!(target: "agent::process", rank = 3, "started worker");
@@ -35,7 +35,7 @@ fn events_that_pass_the_filter_are_printed_and_written_with_their_spans() {
     let expected = "DEBUG host{host=\"node-1\" attempt=2}: agent::process: started worker rank=3";
     assert!(lines[1].contains(expected), "{text}");
     assert!(lines[2].contains("WARN controller: selected"), "{text}");
-    assert_eq!(filter_directives(), "agent=debug,warn");
+    assert_eq!(active_filter_directives(), "agent=debug,warn");
 }
 
 /// A pipe represents a file on a disk that stalls: opening the pipe blocks until another process

@@ -36,7 +36,7 @@ pub fn render_code_reference() -> String {
          A warning does not end a command. The exit code in its entry applies only if launch reports the same\n\
          code as an error. The tables in `diagnostic/src/codes/` are the source of this page.\n\n",
     );
-    for (title, list) in codes::AREAS {
+    for (title, list) in codes::CODES_BY_AREA {
         _ = write!(text, "## {title}\n\n");
         for code in *list {
             text.push_str(&render_code_entry(*code));

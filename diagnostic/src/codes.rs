@@ -24,7 +24,7 @@ pub mod training;
 
 /// All diagnostic codes, grouped by area of the product such as "Slurm" or "Data", in the order of
 /// docs/errors.md.
-pub(crate) const AREAS: &[(&str, &[Code])] = &[
+pub(crate) const CODES_BY_AREA: &[(&str, &[Code])] = &[
     ("Command line", command::ALL),
     ("Job file", job::ALL),
     ("Hosts and agents", host::ALL),
@@ -41,7 +41,7 @@ pub(crate) const AREAS: &[(&str, &[Code])] = &[
 
 /// Returns an iterator over all diagnostic codes, in the order of docs/errors.md.
 pub fn all_codes() -> impl Iterator<Item = Code> {
-    AREAS.iter().flat_map(|(_, list)| list.iter().copied())
+    CODES_BY_AREA.iter().flat_map(|(_, list)| list.iter().copied())
 }
 
 impl Code {

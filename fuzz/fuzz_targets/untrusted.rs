@@ -94,7 +94,7 @@ static SELECTED_TARGET: LazyLock<FuzzTarget> = LazyLock::new(|| {
 fn run_other_task_and_exit() {
     let mut arguments = env::args().skip(1);
     match arguments.next().as_deref() {
-        Some(worker::SANDBOX_ROLE) => exit(worker::run_sandbox().into()),
+        Some(worker::SANDBOX_ARGUMENT) => exit(worker::run_sandbox().into()),
         Some("write-seeds") => {
             let directory = PathBuf::from(arguments.next().expect("a directory"));
             let streams = launcher::untrusted::create_control_streams();

@@ -38,5 +38,5 @@ pub use startup::{AgentOptions, main};
 /// Makes the agent's state machine available to the simulated cluster in the controller's tests.
 #[cfg(test)]
 pub(crate) mod simulated {
-    pub(crate) use super::core::{AgentAction, AgentCore, AgentInput, GroupSignal};
+    pub(crate) use super::core::{AgentAction, AgentCore, AgentInput, ProcessGroupSignal};
 }

@@ -53,7 +53,7 @@ pub(crate) enum ParsedArgs {
 pub(crate) fn parse_command_line(args: impl Iterator<Item = OsString>) -> ParsedArgs {
     let args = insert_default_command(insert_drop_in_command(args.collect()).into_iter());
     let format = detect_requested_format(&args);
-    let first = find_first_word(&args).map(|at| args[at].clone());
+    let first = find_first_word_index(&args).map(|at| args[at].clone());
     let help_command = build_help_command(&args);
     let error = match Cli::try_parse_from(args) {
         Ok(cli) => return ParsedArgs::Command(Box::new(cli)),
@@ -62,10 +62,10 @@ pub(crate) fn parse_command_line(args: impl Iterator<Item = OsString>) -> Parsed
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ParsedArgs::Print(error.to_string()),
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
-            let missing = first.as_deref().and_then(missing_subcommand_error);
-            ParsedArgs::Invalid(missing.unwrap_or_else(missing_job_error), format)
+            let missing = first.as_deref().and_then(build_missing_subcommand_error);
+            ParsedArgs::Invalid(missing.unwrap_or_else(build_missing_job_error), format)
         }
-        _ => ParsedArgs::Invalid(usage_error(&error, &help_command), format),
+        _ => ParsedArgs::Invalid(build_usage_error(&error, &help_command), format),
     }
 }
 
@@ -73,7 +73,7 @@ pub(crate) fn parse_command_line(args: impl Iterator<Item = OsString>) -> Parsed
 /// `launch ckpt convert --help` for `launch ckpt convert a b --to zip`.
 fn build_help_command(args: &[OsString]) -> String {
     let (mut command, mut words) = (Cli::command(), vec!["launch".to_owned()]);
-    for word in find_first_word(args).map_or(&[][..], |at| &args[at..]) {
+    for word in find_first_word_index(args).map_or(&[][..], |at| &args[at..]) {
         let Some(subcommand) = command.find_subcommand(word).cloned() else { break };
         words.push(subcommand.get_name().to_owned());
         command = subcommand;
@@ -89,14 +89,14 @@ fn detect_requested_format(args: &[OsString]) -> OutputFormat {
 }
 
 /// Creates the error that a command line has neither a job file nor a command.
-fn missing_job_error() -> Diagnostic {
+fn build_missing_job_error() -> Diagnostic {
     Diagnostic::error(command::COMMAND_MISSING, "no job file given")
         .with_help("name a job, as in `launch job.yaml`, or see `launch --help`")
 }
 
 /// Creates the error that the command `word`, such as `ckpt`, was given without one of its
 /// subcommands. Returns `None` if the command `word` has no subcommands.
-fn missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
+fn build_missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     let cli = Cli::command();
     let name = word.to_str()?;
     let subcommands = cli.find_subcommand(name)?.get_subcommands().filter(|c| !c.is_hide_set());
@@ -118,7 +118,7 @@ fn insert_drop_in_command(mut args: Vec<OsString>) -> Vec<OsString> {
     if let Some(launcher) = args.first().and_then(|name| OtherLauncher::from_program_name(name)) {
         args.insert(1, OsString::from(launcher.name()));
     }
-    if let Some(at) = find_first_word(&args)
+    if let Some(at) = find_first_word_index(&args)
         && OtherLauncher::from_name(&args[at]).is_some()
         && args.get(at + 1).is_some_and(|next| !["--", "-h", "--help"].iter().any(|word| next == word))
     {
@@ -139,7 +139,7 @@ fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString>
             || Cli::command().find_subcommand(arg).is_some()
     };
     let is_general_option = |arg: &OsString| ["-h", "--help", "-V", "--version"].iter().any(|g| arg == g);
-    if let Some(at) = find_first_word(&args)
+    if let Some(at) = find_first_word_index(&args)
         && !is_command(&args[at])
         && !is_general_option(&args[at])
     {
@@ -150,12 +150,12 @@ fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString>
 
 /// Returns the index in `args` of the first argument that is no global option, such as 2 for `plan`
 /// in `launch --json plan job.yaml`. Returns `None` if there is no such argument.
-fn find_first_word(args: &[OsString]) -> Option<usize> {
+fn find_first_word_index(args: &[OsString]) -> Option<usize> {
     let mut at = 1;
     while let Some(arg) = args.get(at) {
         match arg.to_str() {
             Some("--json" | "--verbose") => at += 1,
-            Some(arg) if is_verbosity(arg) => at += 1,
+            Some(arg) if is_verbosity_flag(arg) => at += 1,
             Some("--json-schema") => at += 2,
             Some(arg) if arg.starts_with("--json-schema=") => at += 1,
             _ => return Some(at),
@@ -165,14 +165,14 @@ fn find_first_word(args: &[OsString]) -> Option<usize> {
 }
 
 /// Returns whether an argument is `-v`, `-vv` and so on, which makes launch print more.
-fn is_verbosity(arg: &str) -> bool {
+fn is_verbosity_flag(arg: &str) -> bool {
     arg.len() > 1 && arg.strip_prefix('-').is_some_and(|letters| letters.bytes().all(|b| b == b'v'))
 }
 
 /// Converts clap's error about wrong arguments to a diagnostic. The diagnostic's help text refers
 /// to `help_command`.
-fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
-    let text = |kind| error.get(kind).and_then(context_to_text);
+fn build_usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
+    let text = |kind| error.get(kind).and_then(clap_context_to_text);
     let argument = text(ContextKind::InvalidArg).unwrap_or_default();
     let value = text(ContextKind::InvalidValue).unwrap_or_default();
     let message = match error.kind() {
@@ -214,7 +214,7 @@ fn usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
 
 /// Converts a value in the details of clap's error, which is a text, several texts or a number, to
 /// text. Returns `None` for other types of values.
-fn context_to_text(value: &ContextValue) -> Option<String> {
+fn clap_context_to_text(value: &ContextValue) -> Option<String> {
     match value {
         ContextValue::String(text) => Some(text.clone()),
         ContextValue::Strings(texts) => Some(texts.join("`, `")),

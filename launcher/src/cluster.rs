@@ -19,10 +19,10 @@ pub(crate) use batch_job::{BatchJob, Preemption, Submission, SubmitRequest};
 pub(crate) use host_list::{ClusterHost, parse_hostfile_entries, read_hostfile, resolve_hostfile_text};
 pub(crate) use host_target::HostTarget;
 pub(crate) use join::{NodeEnvironment, is_own_address, join_run};
-pub(crate) use provider::{Cluster, ClusterError, ClusterPreflight};
+pub(crate) use provider::{Cluster, ClusterError, ClusterCheckSettings};
 pub(crate) use slurm::parse_untrusted_variables as parse_allocation_variables;
 pub(crate) use transport::{
-    AgentHandle, AgentOutput, AgentProcess, ArrivalLimits, ConnectionStage, RemoteConnection, StartStep,
+    AgentHandle, AgentOutput, AgentProcess, ArrivalLimits, ConnectionStage, RemoteConnection, AgentStartStep,
     Transport,
 };
 
@@ -36,8 +36,8 @@ static PROVIDERS: &[&dyn Cluster] =
     &[&join::JoinCluster, &ssh::SshCluster, &slurm::SlurmCluster, &local::LocalCluster];
 
 /// Finds the provider of the hosts of a job, such as Slurm or SSH.
-pub(crate) fn find_cluster(job: &JobSpec) -> Result<&'static dyn Cluster, ClusterError> {
-    select_cluster(PROVIDERS, job)
+pub(crate) fn find_host_provider(job: &JobSpec) -> Result<&'static dyn Cluster, ClusterError> {
+    select_first_matching_provider(PROVIDERS, job)
 }
 
 /// Determines from environment variables whether another launcher has started this process as one
@@ -45,7 +45,7 @@ pub(crate) fn find_cluster(job: &JobSpec) -> Result<&'static dyn Cluster, Cluste
 pub(crate) fn detect_node_environment() -> diagnostic::Result<Option<NodeEnvironment>> {
     let get = |name: &str| std::env::var(name).ok();
     let read_file = |path: &str| std::fs::read_to_string(path).ok();
-    let (host, scheduler) = (protocol::host_name::read_host_name(), slurm::read_scheduler_variables(&get));
+    let (host, scheduler) = (protocol::host_name::read_host_name(), slurm::read_slurm_variables(&get));
     join::find_node_environment(&join::ProcessEnvironment {
         get: &get,
         read_file: &read_file,
@@ -56,7 +56,7 @@ pub(crate) fn detect_node_environment() -> diagnostic::Result<Option<NodeEnviron
 
 /// Returns the first of `providers` (of hosts, such as Slurm or SSH) from which the hosts of a job
 /// come.
-fn select_cluster<'a>(providers: &[&'a dyn Cluster], job: &JobSpec) -> Result<&'a dyn Cluster, ClusterError> {
+fn select_first_matching_provider<'a>(providers: &[&'a dyn Cluster], job: &JobSpec) -> Result<&'a dyn Cluster, ClusterError> {
     for provider in providers {
         if provider.detect(job)? {
             return Ok(*provider);
@@ -96,7 +96,7 @@ pub(crate) fn find_preemption() -> diagnostic::Result<Option<Preemption>> {
 }
 
 /// Returns whether a SIGTERM to this process means that the batch system is about to end the job.
-pub(crate) fn sigterm_announces_end() -> bool {
+pub(crate) fn sigterm_announces_job_end() -> bool {
     PROVIDERS.iter().any(|provider| provider.sigterm_announces_end())
 }
 
@@ -148,17 +148,17 @@ mod tests {
         let providers: &[&dyn Cluster] = &[&FakeCluster, &local::LocalCluster];
         let mut job = sample_job();
         let names = |job: &JobSpec| -> Vec<String> {
-            let cluster = select_cluster(providers, job).unwrap_or_else(|error| panic!("{error:?}"));
+            let cluster = select_first_matching_provider(providers, job).unwrap_or_else(|error| panic!("{error:?}"));
             cluster.hosts(job, "here").expect("hosts").into_iter().map(|host| host.name).collect()
         };
         assert_eq!(names(&job), ["here"]);
         job.name = "pod".to_owned();
         assert_eq!(names(&job), ["pod-0.here", "pod-1.here", "pod-2.here"]);
-        let pods = select_cluster(providers, &job).unwrap_or_else(|error| panic!("{error:?}"));
+        let pods = select_first_matching_provider(providers, &job).unwrap_or_else(|error| panic!("{error:?}"));
         assert_eq!(pods.preflight().stages.len(), 1, "the defaults of the trait are enough");
         assert!(pods.requeue(&job).expect("no queue").is_none() && pods.submit_command().is_none());
         job.name = "pod-quota".to_owned();
-        assert!(matches!(select_cluster(providers, &job), Err(ClusterError::Job(_))));
+        assert!(matches!(select_first_matching_provider(providers, &job), Err(ClusterError::Job(_))));
     }
 
     #[test]

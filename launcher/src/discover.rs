@@ -10,7 +10,7 @@ mod rdma;
 mod reachable_addresses;
 pub(crate) mod topology;
 
-pub(crate) use addresses::list_addresses;
+pub(crate) use addresses::list_interface_addresses;
 pub(crate) use cgroup::{read_memory_usage, read_oom_kill_count, read_throttled_us};
 pub(crate) use network_interfaces::inspect_interface;
 pub(crate) use rdma::inspect_rdma;

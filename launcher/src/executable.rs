@@ -11,15 +11,15 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 /// Computes the BLAKE3 hash of launch's running executable, in hexadecimal.
 pub(crate) fn hash_executable() -> io::Result<String> {
-    hash_file(&mut File::open("/proc/self/exe")?)
+    hash_file_blake3(&mut File::open("/proc/self/exe")?)
 }
 
 /// Flushes launch's running executable to disk (fsync) and prints its BLAKE3 hash. Returns the exit
 /// code.
-pub(crate) fn print_executable_hash() -> u8 {
+pub(crate) fn sync_and_print_executable_hash() -> u8 {
     let hash = File::open("/proc/self/exe").and_then(|mut file| {
         file.sync_all()?;
-        hash_file(&mut file)
+        hash_file_blake3(&mut file)
     });
     match hash.and_then(|hash| writeln!(io::stdout(), "{hash}")) {
         Ok(()) => protocol::exit::DONE,
@@ -31,7 +31,7 @@ pub(crate) fn print_executable_hash() -> u8 {
 }
 
 /// Computes the SHA-256 hash of launch's running executable, in hexadecimal.
-pub(crate) fn compute_sha256() -> io::Result<String> {
+pub(crate) fn compute_executable_sha256() -> io::Result<String> {
     let mut hasher = Sha256::new();
     let mut file = File::open("/proc/self/exe")?;
     let mut chunk = vec![0; CHUNK_BYTES];
@@ -44,7 +44,7 @@ pub(crate) fn compute_sha256() -> io::Result<String> {
 }
 
 /// Computes the BLAKE3 hash of a file from the current read position to the end, in hexadecimal.
-fn hash_file(file: &mut File) -> io::Result<String> {
+fn hash_file_blake3(file: &mut File) -> io::Result<String> {
     let mut hasher = blake3::Hasher::new();
     let mut chunk = vec![0; CHUNK_BYTES];
     loop {

@@ -337,7 +337,7 @@ fn collect_warnings(
     for (host, capacity) in hosts.iter().zip(capacities) {
         warnings.extend(capacity.accelerators.find_shared_warning(&host.name, capacity.workers));
         let count = capacity.workers;
-        let cores = host.inventory.usable_cpus();
+        let cores = host.inventory.usable_cpu_count();
         if count > cores && !host.inventory.cpus.is_empty() {
             let on_host = if hosts.len() > 1 { format!(" on {}", host.name) } else { String::new() };
             let shared = format_count(cores, "CPU core");

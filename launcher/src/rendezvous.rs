@@ -122,7 +122,7 @@ impl BoundRendezvous {
         if !with_coordinator {
             return Ok(BoundRendezvous { service, coordinator: None });
         }
-        let port = RendezvousRequest::coordinator_port(service.port());
+        let port = RendezvousRequest::compute_jax_coordinator_port(service.port());
         if !bind.ports.contains(port) {
             return Err(io::ErrorKind::AddrInUse.into());
         }
@@ -245,7 +245,7 @@ mod tests {
         let _taken = TcpListener::bind((Ipv4Addr::LOCALHOST, port + 1)).expect("a free port");
         let bound = bind_for_one_client(port, false).expect("the port of the rendezvous");
         assert!(bound.coordinator.is_none());
-        assert_eq!(RendezvousRequest::coordinator_port(65_535), 65_534);
+        assert_eq!(RendezvousRequest::compute_jax_coordinator_port(65_535), 65_534);
     }
 
     #[test]

@@ -48,10 +48,10 @@ pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
     agent.set_uplink(LINK_IDS[0]);
     parse_frames(bytes, |frame: TreeFrame| {
         for link in LINK_IDS {
-            controller.receive_from_child(link, frame.clone());
+            controller.process_child_frame(link, frame.clone());
         }
-        agent.receive_from_child(LINK_IDS[1], frame.clone());
-        agent.receive_from_uplink(frame);
+        agent.process_child_frame(LINK_IDS[1], frame.clone());
+        agent.process_uplink_frame(frame);
         drop((controller.take_actions(), agent.take_actions()));
     })
 }

@@ -44,14 +44,14 @@ fn main() {
             let began = Instant::now();
             let data = Dataset::open(&spec, None, Split::Train, Path::new(".")).unwrap();
             seconds.push(began.elapsed().as_secs_f64());
-            digest = format!("{} tokens, {}", data.tokens(), &data.digest()[..16]);
+            digest = format!("{} tokens, {}", data.token_count(), &data.digest()[..16]);
         }
         seconds.sort_by(f64::total_cmp);
         println!(
             "{file}: median {:.3} s (min {:.3}), {digest}, peak {} MiB",
             seconds[seconds.len() / 2],
             seconds[0],
-            worker::runtime::training_loop::read_peak_rss() >> 20
+            worker::runtime::training_loop::read_peak_resident_bytes() >> 20
         );
     }
 }

@@ -28,7 +28,7 @@ fn main() {
     if number(4, 0) == 1 {
         spec.recompute = RecomputeMode::Block;
     }
-    let mut running = build_trainer(&spec, create_single_rank_comm(), threads as usize).start_fresh();
+    let mut running = build_trainer(&spec, create_single_rank_comm(), threads as usize).start_with_random_params();
     train_steps(&mut running, 2);
     let flops = running.trainer.model.compute_flops_per_token(256);
     let mut rates: Vec<f64> = (0..8)
@@ -45,6 +45,6 @@ fn main() {
         rates[0],
         rates[rates.len() - 1],
         median * flops / 1e9,
-        worker::runtime::training_loop::read_peak_rss() >> 20
+        worker::runtime::training_loop::read_peak_resident_bytes() >> 20
     );
 }

@@ -45,9 +45,9 @@ pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
     comm: &dyn Comm,
     mine: Result<T>,
 ) -> Result<Vec<T>> {
-    let reports = comm.all_gather_bytes(&encode_report(mine.as_ref().map_err(Clone::clone))?)?;
+    let reports = comm.all_gather_bytes(&encode_rank_result(mine.as_ref().map_err(Clone::clone))?)?;
     mine?;
-    values_or_abort(decode_reports(&reports)?)
+    values_or_abort(decode_rank_results(&reports)?)
 }
 
 /// Extracts the values from `results`, one result per rank. If ranks have errors, returns the error
@@ -64,8 +64,8 @@ pub fn all_gather_results<T: Serialize + DeserializeOwned>(
     queue: &CollectiveQueue,
     mine: Result<&T>,
 ) -> Result<Vec<Result<T>>> {
-    let bytes = encode_report(mine)?;
-    decode_reports(&queue.run_and_wait(move |comm| comm.all_gather_bytes(&bytes))?)
+    let bytes = encode_rank_result(mine)?;
+    decode_rank_results(&queue.run_and_wait(move |comm| comm.all_gather_bytes(&bytes))?)
 }
 
 /// Exchanges the errors of all ranks (`mine` on this rank), and returns on every rank the error of
@@ -83,7 +83,7 @@ pub fn is_any_true(queue: &CollectiveQueue, mine: bool) -> Result<bool> {
 }
 
 /// Encodes this rank's value or error as bytes for the other ranks.
-fn encode_report<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
+fn encode_rank_result<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
     rmp_serde::to_vec_named(&mine).map_err(|e| {
         let message = "cannot encode a report to the other ranks";
         Diagnostic::error(codes::run::INTERNAL, message).with_cause(&e).into()
@@ -92,12 +92,12 @@ fn encode_report<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
 
 /// Decodes the values or errors that all ranks have sent to this rank. Fails if the bytes of a rank
 /// are not valid.
-fn decode_reports<T: DeserializeOwned>(reports: &[Vec<u8>]) -> Result<Vec<Result<T>>> {
-    reports.iter().enumerate().map(|(rank, report)| decode_report(rank, report)).collect()
+fn decode_rank_results<T: DeserializeOwned>(reports: &[Vec<u8>]) -> Result<Vec<Result<T>>> {
+    reports.iter().enumerate().map(|(rank, report)| decode_rank_result(rank, report)).collect()
 }
 
 /// Decodes the value or error that `rank` has sent to this rank. Fails if the bytes are not valid.
-fn decode_report<T: DeserializeOwned>(rank: usize, report: &[u8]) -> Result<Result<T>> {
+fn decode_rank_result<T: DeserializeOwned>(rank: usize, report: &[u8]) -> Result<Result<T>> {
     rmp_serde::from_slice(report).map_err(|e| {
         let message = format!("cannot decode the report of rank {rank}");
         let diagnostic = Diagnostic::error(codes::training::PEER_REPORT_INVALID, message);

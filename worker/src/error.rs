@@ -30,7 +30,7 @@ impl Error {
 
     /// Creates the error of a rank that ends because the job was ended, by another rank or by the
     /// agent.
-    pub fn aborted(diagnostic: Diagnostic) -> Self {
+    pub fn new_aborted(diagnostic: Diagnostic) -> Self {
         Error { diagnostic, aborted: true }
     }
 
@@ -38,7 +38,7 @@ impl Error {
     /// result is marked as aborted and therefore never a root cause.
     pub fn into_peer_error(self, rank: usize) -> Self {
         let message = format!("rank {rank}: {}", self.diagnostic.message());
-        Error::aborted(self.diagnostic.with_message(message).with_field("rank", rank))
+        Error::new_aborted(self.diagnostic.with_message(message).with_field("rank", rank))
     }
 
     /// Returns the diagnostic that events, logs and `--json` show.
@@ -121,7 +121,7 @@ pub(crate) fn to_unwritable_checkpoint_error(error: CkptError) -> Error {
 
 /// Combines all errors that were found in the job's `train` section into one error. Several
 /// mistakes become details of a summary.
-pub(crate) fn combine_train_mistakes(mut mistakes: Vec<Diagnostic>) -> Error {
+pub(crate) fn combine_train_section_errors(mut mistakes: Vec<Diagnostic>) -> Error {
     if mistakes.len() == 1 {
         return mistakes.remove(0).into();
     }

@@ -52,7 +52,7 @@ impl ExpertLayout {
             return Err(build_invalid_parallel_size_error(parallel, "workers", world));
         }
         let placed: diagnostic::Result<_> =
-            sparse.list_moe_layers().map(|l| Ok((l, place_experts(spec, sparse, l)?))).collect();
+            sparse.list_moe_layers().map(|l| Ok((l, assign_experts_to_ranks(spec, sparse, l)?))).collect();
         if let ExpertPlacement::Layers(named) = &spec.placement
             && let Some(l) = named.keys().find(|l| !sparse.is_moe_layer(**l as usize))
         {
@@ -75,7 +75,7 @@ impl ExpertLayout {
 
     /// Returns the experts of `layer` that the rank with index `index` in each expert-parallel
     /// group has, in ascending order.
-    pub fn list_experts_on(&self, layer: usize, index: usize) -> &[usize] {
+    pub fn list_experts_of_group_member(&self, layer: usize, index: usize) -> &[usize] {
         self.layers.get(&layer).map_or(&[], |ranks| &ranks[index])
     }
 
@@ -104,7 +104,7 @@ fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize
 
 /// Determines which experts of `layer` each rank of an expert-parallel group gets, from the job's
 /// `train.experts`. Fails if the job's placement is not valid.
-fn place_experts(spec: &ExpertsSpec, sparse: MoeModel, layer: usize) -> diagnostic::Result<Vec<Vec<usize>>> {
+fn assign_experts_to_ranks(spec: &ExpertsSpec, sparse: MoeModel, layer: usize) -> diagnostic::Result<Vec<Vec<usize>>> {
     let (experts, parallel) = (sparse.expert_shape().experts, spec.expert_parallel_size as usize);
     let named = match &spec.placement {
         ExpertPlacement::Balanced => None,
@@ -187,7 +187,7 @@ impl SendPlan {
     /// Replaces this plan by one that sends each token of a micro-batch to the experts that the
     /// router chose for it. `chosen` contains `per_token` experts for each token, and `order` lists
     /// all experts in the order in which their rows are dispatched.
-    pub fn sort_choices(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
+    pub fn plan_dispatch(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
         let mut position = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, &e)| position[e] = i);
         self.expert_rows.clear();
@@ -207,14 +207,14 @@ impl SendPlan {
     /// Returns for each row that the plan sends the number of the router's choice (a token with one
     /// of its experts) that caused it. A choice is a token with one of its experts, and choices are
     /// numbered token by token, best expert first.
-    pub fn list_choices(&self) -> Vec<u32> {
+    pub fn list_choices_of_rows(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
         (0..).zip(&self.choice_rows).for_each(|(choice, &row)| choices[row as usize] = choice);
         choices
     }
 
     /// Makes this plan empty, so that no row is dispatched to any of the `experts` experts.
-    pub fn clear(&mut self, experts: usize) {
+    pub fn reset_to_no_rows(&mut self, experts: usize) {
         self.row_tokens.clear();
         self.choice_rows.clear();
         self.expert_rows.clear();
@@ -256,7 +256,7 @@ impl RecvPlan {
 
     /// Returns how many token rows each sender sends for each expert, ordered by expert, then by
     /// sender.
-    fn sort_counts_by_expert(&self) -> Vec<usize> {
+    fn list_counts_by_expert(&self) -> Vec<usize> {
         let of_expert = |e: usize| (0..self.count_senders()).map(move |s| self.counts[s * self.experts + e]);
         (0..self.experts).flat_map(of_expert).collect()
     }
@@ -264,7 +264,7 @@ impl RecvPlan {
     /// Computes for each expert the range of its token rows, if the received rows are sorted by
     /// expert and then by sender.
     pub fn compute_expert_ranges(&self) -> Vec<Range<usize>> {
-        let counts = self.sort_counts_by_expert();
+        let counts = self.list_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
         let senders = self.count_senders();
         let range = |e: usize| {
@@ -277,7 +277,7 @@ impl RecvPlan {
     /// Computes for each expert the range of its token rows from `sender`, if the received rows are
     /// sorted by expert and then by sender.
     pub fn compute_expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
-        let counts = self.sort_counts_by_expert();
+        let counts = self.list_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
         let range = |e: usize| {
             let i = e * self.count_senders() + sender;
@@ -293,7 +293,7 @@ impl RecvPlan {
     /// sender.
     pub fn list_row_blocks(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
         let (received, sorted) =
-            (compute_start_offsets(&self.counts), compute_start_offsets(&self.sort_counts_by_expert()));
+            (compute_start_offsets(&self.counts), compute_start_offsets(&self.list_counts_by_expert()));
         let senders = self.count_senders();
         self.counts.iter().enumerate().map(move |(i, &n)| {
             let (sender, expert) = (i / self.experts, i % self.experts);
@@ -328,7 +328,7 @@ mod tests {
             let mut order: Vec<usize> = (0..6).collect();
             order.rotate_left(turn);
             let mut s = SendPlan::default();
-            s.sort_choices(&chosen, 2, &order);
+            s.plan_dispatch(&chosen, 2, &order);
             prop_assert_eq!(s.expert_rows.iter().sum::<usize>(), chosen.len());
             let mut seen = vec![false; chosen.len()];
             let experts: Vec<usize> =

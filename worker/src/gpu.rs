@@ -43,7 +43,7 @@ fn find_python_prefixes() -> Vec<PathBuf> {
 
 /// Tries to open each library that training on GPUs needs, such as cuBLASLt and NCCL, and returns
 /// the version or the error of each.
-pub(crate) fn probe_libraries(paths: &LibrarySearchPaths) -> Vec<LibraryReport> {
+pub(crate) fn probe_gpu_libraries(paths: &LibrarySearchPaths) -> Vec<LibraryReport> {
     let report = |name: &str, required, result: diagnostic::Result<_>| LibraryReport {
         name: name.to_owned(),
         required,
@@ -84,11 +84,11 @@ pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
 }
 
 /// The help text for errors of NCCL, which advises how to communicate through host memory instead.
-pub(crate) const HOST_MEMORY_HELP: &str =
+pub(crate) const NCCL_FALLBACK_HELP: &str =
     "set `cluster.comm_backend: host`, whose collectives use host memory";
 
 /// Converts an error of NCCL to a diagnostic with exit code 3, which means that the cluster is at
 /// fault.
 pub(crate) fn to_unusable_nccl_error(error: NcclError) -> Diagnostic {
-    Diagnostic::from(error).with_category(Category::Cluster).with_help(HOST_MEMORY_HELP)
+    Diagnostic::from(error).with_category(Category::Cluster).with_help(NCCL_FALLBACK_HELP)
 }

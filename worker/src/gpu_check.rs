@@ -24,7 +24,7 @@ mod timed_models;
 
 pub use part_filter::PartFilter;
 
-use part_runner::{RunOptions, run_parts};
+use part_runner::{CheckRunOptions, run_parts};
 use parts::{PROFILES_GROUP, Part, list_parts, select_parts};
 use run_part::{open_gpu, run_part};
 use std::path::PathBuf;
@@ -94,7 +94,7 @@ pub fn run_gpu_check(options: GpuCheckOptions) -> diagnostic::Result<bool> {
                 part.limit_seconds = part_seconds.unwrap_or(part.limit_seconds);
             }
             let (report, resume) = (report.as_deref(), resume.as_deref());
-            return run_parts(RunOptions { device, filter, seconds, report, resume }, &parts);
+            return run_parts(CheckRunOptions { device, filter, seconds, report, resume }, &parts);
         }
         GpuCheckTask::ListParts(only) => {
             for part in select_parts(list_parts(filter), &only)? {
@@ -112,7 +112,7 @@ pub fn run_gpu_check(options: GpuCheckOptions) -> diagnostic::Result<bool> {
             let name = format!("{PROFILES_GROUP}/{}", find_model_by_number(tiny, number)?.part_name);
             let parts: Vec<Part> = select_parts(list_parts(filter), &[name])?;
             let seconds = parts.iter().map(|part| part.limit_seconds).sum();
-            return run_parts(RunOptions { device, filter, seconds, report: None, resume: None }, &parts);
+            return run_parts(CheckRunOptions { device, filter, seconds, report: None, resume: None }, &parts);
         }
     }
     Ok(true)

@@ -22,7 +22,7 @@ pub mod trainer_stages;
 pub mod untrusted;
 pub mod zero;
 
-pub use data::{SANDBOX_ROLE, run_sandbox};
+pub use data::{SANDBOX_ARGUMENT, run_sandbox};
 pub use gpu_check::{GpuCheckOptions, GpuCheckTask, PartFilter, run_gpu_check};
 pub use preflight::TrainPreflight;
 pub use runtime::main;

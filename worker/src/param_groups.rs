@@ -53,7 +53,7 @@ pub fn build_trainable_units(
     }
     model.set_dropout_seed(train.seed);
     let mut units = expert_layout::build_units_with_experts(model, layout);
-    mark_trained(&mut units, &model.tied_weights(), train)?;
+    mark_trained_params(&mut units, &model.tied_weights(), train)?;
     let dense_units = units.iter().filter(|u| !u.holds_experts()).count();
     model.set_trained_params(&units[..dense_units]);
     Ok(units)
@@ -66,7 +66,7 @@ pub fn build_trainable_units(
 ///
 /// Fails if a pattern is invalid or matches no parameter, or if no parameter is trained. The
 /// subject of each error is the key of the setting.
-pub fn mark_trained(
+pub fn mark_trained_params(
     units: &mut [ParamUnit],
     ties: &[TiedWeight],
     train: &TrainSpec,
@@ -209,7 +209,7 @@ pub struct ParamGroups {
 ///
 /// Fails if a pattern is invalid or matches no parameter, and reports every such pattern. The
 /// subject of each error is the key of the pattern.
-pub fn assign_groups(
+pub fn assign_param_groups(
     spec: &OptimizerSpec,
     units: &[ParamUnit],
     ties: &[TiedWeight],

@@ -61,12 +61,12 @@ impl OwnerRanks {
     }
 
     /// Returns how many of the ranks below `rank` own a part of the unit.
-    pub fn count_below(&self, rank: usize) -> usize {
+    pub fn count_owners_below(&self, rank: usize) -> usize {
         (rank + self.stride - 1 - self.first) / self.stride
     }
 
     /// Returns whether every rank owns a part of the unit.
-    pub fn includes_all(&self) -> bool {
+    pub fn includes_all_ranks(&self) -> bool {
         self.stride == 1
     }
 }
@@ -168,26 +168,26 @@ impl ParamUnit {
     }
 
     /// Returns whether the range `flat` of the flat vector contains elements of a trained tensor.
-    pub fn has_trained_in(&self, flat: std::ops::Range<usize>) -> bool {
+    pub fn has_trained_elements_in(&self, flat: std::ops::Range<usize>) -> bool {
         self.list_segments(flat).iter().any(|s| self.trained[s.param])
     }
 
     /// Converts an index in the flat vector to the index in the trained vector, which consists of
     /// the trained elements only.
-    pub fn compute_trained_offset(&self, flat: usize) -> usize {
+    pub fn to_trained_offset(&self, flat: usize) -> usize {
         self.list_trained_segments(0..flat).iter().map(|s| s.flat.len()).sum()
     }
 
     /// Returns the number of elements of all trained tensors, which is the length of the trained
     /// vector.
     pub fn trained_len(&self) -> usize {
-        self.compute_trained_offset(self.len())
+        self.to_trained_offset(self.len())
     }
 
     /// Converts a range of the flat vector to the range of the trained vector, which consists of
     /// the trained elements only.
-    pub fn compute_trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
-        self.compute_trained_offset(flat.start)..self.compute_trained_offset(flat.end)
+    pub fn to_trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
+        self.to_trained_offset(flat.start)..self.to_trained_offset(flat.end)
     }
 
     /// Lists the parts of trained tensors that are inside the range `flat` of the unit's flat

@@ -8,7 +8,7 @@ use crate::{
     model::{self, Model},
     param_groups::{self, LORA_FROM_KEY},
     params::ParamUnit,
-    trainer_stages::{resolve_lora, resolve_model},
+    trainer_stages::{resolve_lora_section, resolve_model_section},
 };
 use diagnostic::{Diagnostic, codes};
 use jobspec::{JobSpec, TrainSpec};
@@ -35,7 +35,7 @@ impl Preflight for TrainPreflight {
     }
 
     fn inspect_gpu_libraries(&self, directories: &[PathBuf]) -> Vec<LibraryReport> {
-        crate::gpu::probe_libraries(&collect_library_search_paths(directories, Path::new("/")))
+        crate::gpu::probe_gpu_libraries(&collect_library_search_paths(directories, Path::new("/")))
     }
 
     fn check_job(&self, job: &JobSpec, world: u32, threads: u32) -> PreflightReport {
@@ -59,12 +59,12 @@ fn check_train_section(
     let data = check_data(job, train, report);
     // The model can be checked without the data, except for its vocabulary.
     let (vocab, tokens) = data.unwrap_or((train.model.vocab_size.max(1), 0));
-    let (train, model, units) = match check_model(job, train, vocab, world) {
+    let (train, model, units) = match build_checked_model(job, train, vocab, world) {
         Ok(checked) => checked,
         Err(errors) => return report.errors.extend(errors),
     };
     report.parameters = units.iter().map(|u| u.trained_len() as u64).sum();
-    let groups = param_groups::assign_groups(&train.optimizer, &units, &model.tied_weights());
+    let groups = param_groups::assign_param_groups(&train.optimizer, &units, &model.tied_weights());
     report.errors.extend(groups.err().unwrap_or_default());
     if data.is_none() {
         return;
@@ -81,7 +81,7 @@ fn check_train_section(
     };
     report.memory = (0..world).map(|rank| plan.estimate_rank_memory(rank)).collect();
     if job.checkpoint.memory.is_some() {
-        report.state_bytes = (0..world).map(|rank| plan.count_saved_bytes(rank as usize)).collect();
+        report.state_bytes = (0..world).map(|rank| plan.count_checkpoint_shard_bytes(rank as usize)).collect();
     }
 }
 
@@ -115,7 +115,7 @@ type CheckedModel = (TrainSpec, Model, Vec<ParamUnit>);
 
 /// Builds the model with its adapters and experts for `world` ranks. Fails if the model cannot be
 /// built or trained with these settings, and reports all mistakes.
-fn check_model(
+fn build_checked_model(
     job: &JobSpec,
     train: &TrainSpec,
     vocab: u32,
@@ -123,14 +123,14 @@ fn check_model(
 ) -> Result<CheckedModel, Vec<Diagnostic>> {
     let one = |error: Diagnostic| vec![error];
     let workdir = &job.run.workdir;
-    let spec = resolve_model(&train.model.resolve_paths(workdir), vocab, train.data.seq_len).map_err(one)?;
+    let spec = resolve_model_section(&train.model.resolve_paths(workdir), vocab, train.data.seq_len).map_err(one)?;
     let mut model = model::build_model_with_router_losses(&spec, &train.experts, train.data.seq_len)
         .map_err(|e| {
             let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };
             one(Diagnostic::from(e).with_subject(key))
         })?;
     let lora = train.lora.as_ref().map(|l| l.resolve_paths(workdir));
-    let train = TrainSpec { lora: resolve_lora(lora.as_ref()).map_err(one)?, ..train.clone() };
+    let train = TrainSpec { lora: resolve_lora_section(lora.as_ref()).map_err(one)?, ..train.clone() };
     let layout = ExpertLayout::new(&train.experts, &model, world as usize).map_err(one)?;
     let units = param_groups::build_trainable_units(&mut model, layout.as_ref(), &train)?;
     if let Some(directory) = train.lora.as_ref().and_then(|l| l.from.as_ref()) {

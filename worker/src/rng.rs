@@ -88,7 +88,7 @@ impl RandomStream {
     /// # Panics
     ///
     /// Panics if an id exceeds its range: 2⁴³ blocks, 2⁴³ samples, 2⁴² steps.
-    pub fn compute_words(&self, block: u64, sample: u64, step: u64) -> [u32; 4] {
+    pub fn compute_random_words(&self, block: u64, sample: u64, step: u64) -> [u32; 4] {
         assert!(
             block >> BLOCK_BITS == 0 && sample >> SAMPLE_BITS == 0 && step >> STEP_BITS == 0,
             "block, sample or step exceeds the range of the counter"
@@ -99,7 +99,7 @@ impl RandomStream {
     /// Computes four standard normal values (Box–Muller), for the elements from `4 * block` to
     /// `4 * block + 3`. The absolute values are at most 6.8.
     fn compute_normals(&self, block: u64) -> [f64; 4] {
-        let w = self.compute_words(block, 0, 0);
+        let w = self.compute_random_words(block, 0, 0);
         let (a, b) = compute_box_muller(w[0], w[1]);
         let (c, d) = compute_box_muller(w[2], w[3]);
         [a, b, c, d]
@@ -108,7 +108,7 @@ impl RandomStream {
     /// Computes four uniform values in [0, 1), for the elements from `4 * block` to
     /// `4 * block + 3`.
     fn compute_uniforms(&self, block: u64) -> [f64; 4] {
-        self.compute_words(block, 0, 0).map(|w| f64::from(w) / 4_294_967_296.0)
+        self.compute_random_words(block, 0, 0).map(|w| f64::from(w) / 4_294_967_296.0)
     }
 }
 
@@ -196,7 +196,7 @@ mod tests {
         for block in ids {
             for sample in ids {
                 for step in ids {
-                    assert!(seen.insert(s.compute_words(block, sample, step)), "{block} {sample} {step}");
+                    assert!(seen.insert(s.compute_random_words(block, sample, step)), "{block} {sample} {step}");
                 }
             }
         }
@@ -211,7 +211,7 @@ mod tests {
             RandomStream::new(1, Purpose::Init, "a.c"),
             RandomStream::new(1, Purpose::Init, ""),
         ] {
-            assert_ne!(base.compute_words(0, 0, 0), other.compute_words(0, 0, 0));
+            assert_ne!(base.compute_random_words(0, 0, 0), other.compute_random_words(0, 0, 0));
         }
     }
 

@@ -22,8 +22,8 @@ use crate::{
         host_local,
         memory_copies::{HostMemoryCopies, MemoryCopier},
         resume::{
-            CheckpointDirs, MemoryResume, PretrainedModel, ResumePoint, resume_from_checkpoint,
-            start_from_model,
+            CheckpointLocations, MemoryResumeState, PretrainedModel, ResumePoint, resume_from_checkpoint,
+            start_without_checkpoint,
         },
         save::{CheckpointSaver, RunMetadata, count_checkpoint_bytes},
         storage_topology::{StorageTopology, detect_topology},
@@ -39,7 +39,7 @@ use ckpt::{StagingDir, TextFile};
 use comm::{Comm, ObservedComm};
 use debuglog::Filter;
 use diagnostic::{Diagnostic, codes};
-use fault_injection::{arm_fault_point, read_endless_loop_step, record_fault_points};
+use fault_injection::{arm_requested_fault_point, read_endless_loop_step, append_passed_fault_points};
 use gather_weights::gather_last_checkpoint_weights;
 use jobspec::{JobSpec, OffloadTarget, TrainSpec, ZeroSpec, env};
 use kept_resources::KeptResources;
@@ -52,7 +52,7 @@ use rank_connection::connect_to_other_ranks;
 use rank_device::RankDevice;
 use samples::SampleSets;
 use session::{AgentSession, take_inherited_descriptor};
-use status_writer::ReportedSamples;
+use status_writer::StatusReportingSamples;
 use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -76,12 +76,12 @@ pub fn main() -> u8 {
     _ = start_debug_log(&init);
     let _flush = debuglog::FlushOnDrop;
     let mut kept = KeptResources::default();
-    let mut started = session.start_threads(read).and_then(|()| arm_fault_point(&init));
+    let mut started = session.start_threads(read).and_then(|()| arm_requested_fault_point(&init));
     loop {
         let result = std::mem::replace(&mut started, Ok(()));
         let result = result.and_then(|()| run_attempt(&session, &init, &mut kept));
         if let Err(error) = &result
-            && session.waits_to_leave_attempt(error, &init)
+            && session.wait_for_leave_decision(error, &init)
         {
             // The controller may keep the reason of another rank only.
             eprint!("{}", diagnostic::render(error.diagnostic(), false));
@@ -91,8 +91,8 @@ pub fn main() -> u8 {
             }
             continue;
         }
-        record_fault_points(&init);
-        return end_process(&session, result);
+        append_passed_fault_points(&init);
+        return report_end_of_process(&session, result);
     }
 }
 
@@ -129,7 +129,7 @@ fn run_attempt(session: &AgentSession, init: &WorkerInit, kept: &mut KeptResourc
 
 /// Reports the error of this worker, if there is one, to the agent and on stderr, and returns the
 /// exit code of the process.
-fn end_process(session: &AgentSession, result: Result<WorkerExit>) -> u8 {
+fn report_end_of_process(session: &AgentSession, result: Result<WorkerExit>) -> u8 {
     match result {
         Ok(exit) => exit.exit_code(),
         Err(e) => {
@@ -146,7 +146,7 @@ fn start_debug_log(init: &WorkerInit) -> std::io::Result<()> {
     let directives = std::env::var(env::LAUNCH_LOG).ok();
     let filter = Filter::from_directives_or_verbosity(directives.as_deref(), 0).unwrap_or_default();
     debuglog::start(&filter, None);
-    debuglog::open_file(&init.run_dir.join("logs").join(format!("worker-{}.debug.log", init.rank)))?;
+    debuglog::open_log_file(&init.run_dir.join("logs").join(format!("worker-{}.debug.log", init.rank)))?;
     tracing::info!(target: "worker", rank = init.rank, world = init.world, attempt = init.attempt,
         pid = std::process::id(), "connected to agent");
     Ok(())
@@ -185,31 +185,31 @@ fn train_as_rank(
     let tokenizer = &*tokenizer;
     let mut pretrained = PretrainedModel::open(train.model.from.as_deref(), comm.as_ref())?;
     let model = ResolvedSpec::new(train, tokenizer.vocab_size())?.build_model()?;
-    let parameters = model.trained_count();
-    let ready = model.shard_model(comm, ops)?.create_optimizer()?;
+    let parameters = model.trained_element_count();
+    let ready = model.shard_model(comm, ops)?.into_uninitialized_trainer()?;
     let root = find_checkpoint_root(init);
-    let layout = detect_checkpoint_layout(session, init, ready.trainer.engine.queue(), &root)?;
-    check_checkpoint_storage(&ready, &root, &layout)?;
+    let layout = detect_storage_topology(session, init, ready.trainer.engine.queue(), &root)?;
+    require_writable_checkpoint_storage(&ready, &root, &layout)?;
 
     session.set_phase(WorkerPhase::Resuming)?;
-    let files = tokenizer.build_hf_files().into_iter().map(|(name, text)| TextFile { name, text }).collect();
-    let tokens = (files, tokenizer.eod());
+    let files = tokenizer.build_hf_tokenizer_files().into_iter().map(|(name, text)| TextFile { name, text }).collect();
+    let tokens = (files, tokenizer.eod_token());
     let mut metadata =
         RunMetadata::new(&ready.trainer, ready.train_spec(), job, samples.digest.clone(), tokens);
     if let Some(pretrained) = &pretrained {
-        pretrained.add_text_files(&mut metadata.tokenizer);
+        pretrained.update_text_files(&mut metadata.tokenizer);
     }
-    let memory = open_host_memory(memory, init, ready.trainer.engine.queue())?;
+    let memory = connect_memory_copies(memory, init, ready.trainer.engine.queue())?;
     let dirs =
-        CheckpointDirs { root: &root, workdir: &init.workdir, layout: &layout, memory: memory.as_ref() };
+        CheckpointLocations { root: &root, workdir: &init.workdir, layout: &layout, memory: memory.as_ref() };
     let (mut running, resumed) =
-        resume_or_initialise(session, init, ready, &dirs, &samples.digest, pretrained.as_mut())?;
+        resume_or_start_from_model(session, init, ready, &dirs, &samples.digest, pretrained.as_mut())?;
     if let Some(resumed) = &resumed {
         (metadata.rng_generation, metadata.rng_decision) =
             resumed.decide_rng_generation(job.resume.rng, init.world as usize);
     }
-    let mut saver = create_saver(job, &root, layout.clone(), metadata, (memory, resumed));
-    report_ready(session, &running, parameters, is_leader)?;
+    let mut saver = create_checkpoint_saver(job, &root, layout.clone(), metadata, (memory, resumed));
+    report_ready_to_train(session, &running, parameters, is_leader)?;
     let held_out = samples.prepare_evaluation(train, tokenizer)?;
     if !is_leader || held_out.as_ref().is_none_or(|eval| eval.generation.is_none()) {
         // No rank but the leader decodes generated text.
@@ -220,7 +220,7 @@ fn train_as_rank(
         return Ok(WorkerExit::Stopped);
     }
     let loops_after = read_endless_loop_step(init)?;
-    let source = ReportedSamples { source: &samples.train, status: &session.status, loops_after };
+    let source = StatusReportingSamples { source: &samples.train, status: &session.status, loops_after };
     let run_spec = RunContext { job, session, source: &source, held_out, is_leader };
     let mut exit = train_until_done(&mut running, &run_spec, &mut saver)?;
     if exit == WorkerExit::Done && job.checkpoint.gather_16bit_weights_on_model_save {
@@ -270,15 +270,15 @@ fn open_samples<'a>(
 }
 
 /// Creates the checkpoint saver of a run that resumed at `resumed`, with memory copies in `memory`.
-fn create_saver(
+fn create_checkpoint_saver(
     job: &JobSpec,
     root: &Path,
     layout: StorageTopology,
     metadata: RunMetadata,
     (memory, resumed): (Option<HostMemoryCopies>, Option<ResumePoint>),
 ) -> CheckpointSaver {
-    let MemoryResume { is_source, newest_saved, next_sequence } =
-        resumed.as_ref().map_or_else(MemoryResume::default, |r| r.memory.clone());
+    let MemoryResumeState { is_source, newest_saved, next_sequence } =
+        resumed.as_ref().map_or_else(MemoryResumeState::default, |r| r.memory.clone());
     let last = match is_source {
         true => newest_saved,
         false => resumed.filter(|r| r.is_native).map(|r| r.path),
@@ -291,7 +291,7 @@ fn create_saver(
 /// Connects this rank to the memory in which its host keeps copies of the training state. `kept` is
 /// the memory's file descriptor, which the rank inherited from its agent; `None` before the first
 /// call. Returns `None` without `checkpoint.memory`. Collective: every rank must call it.
-fn open_host_memory(
+fn connect_memory_copies(
     kept: &mut Option<OwnedFd>,
     init: &WorkerInit,
     queue: &CollectiveQueue,
@@ -334,24 +334,24 @@ fn make_train_paths_absolute(init: &WorkerInit) -> Result<TrainSpec> {
 /// Loads the checkpoint from which the job resumes or, if there is none, the pretrained model or
 /// random initial weights. Returns the resume point, or `None` if the run starts at step 0.
 /// Collective: every rank must call it.
-fn resume_or_initialise(
+fn resume_or_start_from_model(
     session: &AgentSession,
     init: &WorkerInit,
     mut ready: UninitializedTrainer,
-    dirs: &CheckpointDirs,
+    dirs: &CheckpointLocations,
     data_digest: &str,
     pretrained: Option<&mut PretrainedModel>,
 ) -> Result<(RunningTrainer, Option<ResumePoint>)> {
     let mut send = |event| if init.rank == 0 { session.send_event(event) } else { Ok(()) };
     match resume_from_checkpoint(&mut ready, &init.job, dirs, data_digest, &mut send)? {
         Some(resumed) => Ok((ready.start_at_position(resumed.cursor), Some(resumed))),
-        None => Ok((start_from_model(ready, pretrained, &mut send)?, None)),
+        None => Ok((start_without_checkpoint(ready, pretrained, &mut send)?, None)),
     }
 }
 
 /// Reports that this rank is ready to train, and sets the step that its heartbeats report. The
 /// leader also sends the event that the job is ready.
-fn report_ready(
+fn report_ready_to_train(
     session: &AgentSession,
     running: &RunningTrainer,
     parameters: u64,
@@ -363,7 +363,7 @@ fn report_ready(
         return Ok(());
     }
     let train = running.train_spec();
-    let tokens_per_step = running.trainer.global_batch() * u64::from(train.data.seq_len);
+    let tokens_per_step = running.trainer.global_batch_size() * u64::from(train.data.seq_len);
     session.send_event(Event::Ready { step, total_steps: train.steps, parameters, tokens_per_step })
 }
 
@@ -387,7 +387,7 @@ fn find_checkpoint_root(init: &WorkerInit) -> PathBuf {
 
 /// Detects which ranks see the same checkpoint directory, and completes commits of host-local
 /// checkpoints that were interrupted. Collective: every rank must call it.
-fn detect_checkpoint_layout(
+fn detect_storage_topology(
     session: &AgentSession,
     init: &WorkerInit,
     queue: &CollectiveQueue,
@@ -424,7 +424,7 @@ fn detect_checkpoint_layout(
 
 /// Checks before the first step that a checkpoint can be written: creates and removes a staging
 /// directory, which also checks the free space. Collective: every rank must call it.
-fn check_checkpoint_storage(
+fn require_writable_checkpoint_storage(
     ready: &UninitializedTrainer,
     root: &Path,
     layout: &StorageTopology,

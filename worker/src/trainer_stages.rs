@@ -4,10 +4,10 @@
 mod initial_values;
 mod resolve;
 
-pub(crate) use resolve::{resolve_lora, resolve_model};
+pub(crate) use resolve::{resolve_lora_section, resolve_model_section};
 
 use crate::{
-    error::{Result, build_thread_start_error, combine_train_mistakes},
+    error::{Result, build_thread_start_error, combine_train_section_errors},
     expert_layout::{self, ExpertLayout},
     model::{self, MicroBatch, Model},
     optim::Optimizer,
@@ -70,8 +70,8 @@ impl ResolvedSpec {
     /// size of the tokenizer.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
-        train.model = resolve_model(&train.model, vocab, train.data.seq_len)?;
-        train.lora = resolve_lora(train.lora.as_ref())?;
+        train.model = resolve_model_section(&train.model, vocab, train.data.seq_len)?;
+        train.lora = resolve_lora_section(train.lora.as_ref())?;
         Ok(ResolvedSpec { train })
     }
 
@@ -85,7 +85,7 @@ impl ResolvedSpec {
         .map_err(|e| Diagnostic::from(e).with_subject("train.model"))?;
         let replicated = ExpertLayout::for_replicated_experts(&model);
         let units = param_groups::build_trainable_units(&mut model, replicated.as_ref(), &self.train)
-            .map_err(combine_train_mistakes)?;
+            .map_err(combine_train_section_errors)?;
         let trained_count = units.iter().map(|u| u.trained_len() as u64).sum();
         Ok(BuiltModel { train: self.train, model, trained_count })
     }
@@ -93,7 +93,7 @@ impl ResolvedSpec {
 
 impl BuiltModel {
     /// Returns the number of trained elements of the model.
-    pub fn trained_count(&self) -> u64 {
+    pub fn trained_element_count(&self) -> u64 {
         self.trained_count
     }
 
@@ -105,8 +105,8 @@ impl BuiltModel {
             .map_err(|e| build_thread_start_error("communication", &e))?;
         let expert_layout = ExpertLayout::new(&train.experts, &self.model, queue.comm().world_size())?;
         let mut units = expert_layout::build_units_with_experts(&self.model, expert_layout.as_ref());
-        param_groups::mark_trained(&mut units, &self.model.tied_weights(), &train)
-            .map_err(combine_train_mistakes)?;
+        param_groups::mark_trained_params(&mut units, &self.model.tied_weights(), &train)
+            .map_err(combine_train_section_errors)?;
         let policy = ShardingPolicy::for_job(&train);
         let micro_batches = (train.batch.global / train.batch.micro) as usize;
         let (zero, weights) = (&train.zero, ParamDtypes::for_job(&train));
@@ -121,7 +121,7 @@ impl BuiltModel {
 impl ShardedModel {
     /// Allocates the optimizer states of the parameters that this rank updates, and the activation
     /// buffers.
-    pub fn create_optimizer(self) -> Result<UninitializedTrainer> {
+    pub fn into_uninitialized_trainer(self) -> Result<UninitializedTrainer> {
         let ShardedModel { train, model, engine, ops, expert_layout } = self;
         let units = engine.clone_units();
         let ranges = (0..units.len()).map(|u| engine.optimizer_range(u));
@@ -136,7 +136,7 @@ impl ShardedModel {
             offload,
             seed,
         )
-        .map_err(combine_train_mistakes)?;
+        .map_err(combine_train_section_errors)?;
         let (b, t) = (train.batch.micro as usize, train.data.seq_len as usize);
         let experts = MoeTrainer::new(&ops, &model, expert_layout.as_ref(), &engine, b * t, train.recompute);
         let plan = ActivationPlan::new(&model, &train, &units);
@@ -186,7 +186,7 @@ impl UninitializedTrainer {
     }
 
     /// Fills all parameters with random initial values, and starts the run at step 0.
-    pub fn start_fresh(self) -> RunningTrainer {
+    pub fn start_with_random_params(self) -> RunningTrainer {
         self.initialise_params(|_| true);
         self.start_at_position(Cursor::default())
     }

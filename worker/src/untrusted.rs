@@ -10,7 +10,7 @@ use std::error::Error;
 
 /// The result of passing an untrusted input to a reader: success, or the error with which the
 /// reader rejected it.
-pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
+pub type UntrustedReadResult = Result<(), Box<dyn Error + Send + Sync>>;
 
 /// The sequence length, in tokens, for which a model is built from an untrusted config.json.
 const SEQ_LEN: u32 = 64;
@@ -19,14 +19,14 @@ const MAX_REPLY_BYTES: u64 = 1 << 20;
 
 /// Builds a model from the untrusted config.json `bytes`, without memory for parameters, and lists
 /// its parameters.
-pub fn parse_model_config(bytes: &[u8]) -> ParseResult {
+pub fn parse_model_config(bytes: &[u8]) -> UntrustedReadResult {
     let model = model::build_model_from_text(bytes, SEQ_LEN)?;
     drop(model.param_units());
     Ok(())
 }
 
 /// Parses an untrusted line of a JSON lines file as a text and as a chat.
-pub fn parse_record(bytes: &[u8]) -> ParseResult {
+pub fn parse_record(bytes: &[u8]) -> UntrustedReadResult {
     let line = str::from_utf8(bytes)?;
     let is_text = data::parse_text_record(line, "text").map(drop);
     is_text.or(data::parse_chat_record(line, "messages").map(drop))?;
@@ -34,23 +34,23 @@ pub fn parse_record(bytes: &[u8]) -> ParseResult {
 }
 
 /// Parses the untrusted bytes `bytes` as replies of a sandbox process.
-pub fn parse_sandbox_replies(bytes: &[u8]) -> ParseResult {
-    sandbox::decode_frames(bytes, MAX_REPLY_BYTES)?;
+pub fn parse_sandbox_replies(bytes: &[u8]) -> UntrustedReadResult {
+    sandbox::decode_replies(bytes, MAX_REPLY_BYTES)?;
     Ok(())
 }
 
 /// Compiles an untrusted chat template in a sandbox process, and renders chats with it.
-pub fn interpret_chat_template(bytes: &[u8]) -> ParseResult {
+pub fn interpret_chat_template(bytes: &[u8]) -> UntrustedReadResult {
     Ok(data::interpret_chat_template(str::from_utf8(bytes)?)?)
 }
 
 /// Loads an untrusted tokenizer.json in a sandbox process, and tokenizes texts with it.
-pub fn interpret_tokenizer(bytes: &[u8]) -> ParseResult {
+pub fn interpret_tokenizer(bytes: &[u8]) -> UntrustedReadResult {
     Ok(data::interpret_tokenizer(str::from_utf8(bytes)?)?)
 }
 
 /// Reads the rows of an untrusted Parquet file in a sandbox process.
-pub fn interpret_parquet(bytes: &[u8]) -> ParseResult {
+pub fn interpret_parquet(bytes: &[u8]) -> UntrustedReadResult {
     Ok(data::interpret_parquet(bytes)?)
 }
 

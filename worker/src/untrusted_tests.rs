@@ -19,7 +19,7 @@ const LONGEST_TIME: Duration = Duration::from_secs(30);
 /// Bytes that have a meaning in at least one of the tested formats.
 const TOKENS: &[u8] = b"{}[]\",:%|()\\*+?$^\n \0\xff\x80PAR1";
 
-type Reader = fn(&[u8]) -> ParseResult;
+type Reader = fn(&[u8]) -> UntrustedReadResult;
 
 /// The readers to test. Each has the extension of its files in the corpus, and the number of
 /// mutated copies that are made of each file.

@@ -20,7 +20,7 @@ const MAX_LISTED_RUNS: usize = 500;
 
 /// The state of a run that the dashboard reads, behind a mutex and shared by several HTTP
 /// connections.
-pub(crate) type SharedRun = Arc<Mutex<TrackedRun>>;
+pub(crate) type SharedTrackedRun = Arc<Mutex<TrackedRun>>;
 
 /// The data behind the pages of a dashboard: the source that lists runs and opens their files, and
 /// the state of the runs that were shown recently.
@@ -29,7 +29,7 @@ pub struct Dashboard {
     /// The list of runs and the time at which it was made.
     listed: Mutex<Option<(Instant, Arc<Vec<RunInfo>>)>>,
     /// The tracked runs by ID, each with the time of its last use.
-    tracked: Mutex<BTreeMap<String, (Instant, SharedRun)>>,
+    tracked: Mutex<BTreeMap<String, (Instant, SharedTrackedRun)>>,
 }
 
 impl std::fmt::Debug for Dashboard {
@@ -71,7 +71,7 @@ impl Dashboard {
 
     /// Returns the state of the run with the ID `run`, and begins to track the run if the dashboard
     /// does not know its state yet. Returns `None` if there is no such run.
-    pub(crate) fn find_run(&self, run: &str) -> Option<SharedRun> {
+    pub(crate) fn find_or_track_run(&self, run: &str) -> Option<SharedTrackedRun> {
         if let Some((used, shared)) = lock_ignoring_poison(&self.tracked).get_mut(run) {
             *used = Instant::now();
             return Some(shared.clone());
@@ -90,8 +90,8 @@ impl Dashboard {
 
     /// Reads the journal (the file of events) of a run to its end, but for at most the time
     /// `limit`, and returns the state of the run.
-    pub(crate) fn load_run(&self, run: &str, limit: Duration) -> Option<SharedRun> {
-        let (shared, end) = (self.find_run(run)?, Instant::now() + limit);
+    pub(crate) fn load_run(&self, run: &str, limit: Duration) -> Option<SharedTrackedRun> {
+        let (shared, end) = (self.find_or_track_run(run)?, Instant::now() + limit);
         while !lock_ignoring_poison(&shared).refresh(self.source()) && Instant::now() < end {}
         Some(shared)
     }

@@ -63,7 +63,7 @@ impl GrowingFileReader {
             let n = file.read(&mut buffer)?;
             is_at_end = n == 0;
             self.offset += n as u64;
-            self.split_lines(&buffer[..n], on_line);
+            self.emit_complete_lines(&buffer[..n], on_line);
         }
         let opened = file.metadata()?;
         let current = std::fs::metadata(&self.path).ok();
@@ -79,7 +79,7 @@ impl GrowingFileReader {
 
     /// Splits `bytes`, the next bytes of the file, into lines, and passes each line that is
     /// complete to `on_line`.
-    fn split_lines(&mut self, mut bytes: &[u8], on_line: &mut dyn FnMut(&[u8])) {
+    fn emit_complete_lines(&mut self, mut bytes: &[u8], on_line: &mut dyn FnMut(&[u8])) {
         while let Some(length) = bytes.iter().position(|b| *b == b'\n') {
             let (line, rest) = (&bytes[..length], &bytes[length + 1..]);
             bytes = rest;

@@ -12,9 +12,9 @@ const MAX_COLLECTION_ENTRIES: usize = 256;
 /// The largest number of JSON values of one event that the dashboard keeps.
 const MAX_EVENT_VALUES: usize = 4096;
 /// The number of bytes at the start of a journal line that are searched for the kind of the event.
-const KIND_SEARCH_BYTES: usize = 64;
+const EVENT_KIND_SEARCH_BYTES: usize = 64;
 /// The text by which a journal line is recognized as a `step` event without parsing its JSON.
-const STEP_KIND: &[u8] = br#""event":"step""#;
+const STEP_EVENT_PATTERN: &[u8] = br#""event":"step""#;
 
 /// The values of a `step` event (the report about one optimizer step), such as the loss and the
 /// learning rate.
@@ -53,8 +53,8 @@ impl JournalLine {
     /// Parses a line of a run's journal (`events.jsonl`). Returns `None` if the line is damaged:
     /// not a JSON object with the fields `event` and `time`.
     pub(crate) fn parse(line: &[u8]) -> Option<JournalLine> {
-        let prefix = &line[..line.len().min(KIND_SEARCH_BYTES)];
-        if prefix.windows(STEP_KIND.len()).any(|part| part == STEP_KIND)
+        let prefix = &line[..line.len().min(EVENT_KIND_SEARCH_BYTES)];
+        if prefix.windows(STEP_EVENT_PATTERN.len()).any(|part| part == STEP_EVENT_PATTERN)
             && let Ok(numbers) = serde_json::from_slice::<StepValues>(line)
         {
             return Some(JournalLine::Step(numbers));
@@ -63,7 +63,7 @@ impl JournalLine {
         let object: Map<String, Value> = serde_json::from_str(text).ok()?;
         let time = object.get("time")?.as_f64()?;
         object.get("event")?.as_str()?;
-        let json = limit_value(Value::Object(object), &mut MAX_EVENT_VALUES.clone());
+        let json = truncate_json_value(Value::Object(object), &mut MAX_EVENT_VALUES.clone());
         match TimedEvent::from_json(text) {
             Ok(timed) => Some(JournalLine::Event { time, event: Box::new(timed.event), json }),
             Err(_) => Some(JournalLine::Unknown { time, json }),
@@ -73,7 +73,7 @@ impl JournalLine {
 
 /// Shortens the long texts, lists and objects in a JSON value from an untrusted file, and drops
 /// values above a total number. `values_left` is the number of values that may still be kept.
-pub(crate) fn limit_value(value: Value, values_left: &mut usize) -> Value {
+pub(crate) fn truncate_json_value(value: Value, values_left: &mut usize) -> Value {
     *values_left = values_left.saturating_sub(1);
     if *values_left == 0 {
         return Value::Null;
@@ -82,11 +82,11 @@ pub(crate) fn limit_value(value: Value, values_left: &mut usize) -> Value {
         Value::String(text) => Value::String(truncate_text(text, MAX_TEXT_BYTES)),
         Value::Array(items) => {
             let items = items.into_iter().take(MAX_COLLECTION_ENTRIES);
-            Value::Array(items.map(|item| limit_value(item, values_left)).collect())
+            Value::Array(items.map(|item| truncate_json_value(item, values_left)).collect())
         }
         Value::Object(fields) => {
             let fields = fields.into_iter().take(MAX_COLLECTION_ENTRIES);
-            let limit = |(name, v)| (truncate_text(name, MAX_TEXT_BYTES), limit_value(v, values_left));
+            let limit = |(name, v)| (truncate_text(name, MAX_TEXT_BYTES), truncate_json_value(v, values_left));
             Value::Object(fields.map(limit).collect())
         }
         other => other,

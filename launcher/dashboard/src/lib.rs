@@ -34,7 +34,7 @@ mod tracked_run;
 pub mod untrusted;
 
 pub use dashboard::Dashboard;
-pub use metrics::format_textfile;
+pub use metrics::format_metrics_textfile;
 pub use rank_grid::RankState;
 pub use report::{MAX_REPORT_RUNS, format_report};
 pub use run_source::{RunInfo, RunSource};

@@ -28,7 +28,7 @@ const MAX_SEARCH_BYTES: u64 = 64 << 20;
 const MAX_PATTERN_BYTES: usize = 256;
 /// The file name prefix of logs whose ranks run on other hosts: the controller writes the console
 /// output of such ranks to these files.
-const STREAMED_PREFIX: &str = "streamed-";
+const STREAMED_LOG_PREFIX: &str = "streamed-";
 
 /// Consecutive lines of a rank's log file, with the file position at which the next request
 /// continues.
@@ -69,7 +69,7 @@ pub(crate) fn list_logs(logs: &Path) -> BTreeMap<u32, PathBuf> {
         let parse = |name: &str| name.strip_prefix("rank-")?.strip_suffix(".log")?.parse::<u32>().ok();
         if let Some(rank) = parse(name) {
             found.insert(rank, path);
-        } else if let Some(rank) = name.strip_prefix(STREAMED_PREFIX).and_then(parse) {
+        } else if let Some(rank) = name.strip_prefix(STREAMED_LOG_PREFIX).and_then(parse) {
             copies.insert(rank, path);
         }
     }
@@ -86,7 +86,7 @@ pub(crate) fn read_log_ages(logs: &Path, limit: usize) -> BTreeMap<u32, Duration
 
 /// Reads the last lines of a rank's log file, or only the lines that were added since an earlier
 /// call, which `position` (file identity and end offset) describes.
-pub(crate) fn read_log(
+pub(crate) fn read_log_part(
     source: &dyn RunSource,
     path: &Path,
     position: Option<(u64, u64)>,
@@ -109,7 +109,7 @@ pub(crate) fn read_log(
     part.is_cut = continued.is_none() && start > 0;
     // The first line of the end of a file begins before the part.
     let skipped = usize::from(part.is_cut && lines.len() > 1);
-    part.lines = lines[skipped..].iter().map(|line| format_line(line)).collect();
+    part.lines = lines[skipped..].iter().map(|line| to_printable_line(line)).collect();
     Ok(part)
 }
 
@@ -135,7 +135,7 @@ pub(crate) fn search_logs(
         lines.truncate(limit);
         found
             .matches
-            .extend(lines.iter().rev().map(|line| LogMatch { rank: *rank, line: format_line(line) }));
+            .extend(lines.iter().rev().map(|line| LogMatch { rank: *rank, line: to_printable_line(line) }));
         if found.matches.len() == MAX_MATCHES || bytes_left == 0 {
             break;
         }
@@ -160,7 +160,7 @@ fn contains_ignoring_case(line: &[u8], pattern: &[u8]) -> bool {
 
 /// Converts a line of a log to text of limited length, without color sequences and unprintable
 /// characters.
-pub(crate) fn format_line(line: &[u8]) -> String {
+pub(crate) fn to_printable_line(line: &[u8]) -> String {
     let line = &line[..line.len().min(4 * MAX_LINE_BYTES)];
     let text = String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(line));
     truncate_text(filter_line(&remove_colors(&text).replace('\t', "    ")), MAX_LINE_BYTES)
@@ -200,20 +200,20 @@ mod tests {
             file.expect("file").write_all(text.as_bytes()).expect("written");
         };
         append("\u{1b}[31mred\u{1b}[0m\ttab\r\n\u{1b}]0;title\u{7}\nhalf");
-        let part = read_log(&AnyFileSource, &path, None).expect("read");
+        let part = read_log_part(&AnyFileSource, &path, None).expect("read");
         assert_eq!(part.lines, ["red    tab", "\u{fffd}]0;title\u{fffd}"]);
         append(" line\n");
-        let more = read_log(&AnyFileSource, &path, Some((part.file, part.end))).expect("read");
+        let more = read_log_part(&AnyFileSource, &path, Some((part.file, part.end))).expect("read");
         assert_eq!((more.lines.as_slice(), more.is_cut), (&["half line".to_owned()][..], false));
-        let other = read_log(&AnyFileSource, &path, Some((part.file + 1, 0))).expect("read");
+        let other = read_log_part(&AnyFileSource, &path, Some((part.file + 1, 0))).expect("read");
         assert_eq!(other.lines.len(), 3);
         append(&"0123456789\n".repeat(100_000));
-        let end = read_log(&AnyFileSource, &path, None).expect("read");
+        let end = read_log_part(&AnyFileSource, &path, None).expect("read");
         assert!(end.is_cut && end.lines.len() < 7000 && end.lines.iter().all(|l| l == "0123456789"));
         append(&"y".repeat(3 << 20));
         let mut position = (end.file, end.end);
         for _ in 0..12 {
-            let part = read_log(&AnyFileSource, &path, Some(position)).expect("read");
+            let part = read_log_part(&AnyFileSource, &path, Some(position)).expect("read");
             assert!(part.end > position.1 && part.lines[0].len() <= MAX_LINE_BYTES + 3);
             position = (part.file, part.end);
         }

@@ -1,6 +1,6 @@
 //! Formats the progress of runs and their newest measurements as Prometheus or OpenMetrics text.
 use crate::{
-    dashboard::{Dashboard, SharedRun, lock_ignoring_poison},
+    dashboard::{Dashboard, SharedTrackedRun, lock_ignoring_poison},
     live_metrics::LIVE_METRICS,
     rank_grid::RankState,
     status_reader::is_recent,
@@ -170,7 +170,7 @@ impl MetricsFormat {
 
 /// Formats the metrics of the runs as the content of a file that the textfile collector of
 /// Prometheus's node exporter reads.
-pub fn format_textfile(dashboard: &Dashboard) -> String {
+pub fn format_metrics_textfile(dashboard: &Dashboard) -> String {
     format_metrics(dashboard, MetricsFormat::Prometheus)
 }
 
@@ -217,7 +217,7 @@ pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> St
 
 /// Appends the metrics of each rank, host and GPU of the active runs to `text`. All of them are
 /// gauges.
-fn append_live_metrics(text: &mut String, runs: &[SharedRun]) {
+fn append_live_metrics(text: &mut String, runs: &[SharedTrackedRun]) {
     for metric in &LIVE_METRICS {
         let (name, help) = (metric.name, metric.help);
         // Writing to a string cannot fail.

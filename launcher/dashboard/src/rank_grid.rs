@@ -122,13 +122,13 @@ impl RankGrid {
 
     /// Records the end of the run: marks all ranks except failed ones as done or, without success,
     /// as ended.
-    pub(crate) fn record_end(&mut self, is_success: bool) {
+    pub(crate) fn record_run_end(&mut self, is_success: bool) {
         let end = if is_success { RankState::Done } else { RankState::Ended };
         self.states.iter_mut().filter(|state| **state != RankState::Failed).for_each(|state| *state = end);
     }
 
     /// Counts one message that the rank `rank` has reported to the user.
-    pub(crate) fn record_notice(&mut self, rank: u32) {
+    pub(crate) fn count_notice(&mut self, rank: u32) {
         if rank < MAX_RANKS {
             *self.notices.entry(rank).or_default() += 1;
         }
@@ -200,14 +200,14 @@ mod tests {
         grid.begin_attempt_on_one_host(3, "a");
         grid.set_all_states(RankState::Running);
         grid.record_failure(Some(1));
-        grid.record_end(false);
+        grid.record_run_end(false);
         grid.record_failure(Some(u32::MAX));
         let states = grid.to_json(&BTreeMap::new()).states;
         assert_eq!(states, "eee", "a rank that does not exist");
         grid.begin_attempt_on_one_host(3, "a");
         grid.set_all_states(RankState::Running);
         grid.record_failure(Some(1));
-        grid.record_end(false);
+        grid.record_run_end(false);
         assert_eq!(grid.to_json(&BTreeMap::new()).states, "efe");
         assert_eq!(grid.failures, [(1, 2)].into());
     }

@@ -2,9 +2,9 @@
 //! file.
 use crate::{
     dashboard::{Dashboard, lock_ignoring_poison},
-    log_files::{list_logs, read_log},
+    log_files::{list_logs, read_log_part},
     page::format_static_page,
-    tracked_run::RunPosition,
+    tracked_run::RunReadPosition,
 };
 use serde_json::{Value, json};
 use std::{io, time::Duration};
@@ -43,13 +43,13 @@ fn collect_run_data(dashboard: &Dashboard, run: &str) -> io::Result<Value> {
     if !tracked.is_loaded {
         return Err(io::Error::new(io::ErrorKind::TimedOut, "the journal takes too long to read"));
     }
-    let update = tracked.take_update(&mut RunPosition::default());
+    let update = tracked.take_update(&mut RunReadPosition::default());
     let logs = list_logs(&tracked.info.run_dir.join("logs"));
     let failed = tracked.view.numbers.failure.as_ref().and_then(|failure| failure["rank"].as_u64());
     let mut ranks: Vec<u32> = logs.keys().copied().collect();
     ranks.sort_by_key(|rank| (failed != Some(u64::from(*rank)), *rank));
     let read = |rank: &u32| {
-        let part = read_log(dashboard.source(), &logs[rank], None).ok()?;
+        let part = read_log_part(dashboard.source(), &logs[rank], None).ok()?;
         Some((rank.to_string(), json!(part)))
     };
     let parts: serde_json::Map<String, Value> = ranks.iter().take(MAX_LOGS).filter_map(read).collect();

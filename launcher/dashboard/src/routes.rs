@@ -3,7 +3,7 @@
 use crate::{
     access::Token,
     dashboard::{Dashboard, lock_ignoring_poison},
-    log_files::{list_logs, read_log, search_logs},
+    log_files::{list_logs, read_log_part, search_logs},
     metrics::{MetricsFormat, format_metrics},
     page,
     request::Request,
@@ -52,7 +52,7 @@ fn answer_log(dashboard: &Dashboard, request: &Request) -> Response {
     let path =
         list_requested_logs(dashboard, request).zip(rank).and_then(|(mut logs, rank)| logs.remove(&rank));
     let Some(path) = path else { return Response::error(404, "no such log") };
-    match read_log(dashboard.source(), &path, number("file").zip(number("end"))) {
+    match read_log_part(dashboard.source(), &path, number("file").zip(number("end"))) {
         Ok(part) => Response::json(&part),
         Err(_) => Response::error(404, "the log is not readable"),
     }
@@ -77,7 +77,7 @@ fn list_requested_logs(
     dashboard: &Dashboard,
     request: &Request,
 ) -> Option<BTreeMap<u32, std::path::PathBuf>> {
-    let run = dashboard.find_run(request.parameter("run")?)?;
+    let run = dashboard.find_or_track_run(request.parameter("run")?)?;
     let directory = lock_ignoring_poison(&run).info.run_dir.join("logs");
     Some(list_logs(&directory))
 }

@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 
 /// The largest number of curve marks (such as checkpoints and restarts) of a run that the dashboard
 /// keeps. The oldest are removed first.
-const MAX_MARKS: usize = 1000;
+const MAX_CURVE_MARKS: usize = 1000;
 
 /// The names of the curves over the optimizer steps that the dashboard keeps of each run. The order
 /// is that of the page.
@@ -135,7 +135,7 @@ impl RunView {
                 numbers.tokens_per_step = Some(tokens_per_step);
                 self.grid.set_all_states(RankState::Running);
             }
-            Event::Resume { step, .. } => self.add_mark("resume", step, time),
+            Event::Resume { step, .. } => self.add_curve_mark("resume", step, time),
             Event::Overflow { skipped, .. } => numbers.skipped_steps = skipped,
             Event::Eval { step, loss, .. } => {
                 numbers.eval_loss = Some(loss);
@@ -144,10 +144,10 @@ impl RunView {
             Event::Checkpoint { step, bytes, seconds, .. } => {
                 numbers.checkpoints += 1;
                 numbers.checkpoint = Some(CheckpointSummary { step, bytes, seconds, time });
-                self.add_mark("checkpoint", step, time);
+                self.add_curve_mark("checkpoint", step, time);
             }
-            Event::Reload { step, .. } => self.add_mark("reload", step, time),
-            Event::Notice { rank: Some(rank), .. } => self.grid.record_notice(rank),
+            Event::Reload { step, .. } => self.add_curve_mark("reload", step, time),
+            Event::Notice { rank: Some(rank), .. } => self.grid.count_notice(rank),
             Event::Failure(failure) => self.add_failure("failure", failure.rank, time, json),
             Event::Restart { attempt, failure, .. } => {
                 numbers.restarts += 1;
@@ -158,7 +158,7 @@ impl RunView {
                 numbers.exit_code = Some(exit_code);
                 numbers.seconds = Some(seconds);
                 numbers.step = step.or(numbers.step);
-                self.grid.record_end(exit_code == 0);
+                self.grid.record_run_end(exit_code == 0);
             }
             Event::Step { .. }
             | Event::StepTimes(_)
@@ -183,14 +183,14 @@ impl RunView {
     fn add_failure(&mut self, kind: &'static str, rank: Option<u32>, time: f64, json: &Value) {
         self.grid.record_failure(rank);
         self.numbers.failure = Some(json.clone());
-        self.add_mark(kind, self.numbers.step.unwrap_or(0), time);
+        self.add_curve_mark(kind, self.numbers.step.unwrap_or(0), time);
     }
 
     /// Adds a mark to the curves of the run, and drops the oldest mark if there are too many.
-    fn add_mark(&mut self, kind: &'static str, step: u64, time: f64) {
+    fn add_curve_mark(&mut self, kind: &'static str, step: u64, time: f64) {
         self.mark_count += 1;
         self.marks.push_back(CurveMark { kind, step, time });
-        if self.marks.len() > MAX_MARKS {
+        if self.marks.len() > MAX_CURVE_MARKS {
             self.marks.pop_front();
         }
     }
@@ -239,8 +239,8 @@ mod tests {
             br#"{"event":"start","run":"r","run_dir":"/r","world":4294967295,"time":1e300}"#,
         );
         assert_eq!(view.grid.world(), u32::MAX);
-        (0..5000).for_each(|step| view.add_mark("reload", step, 0.0));
-        assert_eq!(view.marks.len(), MAX_MARKS);
+        (0..5000).for_each(|step| view.add_curve_mark("reload", step, 0.0));
+        assert_eq!(view.marks.len(), MAX_CURVE_MARKS);
     }
 
     #[test]

@@ -56,7 +56,7 @@ pub(crate) struct SeriesUpdate {
 /// How much of a curve a reader has received: its generation (the version of all buckets but the
 /// last), and the number of buckets.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct SeriesPosition {
+pub(crate) struct SeriesReadPosition {
     generation: u64,
     buckets: usize,
 }
@@ -162,7 +162,7 @@ impl Series {
 
     /// Returns the buckets of the curve that a reader at `position` has not received, and moves
     /// `position` to the end of the curve. Returns `None` if the series is empty.
-    pub(crate) fn take_update(&self, position: &mut SeriesPosition) -> Option<SeriesUpdate> {
+    pub(crate) fn take_update(&self, position: &mut SeriesReadPosition) -> Option<SeriesUpdate> {
         if self.buckets.is_empty() {
             return None;
         }
@@ -171,7 +171,7 @@ impl Series {
             true => position.buckets.saturating_sub(1),
             false => 0,
         };
-        *position = SeriesPosition { generation: self.generation, buckets: self.buckets.len() };
+        *position = SeriesReadPosition { generation: self.generation, buckets: self.buckets.len() };
         let flatten =
             |b: &Bucket| b.list_points().iter().flat_map(|p| [p.step as f64, p.value]).collect::<Vec<f64>>();
         let buckets = self.buckets[from.min(self.buckets.len())..].iter().map(flatten).collect();
@@ -244,7 +244,7 @@ mod tests {
             values in prop::collection::vec((0u64..5_000, -1e3f64..1e3), 1..3000),
             every in 1usize..700,
         ) {
-            let (mut series, mut position, mut buckets) = (Series::default(), SeriesPosition::default(), vec![]);
+            let (mut series, mut position, mut buckets) = (Series::default(), SeriesReadPosition::default(), vec![]);
             for (n, (step, value)) in values.iter().enumerate() {
                 series.add_value(*step, *value);
                 if n % every == 0 {
@@ -253,7 +253,7 @@ mod tests {
             }
             apply(&mut buckets, series.take_update(&mut position));
             let mut complete = vec![];
-            apply(&mut complete, series.take_update(&mut SeriesPosition::default()));
+            apply(&mut complete, series.take_update(&mut SeriesReadPosition::default()));
             prop_assert_eq!(buckets, complete);
         }
     }

@@ -35,12 +35,12 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
 /// The interval at which the server looks for new data of the runs that a page shows, to send it as
 /// server-sent events.
-const STREAM_INTERVAL: Duration = Duration::from_millis(500);
+const STREAM_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// The number of intervals without new data after which the server sends a comment on an event
 /// stream, to detect a closed connection.
 const QUIET_INTERVALS_BEFORE_COMMENT: u32 = 20;
 /// The pause of the server after an error of `accept`, for example because of too many open files.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+const ACCEPT_ERROR_PAUSE: Duration = Duration::from_millis(200);
 
 /// A server of the dashboard whose port is bound, but which serves no requests yet.
 #[derive(Debug)]
@@ -95,7 +95,7 @@ impl BoundServer {
             let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
             loop {
                 let Ok((stream, _)) = listener.accept().await else {
-                    sleep(ACCEPT_PAUSE).await;
+                    sleep(ACCEPT_ERROR_PAUSE).await;
                     continue;
                 };
                 // Without a permit, the connection is closed when `stream` is dropped.
@@ -131,7 +131,7 @@ async fn serve_connection(mut stream: TcpStream, shared: ConnectionContext) -> i
             .await;
     }
     if request.path == STREAM_PATH && has_body {
-        return serve_stream(stream, shared, &request).await;
+        return serve_event_stream(stream, shared, &request).await;
     }
     let answer =
         spawn_blocking(move || routes::answer_request(&shared.dashboard, &shared.token, &request)).await;
@@ -177,7 +177,7 @@ async fn write_with_timeout(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<
 
 /// Sends the changes of the requested runs to a page as server-sent events, until the client closes
 /// the connection.
-async fn serve_stream(mut stream: TcpStream, shared: ConnectionContext, request: &Request) -> io::Result<()> {
+async fn serve_event_stream(mut stream: TcpStream, shared: ConnectionContext, request: &Request) -> io::Result<()> {
     let Ok(_permit) = shared.streams.clone().try_acquire_owned() else {
         return send_response(&mut stream, &Response::error(503, "too many pages are open"), true).await;
     };
@@ -199,7 +199,7 @@ async fn serve_stream(mut stream: TcpStream, shared: ConnectionContext, request:
         } else if quiet % QUIET_INTERVALS_BEFORE_COMMENT == 0 {
             write_with_timeout(&mut stream, b":\n\n").await?;
         }
-        if !has_more && is_closed_within(&mut stream, STREAM_INTERVAL).await {
+        if !has_more && is_closed_within(&mut stream, STREAM_POLL_INTERVAL).await {
             return Ok(());
         }
     }

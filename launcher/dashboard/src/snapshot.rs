@@ -1,7 +1,7 @@
 //! [`RunSnapshot`]: the present state of a run, for terminal views.
 use crate::{
     dashboard::{Dashboard, lock_ignoring_poison},
-    log_files::{list_logs, read_log},
+    log_files::{list_logs, read_log_part},
     rank_grid::RankState,
     run_source::RunInfo,
     status_reader::is_recent,
@@ -103,10 +103,10 @@ impl Dashboard {
     /// Reads the last lines of a rank's log file, without unprintable characters. Returns `None` if
     /// the log is not on this machine.
     pub fn read_log_end(&self, run: &str, rank: u32) -> Option<Vec<String>> {
-        let shared = self.find_run(run)?;
+        let shared = self.find_or_track_run(run)?;
         let directory = lock_ignoring_poison(&shared).info.run_dir.join("logs");
         let path = list_logs(&directory).remove(&rank)?;
-        Some(read_log(self.source(), &path, None).ok()?.lines)
+        Some(read_log_part(self.source(), &path, None).ok()?.lines)
     }
 }
 

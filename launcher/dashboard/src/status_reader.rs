@@ -18,7 +18,7 @@ const MAX_STRAGGLERS: usize = 64;
 const MAX_TEXT_BYTES: usize = 1024;
 /// The age in seconds above which the measurements in a status file are not shown, although the run
 /// is active.
-const MAX_AGE_S: f64 = 60.0;
+const MAX_STATUS_AGE_S: f64 = 60.0;
 
 /// Reads the newest measurements of a run from the status file in its run directory. Returns `None`
 /// if the file is missing, too long or damaged.
@@ -57,7 +57,7 @@ pub(crate) fn parse_status(bytes: &[u8]) -> Option<RunStatus> {
 /// present state.
 pub(crate) fn is_recent(status: &RunStatus) -> bool {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
-    (now - status.time).abs() < MAX_AGE_S
+    (now - status.time).abs() < MAX_STATUS_AGE_S
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! [`RunStream`]: creates the server-sent events that keep a page of the dashboard up to date.
 use crate::{
     dashboard::{Dashboard, lock_ignoring_poison},
-    tracked_run::RunPosition,
+    tracked_run::RunReadPosition,
 };
 use std::collections::BTreeMap;
 
@@ -11,14 +11,14 @@ pub(crate) const MAX_STREAM_RUNS: usize = 4;
 /// The runs that a page shows, and how much of each run was already sent to the page.
 #[derive(Debug)]
 pub(crate) struct RunStream {
-    positions: BTreeMap<String, RunPosition>,
+    positions: BTreeMap<String, RunReadPosition>,
 }
 
 impl RunStream {
     /// Creates the stream for a page that shows the runs with the IDs `runs`, and that has received
     /// no data yet.
     pub(crate) fn new<'r>(runs: impl Iterator<Item = &'r str>) -> RunStream {
-        let positions = runs.take(MAX_STREAM_RUNS).map(|run| (run.to_owned(), RunPosition::default()));
+        let positions = runs.take(MAX_STREAM_RUNS).map(|run| (run.to_owned(), RunReadPosition::default()));
         RunStream { positions: positions.collect() }
     }
 
@@ -27,7 +27,7 @@ impl RunStream {
     pub(crate) fn build_messages(&mut self, dashboard: &Dashboard) -> (String, bool) {
         let (mut messages, mut has_more) = (String::new(), false);
         for (run, position) in &mut self.positions {
-            let Some(shared) = dashboard.find_run(run) else {
+            let Some(shared) = dashboard.find_or_track_run(run) else {
                 messages.push_str(&format_message("missing", &run));
                 continue;
             };
@@ -38,7 +38,7 @@ impl RunStream {
             }
         }
         // A run that does not exist is reported once.
-        self.positions.retain(|run, _| dashboard.find_run(run).is_some());
+        self.positions.retain(|run, _| dashboard.find_or_track_run(run).is_some());
         (messages, has_more)
     }
 }

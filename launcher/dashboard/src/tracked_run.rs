@@ -2,12 +2,12 @@
 //! it.
 use crate::{
     growing_file_reader::GrowingFileReader,
-    journal_line::limit_value,
+    journal_line::truncate_json_value,
     log_files::read_log_ages,
     rank_grid::GridJson,
     run_source::{RunInfo, RunSource},
     run_view::{RunView, SERIES_COUNT, SERIES_NAMES},
-    series::{SeriesPosition, SeriesUpdate},
+    series::{SeriesReadPosition, SeriesUpdate},
     status_json::StatusJson,
     status_reader::read_status,
 };
@@ -28,7 +28,7 @@ const MAX_JOB_BYTES: u64 = 4 << 20;
 const MAX_JOB_VALUES: usize = 20_000;
 /// The interval at which the dashboard reads again whether a run is active, its measurements, and
 /// when its logs were last written.
-const STATE_INTERVAL: Duration = Duration::from_secs(2);
+const STATE_REFRESH_INTERVAL: Duration = Duration::from_secs(2);
 /// The largest number of log files of a run for which the time of the last write is read.
 const MAX_LOGS_WITH_AGE: usize = 4096;
 
@@ -57,10 +57,10 @@ pub(crate) struct TrackedRun {
 
 /// How much of the data of a run a reader, such as a page of the dashboard, has received.
 #[derive(Debug, Default)]
-pub(crate) struct RunPosition {
+pub(crate) struct RunReadPosition {
     epoch: u64,
     version: u64,
-    series: [SeriesPosition; SERIES_COUNT],
+    series: [SeriesReadPosition; SERIES_COUNT],
     events: u64,
     marks: u64,
 }
@@ -92,7 +92,7 @@ impl TrackedRun {
     /// Creates the state of the run `info` before its journal is read, and reads its job.
     pub(crate) fn new(source: &dyn RunSource, info: RunInfo) -> TrackedRun {
         let job = read_job(source, &info).unwrap_or_default();
-        let view = create_view(&job, &info);
+        let view = create_empty_view(&job, &info);
         let journal = GrowingFileReader::new(info.run_dir.join("events.jsonl"));
         TrackedRun {
             info,
@@ -125,7 +125,7 @@ impl TrackedRun {
             // A run without a journal has just begun, or its files were removed.
             Err(_) => (self.share, self.is_loaded) = (1.0, true),
             Ok(progress) if progress.is_replaced => {
-                self.view = create_view(&self.job, &self.info);
+                self.view = create_empty_view(&self.job, &self.info);
                 (self.share, self.is_loaded) = (0.0, false);
                 (self.epoch, self.version) = (self.epoch + 1, self.version + 1);
             }
@@ -137,7 +137,7 @@ impl TrackedRun {
     /// Reads again whether the run is active, its newest measurements, and when its ranks last
     /// wrote to their logs.
     fn refresh_state(&mut self, source: &dyn RunSource) {
-        self.next_state = Instant::now() + STATE_INTERVAL;
+        self.next_state = Instant::now() + STATE_REFRESH_INTERVAL;
         if let Some(info) = source.reload_run(&self.info).filter(|info| *info != self.info) {
             self.info = info;
             self.version += 1;
@@ -157,13 +157,13 @@ impl TrackedRun {
 
     /// Returns the data of the run that a reader at `position` has not received, and moves
     /// `position` to the present state. Returns `None` if nothing has changed.
-    pub(crate) fn take_update(&self, position: &mut RunPosition) -> Option<RunUpdate<'_>> {
+    pub(crate) fn take_update(&self, position: &mut RunReadPosition) -> Option<RunUpdate<'_>> {
         if (position.epoch, position.version) == (self.epoch, self.version) {
             return None;
         }
         let reset = position.epoch != self.epoch;
         if reset {
-            *position = RunPosition::default();
+            *position = RunReadPosition::default();
         }
         let series = SERIES_NAMES.iter().zip(&self.view.series).zip(&mut position.series);
         let series = series.filter_map(|((name, s), position)| Some((*name, s.take_update(position)?)));
@@ -190,7 +190,7 @@ impl TrackedRun {
 }
 
 /// Creates the state of a run of whose journal (file of events) no line was read yet.
-fn create_view(job: &Value, info: &RunInfo) -> RunView {
+fn create_empty_view(job: &Value, info: &RunInfo) -> RunView {
     RunView::new(!job["job"]["train"].is_null(), &info.host)
 }
 
@@ -199,5 +199,5 @@ fn read_job(source: &dyn RunSource, info: &RunInfo) -> Option<Value> {
     let mut bytes = Vec::new();
     let file = source.open_file(&info.run_dir.join("job.json")).ok()?;
     file.take(MAX_JOB_BYTES).read_to_end(&mut bytes).ok()?;
-    Some(limit_value(serde_json::from_slice(&bytes).ok()?, &mut MAX_JOB_VALUES.clone()))
+    Some(truncate_json_value(serde_json::from_slice(&bytes).ok()?, &mut MAX_JOB_VALUES.clone()))
 }

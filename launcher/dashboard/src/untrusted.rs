@@ -1,5 +1,5 @@
 //! Calls every parser of untrusted input in this crate, for fuzz targets and robustness tests.
-use crate::{log_files::format_line, request::Request, run_view::RunView, status_reader::parse_status};
+use crate::{log_files::to_printable_line, request::Request, run_view::RunView, status_reader::parse_status};
 
 /// The result of a parser: success, or its first error.
 pub type ParseResult = Result<(), Box<dyn std::error::Error + Send + Sync>>;
@@ -26,7 +26,7 @@ pub fn parse_http_request(bytes: &[u8]) -> ParseResult {
 /// Formats bytes as the lines of a rank's log. Never fails, because unprintable characters are
 /// replaced.
 pub fn format_log(bytes: &[u8]) -> ParseResult {
-    bytes.split(|b| *b == b'\n').for_each(|line| drop(format_line(line)));
+    bytes.split(|b| *b == b'\n').for_each(|line| drop(to_printable_line(line)));
     Ok(())
 }
 

@@ -49,7 +49,7 @@ pub struct AcceleratorTraits {
 }
 
 /// The properties of all kinds of accelerators, in the order of [`AcceleratorKind::ALL`].
-const KIND_TRAITS: [AcceleratorTraits; 7] = [
+const ACCELERATOR_KIND_TRAITS: [AcceleratorTraits; 7] = [
     AcceleratorTraits {
         name: "cuda",
         vendor: "NVIDIA",
@@ -131,7 +131,7 @@ impl AcceleratorKind {
     /// Returns the properties of this kind of accelerator, such as the environment variable that
     /// selects accelerators.
     pub const fn traits(self) -> &'static AcceleratorTraits {
-        &KIND_TRAITS[self as usize]
+        &ACCELERATOR_KIND_TRAITS[self as usize]
     }
 
     /// Returns whether programs use accelerators of this kind as CUDA devices

@@ -44,9 +44,9 @@ fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     let values = job.list_values();
     for key in KEYS.iter().filter(|key| !key.rules.is_empty()) {
         let rule =
-            key.rules.iter().filter(|rule| is_checkable(d, rule)).find(|rule| values.meets_conditions(rule));
+            key.rules.iter().filter(|rule| is_rule_checkable(d, rule)).find(|rule| values.meets_rule_conditions(rule));
         let Some(rule) = rule.filter(|_| d.sources.is_key_given(&key.path)) else { continue };
-        let (message, help) = (values.format_message(rule, &key.path), rule.format_help(key.name()));
+        let (message, help) = (values.format_rule_message(rule, &key.path), rule.format_help(key.name()));
         match rule.severity {
             Severity::Error => d.report_error(rule.code, &key.path, message, &help),
             _ => d.report_warning(rule.code, &key.path, message, &help),
@@ -57,10 +57,10 @@ fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
 /// Returns whether a rule about keys can be checked, that is, whether the keys in its conditions
 /// have no errors. A condition that only asks whether a key is given does not need a correct value,
 /// except for `run.command`.
-fn is_checkable(d: &JobDecoder, rule: &Rule) -> bool {
+fn is_rule_checkable(d: &JobDecoder, rule: &Rule) -> bool {
     rule.when.iter().all(|condition| match condition {
         Condition::Given(key) | Condition::NotGiven(key) if *key != "run.command" => true,
-        condition => d.are_keys_valid(&[condition.key()]),
+        condition => d.are_keys_valid(&[condition.key_path()]),
     })
 }
 

@@ -19,7 +19,7 @@ use diagnostic::{Diagnostic, codes::job as codes};
 pub(crate) fn rewrite_deprecated_names(decoder: &mut JobDecoder, root: &mut YamlNode) {
     for name in DEPRECATED_NAMES.iter() {
         if let Some(entries) = find_section_entries(root, name.section) {
-            rewrite_name(decoder, entries, name);
+            rewrite_deprecated_name(decoder, entries, name);
         }
     }
 }
@@ -38,7 +38,7 @@ fn find_section_entries<'n>(root: &'n mut YamlNode, section: &str) -> Option<&'n
 /// Replaces the deprecated name `name` in `entries`, the entries of its section, by the present
 /// name, and adds a warning to `decoder`. If the present name is given, too, adds an error and
 /// removes the entry with the deprecated name. Does nothing if no entry has the deprecated name.
-fn rewrite_name(decoder: &mut JobDecoder, entries: &mut Vec<YamlEntry>, name: &DeprecatedName) {
+fn rewrite_deprecated_name(decoder: &mut JobDecoder, entries: &mut Vec<YamlEntry>, name: &DeprecatedName) {
     let Some(at) = entries.iter().position(|entry| entry.key == name.old) else { return };
     let (old, new) = (name.old_path(), name.new_path());
     let renamed_key = name.old != name.new;

@@ -16,12 +16,12 @@ use std::{
 const MAX_PIPE_PAUSE: Duration = Duration::from_secs(5);
 /// The time limit for reading a whole pipe, as a multiple of the longest time for which it may
 /// provide no data.
-const TOTAL_TIME_FACTOR: u32 = 12;
+const PIPE_TIME_LIMIT_FACTOR: u32 = 12;
 /// The flags for opening a file that the user names: do not wait for the writer of a pipe, and do
 /// not make a terminal the controlling one.
 const OPEN_FLAGS: OFlag = OFlag::O_NONBLOCK.union(OFlag::O_NOCTTY);
 /// The largest number of bytes that one read from a pipe returns.
-const CHUNK_BYTES: usize = 64 << 10;
+const PIPE_READ_BYTES: usize = 64 << 10;
 
 /// Reads at most `limit + 1` bytes of the file at `path`. The additional byte shows the caller that
 /// the file is longer than `limit`. A pipe, such as that of `<(command)` in a shell, must provide
@@ -45,8 +45,8 @@ fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<V
 /// Reads a pipe, a terminal or another special file to its end, but at most `limit + 1` bytes.
 fn read_pipe(mut file: &File, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    let mut chunk = vec![0; CHUNK_BYTES];
-    let end = Instant::now() + timeout * TOTAL_TIME_FACTOR;
+    let mut chunk = vec![0; PIPE_READ_BYTES];
+    let end = Instant::now() + timeout * PIPE_TIME_LIMIT_FACTOR;
     let mut deadline = Instant::now() + timeout;
     while bytes.len() as u64 <= limit {
         let left = deadline.saturating_duration_since(Instant::now());

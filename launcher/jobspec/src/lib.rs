@@ -31,7 +31,7 @@ pub use input_file::read_input_file;
 pub use key_table::{DEPRECATED_NAMES, DeprecatedName, KEYS};
 pub use keys::key_info::{Condition, KeyDefault, KeyInfo, Rule};
 pub use load::{JobSource, load_job};
-pub use reference::update_reference;
+pub use reference::update_key_tables;
 pub use reload::{ReloadChanges, ReloadTrainValues, ReloadValues, compare_jobs, list_key_values};
 pub use schema::build_schema;
 pub use secret_text::{hide_secret_arguments, hide_secret_values, is_value_of_secret_option};

@@ -10,7 +10,7 @@ use crate::{
         parse::parse_yaml,
         source_map::{JobArgument, SourceMap},
         text_file::{
-            MAX_JOB_BYTES, check_characters, decode_utf8, file_error, read_limited_file, too_large_error,
+            MAX_JOB_BYTES, reject_control_characters, decode_utf8, file_error, read_limited_file, too_large_error,
         },
         value_error::ValueError,
     },
@@ -96,8 +96,8 @@ fn load_job_text(
 ) -> Result<(JobSpec, SourceMap, Vec<Diagnostic>), Vec<Diagnostic>> {
     const SHORTEST_JOB: &str =
         "the shortest job is `run: {command: [./program]}`; docs/job.md lists the keys";
-    let fail = |sources: &SourceMap, error: ValueError| vec![error.into_diagnostic(sources)];
-    check_characters(text).map_err(|error| fail(&sources, error))?;
+    let fail = |sources: &SourceMap, error: ValueError| vec![error.into_diagnostic_without_key(sources)];
+    reject_control_characters(text).map_err(|error| fail(&sources, error))?;
     let mut root = match parse_yaml(text, SourceMap::JOB_FILE_INDEX, 0) {
         Ok(Some(root)) => root,
         Ok(None) => {

@@ -28,7 +28,7 @@ pub(crate) fn apply_override(
     sources: &mut SourceMap,
     text: &str,
 ) -> diagnostic::Result<()> {
-    let source = sources.add_override(text);
+    let source = sources.add_override_text(text);
     let Some((path, value)) = text.split_once('=') else {
         let whole = SourceSpan { source, start: 0, end: text.len() as u32 };
         let error = invalid_override_error(whole, "is not of the form `path=value`");
@@ -40,10 +40,10 @@ pub(crate) fn apply_override(
     };
     let subject = canonicalize_key_path(path);
     let value = parse_override_value(value, source, path.len() as u32 + 1).map_err(|error| {
-        override_diagnostic(sources, Some(&subject), error.in_part("has an invalid value:"))
+        override_diagnostic(sources, Some(&subject), error.with_part("has an invalid value:"))
     })?;
-    parse_path(path, source)
-        .and_then(|steps| set_value(root, steps, value))
+    parse_override_path(path, source)
+        .and_then(|steps| set_value_at_path(root, steps, value))
         .map_err(|error| override_diagnostic(sources, Some(&subject), error))
 }
 
@@ -79,7 +79,7 @@ fn parse_override_value(text: &str, source: u32, base: u32) -> Result<YamlNode, 
 /// Splits the path in a `--set path=value` argument, such as `a.b[2].c`, into the names of keys and
 /// the indices of list items. Each step has its span in the `--set` argument. `source` is the index
 /// of the argument in the [`SourceMap`]. Fails if there are more than [`MAX_PATH_STEPS`].
-fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, ValueError> {
+fn parse_override_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, ValueError> {
     let mut steps = Vec::new();
     let mut at = 0;
     for part in path.split('.') {
@@ -112,7 +112,7 @@ fn parse_path(path: &str, source: u32) -> Result<Vec<(PathStep, SourceSpan)>, Va
 /// Replaces or adds the value at a path (names of keys and indices of list items) in the YAML tree
 /// `root` of a job. Keys that are absent are added. An index equal to the length of a list appends
 /// an item.
-fn set_value(
+fn set_value_at_path(
     root: &mut YamlNode,
     steps: Vec<(PathStep, SourceSpan)>,
     value: YamlNode,

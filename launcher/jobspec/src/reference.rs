@@ -11,7 +11,7 @@ const MAX_ROW_CHARS: usize = 200;
 /// Replaces the tables of keys in `page`, the text of docs/job.md, by tables that are generated
 /// from the declarations. A table follows a line `<!-- keys: SECTION -->`, or `<!-- deprecated
 /// names -->`.
-pub fn update_reference(page: &str) -> String {
+pub fn update_key_tables(page: &str) -> String {
     let mut updated = String::new();
     let mut lines = page.lines().peekable();
     while let Some(line) = lines.next() {

@@ -102,7 +102,7 @@ pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
 /// Returns the values of those keys that have an effect in a job, as YAML text by the path of the
 /// key.
 pub fn list_key_values(job: &JobSpec) -> BTreeMap<String, String> {
-    job.list_used_values().list_lines().into_iter().collect()
+    job.list_used_values().list_paths_and_values().into_iter().collect()
 }
 
 /// Returns whether the key `path` may change while the job runs.

@@ -172,7 +172,7 @@ impl RendezvousRequest {
     /// Returns the port of JAX's coordinator (process 0, at which the other processes register) for
     /// the rendezvous port `port`: the next port, or the previous one if there is none. Rank 0
     /// binds it if the program uses JAX.
-    pub fn coordinator_port(port: u16) -> u16 {
+    pub fn compute_jax_coordinator_port(port: u16) -> u16 {
         port.checked_add(1).unwrap_or(port - 1)
     }
 }

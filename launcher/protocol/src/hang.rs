@@ -135,7 +135,7 @@ pub struct HangVerdict {
     /// where each of them is.
     pub undetermined: Vec<RankPosition>,
     /// The different calls under the same number, if the calls differ.
-    pub calls: Vec<RankCall>,
+    pub calls: Vec<CollectiveCallOfRanks>,
     /// The errors that the GPU drivers of the hosts have reported.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpu_faults: Vec<RankGpuFault>,
@@ -177,7 +177,7 @@ pub struct HangFile {
 impl HangFile {
     /// Returns the name of the file, in the run directory, about a hang in the attempt (start of
     /// all workers) with the number `attempt`.
-    pub fn name(attempt: u32) -> String {
+    pub fn file_name(attempt: u32) -> String {
         format!("hang-{attempt}.json")
     }
 }
@@ -258,7 +258,7 @@ pub enum RankActivity {
 
 /// A call of a collective that several ranks have made with equal arguments.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RankCall {
+pub struct CollectiveCallOfRanks {
     /// The ranks.
     pub ranks: Vec<Rank>,
     /// The name of the process group.

@@ -154,7 +154,7 @@ pub struct Transfer {
 
 impl Transfer {
     /// Returns the rate of the transfer in bytes per second; 0 if no data arrived.
-    pub fn rate(&self) -> f64 {
+    pub fn bytes_per_second(&self) -> f64 {
         if self.bytes > 0 && self.seconds > 0.0 { self.bytes as f64 / self.seconds } else { 0.0 }
     }
 }

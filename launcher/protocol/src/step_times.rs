@@ -60,7 +60,7 @@ impl RankTimes {
         self.collective_us = self.collective_us.saturating_add(later.collective_us);
         self.micro_batches = self.micro_batches.saturating_add(later.micro_batches);
         self.links = match (self.links, later.links) {
-            (Some(sum), Some(links)) => Some(sum.plus(&links)),
+            (Some(sum), Some(links)) => Some(sum.sum_with(&links)),
             (sum, links) => sum.or(links),
         };
     }
@@ -69,7 +69,7 @@ impl RankTimes {
 impl LinkTimes {
     /// Returns the sum of these network times and those of the same rank in a later step. The peer
     /// is that of the longer time.
-    fn plus(&self, later: &LinkTimes) -> LinkTimes {
+    fn sum_with(&self, later: &LinkTimes) -> LinkTimes {
         let slowest = if later.slowest_us > self.slowest_us { later } else { self };
         LinkTimes {
             slowest_peer: slowest.slowest_peer,

@@ -119,9 +119,9 @@ impl StragglerDetector {
             return Vec::new();
         }
         let step_s = duration as f64 / 1e6 / self.window_steps as f64;
-        let work = compute_work_shares(&self.window, duration);
+        let work = compute_work_delay_shares(&self.window, duration);
         let min_delay = MIN_NETWORK_DELAY_US.saturating_mul(self.window_steps);
-        let network = compute_network_shares(&self.window, duration, min_delay);
+        let network = compute_network_delay_shares(&self.window, duration, min_delay);
         let compared = [
             (StragglerKind::Work, &mut self.work, work),
             (StragglerKind::Network, &mut self.network, network),
@@ -189,7 +189,7 @@ impl SlowWindows {
 /// Computes, for each rank, by which share a window (group of steps) would be shorter if the rank
 /// worked as fast as the median of the others. A rank with more micro-batches than others may take
 /// longer in proportion.
-fn compute_work_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
+fn compute_work_delay_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
     let work: Vec<u64> = ranks.iter().map(RankTimes::work_us).collect();
     let batches = |rank: usize| ranks[rank].micro_batches.max(1);
     let per_batch: Vec<u64> = (0..ranks.len()).map(|rank| work[rank] / batches(rank)).collect();
@@ -204,7 +204,7 @@ fn compute_work_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
 ///
 /// With two hosts, it cannot be found out which of them is slow. The shares are then 0. Delays in
 /// the window below `min_delay_us` are ignored.
-fn compute_network_shares(ranks: &[RankTimes], window_us: u64, min_delay_us: u64) -> Vec<f64> {
+fn compute_network_delay_shares(ranks: &[RankTimes], window_us: u64, min_delay_us: u64) -> Vec<f64> {
     let mut shares = vec![0.0; ranks.len()];
     let links: Vec<_> = ranks.iter().enumerate().filter_map(|(rank, t)| Some((rank, t.links?))).collect();
     let has_choice = links.iter().any(|(_, l)| l.slowest_us != l.fastest_us);

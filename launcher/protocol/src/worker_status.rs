@@ -8,9 +8,9 @@ pub const STATUS_BYTES: usize = 128;
 /// The version of the form in which a worker's status is stored in the shared memory.
 const ENCODING_VERSION: u32 = 1;
 /// The bytes of an encoded worker status that contain the name of the last collective.
-const COLLECTIVE_RANGE: std::ops::Range<usize> = 32..64;
+const COLLECTIVE_BYTE_RANGE: std::ops::Range<usize> = 32..64;
 /// The bytes of an encoded worker status that contain the worker's task.
-const TASK_RANGE: std::ops::Range<usize> = 64..120;
+const TASK_BYTE_RANGE: std::ops::Range<usize> = 64..120;
 /// The byte offset, in an encoded worker status, of the checksum of all earlier bytes.
 const CHECKSUM_OFFSET: usize = 120;
 /// The value that encodes an unknown number of completed collectives.
@@ -45,7 +45,7 @@ impl WorkerStatus {
         for (field, number) in bytes[8..32].chunks_exact_mut(8).zip(numbers) {
             field.copy_from_slice(&number.to_le_bytes());
         }
-        for (range, text) in [(COLLECTIVE_RANGE, &self.collective), (TASK_RANGE, &self.task)] {
+        for (range, text) in [(COLLECTIVE_BYTE_RANGE, &self.collective), (TASK_BYTE_RANGE, &self.task)] {
             let end = text.floor_char_boundary(range.len());
             bytes[range.start..range.start + end].copy_from_slice(&text.as_bytes()[..end]);
         }
@@ -74,8 +74,8 @@ impl WorkerStatus {
             step: number(8),
             entered: number(16),
             completed: Some(number(24)).filter(|completed| *completed != UNKNOWN_COUNT),
-            collective: text(COLLECTIVE_RANGE),
-            task: text(TASK_RANGE),
+            collective: text(COLLECTIVE_BYTE_RANGE),
+            task: text(TASK_BYTE_RANGE),
         })
     }
 }

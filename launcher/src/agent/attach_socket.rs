@@ -132,7 +132,7 @@ fn bind_unless_in_use(terms: &SupervisionTerms) -> io::Result<StdListener> {
 
 /// The reason why an agent cannot become the only agent of its run on this host.
 #[derive(Debug)]
-pub(super) enum LockError {
+pub(super) enum HostLockError {
     /// The agent on the host obeys a later controller, which has this token.
     Replaced(ControllerToken),
     /// Another agent of the run is alive on the host and does not end.
@@ -142,7 +142,7 @@ pub(super) enum LockError {
 /// Makes the calling agent the only agent of its run on this host: binds the agent's Unix socket,
 /// and asks an older agent of the run to end. Returns the listener of the agent's socket, or `None`
 /// on a system without abstract sockets. Fails if the older agent does not end.
-pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdListener>, LockError> {
+pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdListener>, HostLockError> {
     let deadline = Instant::now() + EVICTION_TIMEOUT;
     let mut eviction = Box::pin(request_eviction(terms));
     let mut has_answered = false;
@@ -158,7 +158,7 @@ pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdList
                     Some(Ok(Some(FromAgent::NotAdopted(AttachRejection::Controlled { token, .. }))))
                         if token > terms.token =>
                     {
-                        return Err(LockError::Replaced(token));
+                        return Err(HostLockError::Replaced(token));
                     }
                     // The older agent has accepted no connection yet.
                     Some(Err(_)) => {
@@ -175,7 +175,7 @@ pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdList
                     terms.host
                 );
                 let error = Diagnostic::error(host::HOST_IN_USE, message).with_subject(&terms.host);
-                return Err(LockError::InUse(error));
+                return Err(HostLockError::InUse(error));
             }
             Err(_) => return Ok(None),
         }
@@ -245,7 +245,7 @@ pub(super) async fn accept_connections(
         }
         let (terms, requests) = (terms.clone(), requests.clone());
         tokio::spawn(async move {
-            let received = timeout(HANDSHAKE_TIMEOUT, receive_request(stream, &terms)).await;
+            let received = timeout(HANDSHAKE_TIMEOUT, authenticate_and_read_request(stream, &terms)).await;
             if let Ok(Ok(connection)) = received {
                 // An error means that the agent ends.
                 _ = requests.send(connection).await;
@@ -257,13 +257,13 @@ pub(super) async fn accept_connections(
 
 /// Makes the other side of a connection to an agent's Unix socket prove that it has the key of the
 /// run, and reads its request.
-async fn receive_request(
+async fn authenticate_and_read_request(
     stream: UnixStream,
     terms: &SupervisionTerms,
 ) -> Result<AttachConnection, HandshakeError> {
     let key = HandshakeKey::from_job_key(&terms.key);
     let verified = authenticate_controller(stream, &key, &terms.host).await?;
-    let (mut input, output) = verified.confirm().await?.into_halves(UnixStream::into_split);
+    let (mut input, output) = verified.send_proof_of_key().await?.into_halves(UnixStream::into_split);
     let message: Result<Option<ToAgent>, FrameError> = read_frame(&mut input).await;
     match message {
         Ok(Some(ToAgent::Attach(request))) if request.version == PROTOCOL_VERSION => {
@@ -301,7 +301,7 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
 
 /// Informs the later agents of this host that have asked this agent to end, over their
 /// `connections`, that this agent has no workers left.
-pub(super) async fn report_agent_end(connections: Vec<AttachConnection>) {
+pub(super) async fn notify_evictors_of_agent_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {
         // An error means that the other side has ended.
@@ -369,7 +369,7 @@ mod tests {
                 let rejection = AttachRejection::Controlled { token: newer, silent_ms: 0 };
                 reject_request(connection.output, rejection).await;
             });
-            assert!(matches!(locked, Err(LockError::Replaced(token)) if token == newer), "{locked:?}");
+            assert!(matches!(locked, Err(HostLockError::Replaced(token)) if token == newer), "{locked:?}");
         });
     }
 

@@ -60,7 +60,7 @@ async fn race_controller_addresses(
     while let Some(finished) = attempts.join_next().await {
         match finished {
             // The other connections are dropped without a confirmation.
-            Ok(Ok(verified)) => return Ok(VerifiedControllerStream::confirm(verified).await?),
+            Ok(Ok(verified)) => return Ok(VerifiedControllerStream::send_proof_of_key(verified).await?),
             Ok(Err(failure)) => failures.push(failure),
             Err(error) => {
                 return Err(Diagnostic::error(

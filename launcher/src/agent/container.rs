@@ -15,42 +15,42 @@ const CHANGE_DIRECTORY_SCRIPT: &str = "cd -- \"$1\" && shift && exec \"$@\"";
 const MAX_CONTAINER_NAME_BYTES: usize = 128;
 /// The prefix of an environment variable's name with which Apptainer sets the variable inside the
 /// container, even if Apptainer would otherwise replace its value.
-const APPTAINER_VARIABLE_PREFIX: &str = "APPTAINERENV_";
+const APPTAINER_PASS_PREFIX: &str = "APPTAINERENV_";
 /// The environment variables whose values from the host Apptainer replaces inside the container.
 const APPTAINER_REPLACED_VARIABLES: [&str; 2] = ["PATH", "LD_LIBRARY_PATH"];
 
 /// The vendor of the GPUs that a container must see, which decides the options of the container
 /// runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ContainerGpus {
+enum ContainerGpuVendor {
     None,
     Nvidia,
     Amd,
 }
 
-impl ContainerGpus {
+impl ContainerGpuVendor {
     /// Detects the vendor of the GPUs of this host by their device files. Returns `None` for a job
     /// that uses only CPUs.
-    fn detect(devices: &DeviceSelection) -> ContainerGpus {
+    fn detect(devices: &DeviceSelection) -> ContainerGpuVendor {
         match devices {
-            DeviceSelection::Cpu => ContainerGpus::None,
-            _ if Path::new("/dev/nvidiactl").exists() => ContainerGpus::Nvidia,
-            _ if Path::new("/dev/kfd").exists() => ContainerGpus::Amd,
-            _ => ContainerGpus::None,
+            DeviceSelection::Cpu => ContainerGpuVendor::None,
+            _ if Path::new("/dev/nvidiactl").exists() => ContainerGpuVendor::Nvidia,
+            _ if Path::new("/dev/kfd").exists() => ContainerGpuVendor::Amd,
+            _ => ContainerGpuVendor::None,
         }
     }
 }
 
 /// Builds the commands that start and remove the container of one worker, or of one command of
 /// `launch exec`.
-pub(super) struct WorkerContainer<'a> {
+pub(super) struct ContainerCommandBuilder<'a> {
     spec: &'a ContainerSpec,
     /// The name of the container in Docker and Podman.
     name: String,
     run: &'a str,
     workdir: &'a Path,
     run_dir: &'a Path,
-    gpus: ContainerGpus,
+    gpus: ContainerGpuVendor,
     /// The user and the group of the agent.
     user: (u32, u32),
     uses_terminal: bool,
@@ -59,7 +59,7 @@ pub(super) struct WorkerContainer<'a> {
     passed: Vec<String>,
 }
 
-impl<'a> WorkerContainer<'a> {
+impl<'a> ContainerCommandBuilder<'a> {
     /// Returns the builder of commands for the container of a worker or, with `exec`, of a command
     /// of `launch exec` that runs next to the worker. Returns `None` for a job without
     /// `run.container`.
@@ -70,13 +70,13 @@ impl<'a> WorkerContainer<'a> {
     ) -> Option<Self> {
         let spec = plan.job.run.container.as_ref()?;
         let suffix = exec.map(|id| format!("-exec-{id:x}")).unwrap_or_default();
-        Some(WorkerContainer {
+        Some(ContainerCommandBuilder {
             spec,
             name: build_container_name(&plan.run, &format!("-{}-{}{suffix}", plan.attempt, worker.rank)),
             run: &plan.run,
             workdir: &worker.workdir,
             run_dir: &plan.run_dir,
-            gpus: ContainerGpus::detect(&plan.job.cluster.devices),
+            gpus: ContainerGpuVendor::detect(&plan.job.cluster.devices),
             user: (getuid().as_raw(), getgid().as_raw()),
             uses_terminal: exec.is_none() && plan.job.run.terminal == Some(worker.rank),
             // The controller has rejected patterns that are not valid.
@@ -145,9 +145,9 @@ impl<'a> WorkerContainer<'a> {
     fn build_apptainer_command(&self, mounts: &[ContainerMount], worker: &mut WorkerPlan) -> Vec<String> {
         let mut words = to_owned_strings(&["apptainer", "exec"]);
         match self.gpus {
-            ContainerGpus::None => {}
-            ContainerGpus::Nvidia => words.push("--nv".to_owned()),
-            ContainerGpus::Amd => words.push("--rocm".to_owned()),
+            ContainerGpuVendor::None => {}
+            ContainerGpuVendor::Nvidia => words.push("--nv".to_owned()),
+            ContainerGpuVendor::Amd => words.push("--rocm".to_owned()),
         }
         for mount in mounts {
             words.extend(["--bind".to_owned(), format_bind_mount(mount)]);
@@ -160,7 +160,7 @@ impl<'a> WorkerContainer<'a> {
             .cloned()
             .collect();
         worker.env.extend(
-            replaced.into_iter().map(|(name, value)| (APPTAINER_VARIABLE_PREFIX.to_owned() + &name, value)),
+            replaced.into_iter().map(|(name, value)| (APPTAINER_PASS_PREFIX.to_owned() + &name, value)),
         );
         self.append_job_options_and_image(words)
     }
@@ -173,7 +173,7 @@ impl<'a> WorkerContainer<'a> {
             let options = if mount.read_only { "x-create=auto,rbind,ro" } else { "x-create=auto,rbind" };
             words.extend(["--mount".to_owned(), format!("{}:{}:none:{options}", mount.source, mount.target)]);
         }
-        if self.gpus == ContainerGpus::Nvidia && !has_variable(worker, env::NVIDIA_VISIBLE_DEVICES) {
+        if self.gpus == ContainerGpuVendor::Nvidia && !plan_sets_variable(worker, env::NVIDIA_VISIBLE_DEVICES) {
             // The hook of enroot mounts the driver of the host because of this variable.
             worker.env.push((env::NVIDIA_VISIBLE_DEVICES.to_owned(), "all".to_owned()));
         }
@@ -207,12 +207,12 @@ impl<'a> WorkerContainer<'a> {
             _ => {}
         }
         match self.gpus {
-            ContainerGpus::None => {}
-            ContainerGpus::Nvidia if runtime == ContainerRuntime::Docker => {
+            ContainerGpuVendor::None => {}
+            ContainerGpuVendor::Nvidia if runtime == ContainerRuntime::Docker => {
                 words.extend(to_owned_strings(&["--gpus", "all"]));
             }
-            ContainerGpus::Nvidia => words.extend(to_owned_strings(&["--device", "nvidia.com/gpu=all"])),
-            ContainerGpus::Amd => words.extend(to_owned_strings(&[
+            ContainerGpuVendor::Nvidia => words.extend(to_owned_strings(&["--device", "nvidia.com/gpu=all"])),
+            ContainerGpuVendor::Amd => words.extend(to_owned_strings(&[
                 "--device",
                 "/dev/kfd",
                 "--device",
@@ -255,11 +255,11 @@ impl<'a> WorkerContainer<'a> {
         words.extend(["--cd".to_owned(), self.workdir.to_string_lossy().into_owned()]);
         // ch-run mounts this directory of the host at /tmp, which would hide a working directory
         // below /tmp.
-        if !has_variable(worker, env::TMPDIR) {
+        if !plan_sets_variable(worker, env::TMPDIR) {
             worker.env.push((env::TMPDIR.to_owned(), "/tmp".to_owned()));
         }
         // ch-run fails without this variable, which services may lack.
-        if std::env::var_os(env::USER).is_none() && !has_variable(worker, env::USER) {
+        if std::env::var_os(env::USER).is_none() && !plan_sets_variable(worker, env::USER) {
             let user = User::from_uid(Uid::from_raw(self.user.0)).ok().flatten();
             let name = user.map_or_else(|| self.user.0.to_string(), |user| user.name);
             worker.env.push((env::USER.to_owned(), name));
@@ -302,7 +302,7 @@ fn format_bind_mount(mount: &ContainerMount) -> String {
 }
 
 /// Returns whether the plan of a worker sets the environment variable `name`.
-fn has_variable(worker: &WorkerPlan, name: &str) -> bool {
+fn plan_sets_variable(worker: &WorkerPlan, name: &str) -> bool {
     worker.env.iter().any(|(set, _)| set == name)
 }
 

@@ -10,7 +10,7 @@ mod report_log;
 mod worker_kills;
 mod workers;
 
-pub(crate) use actions::{AgentAction, AgentInput, GroupSignal};
+pub(crate) use actions::{AgentAction, AgentInput, ProcessGroupSignal};
 
 use super::progress::WorkerProgress;
 use crate::leases::HEARTBEAT_INTERVAL;
@@ -62,7 +62,7 @@ enum AgentState {
 /// What the agent's state machine knows about one worker of the current attempt (one start of all
 /// workers).
 #[derive(Debug)]
-struct WorkerState {
+struct SupervisedWorker {
     /// Whether the worker runs the built-in runtime instead of a program.
     builtin: bool,
     /// The worker's pid; `None` if the process was never started.
@@ -87,7 +87,7 @@ struct WorkerState {
     has_left: bool,
 }
 
-impl WorkerState {
+impl SupervisedWorker {
     /// Returns whether the worker's process was started, has not been reaped, and takes part in the
     /// current attempt (one start of all workers).
     fn is_alive(&self) -> bool {
@@ -96,7 +96,7 @@ impl WorkerState {
 
     /// Returns whether the worker has left the current attempt (one start of all workers) and its
     /// process waits for the next one.
-    fn is_waiting(&self) -> bool {
+    fn is_waiting_for_next_attempt(&self) -> bool {
         self.status.is_none() && self.has_left
     }
 }
@@ -120,7 +120,7 @@ pub(crate) struct AgentCore {
     /// The addresses of the workers of the current attempt; `None` before they arrive.
     peers: Option<WorkerPeers>,
     plan: Option<Rc<HostPlan>>,
-    workers: BTreeMap<Rank, WorkerState>,
+    workers: BTreeMap<Rank, SupervisedWorker>,
     /// The ended workers whose end was not reported to the controller yet, in the order of their
     /// ends.
     unreported: VecDeque<Rank>,
@@ -241,7 +241,7 @@ impl AgentCore {
             AgentInput::Controller(message) => self.on_controller_message(now, message),
             AgentInput::ControllerLost => self.on_controller_lost(now, None),
             AgentInput::AttachRequested { token, purpose } => self.on_attach_requested(now, token, purpose),
-            AgentInput::ControllerReplaced(token) => self.on_controller_replaced(token),
+            AgentInput::ControllerReplaced(token) => self.exit_for_newer_controller(token),
             AgentInput::CannotStart(diagnostic) => self.fail_and_exit(diagnostic),
             AgentInput::Prepared { attempt } => {
                 if self.preparing && attempt == self.attempt {
@@ -270,7 +270,7 @@ impl AgentCore {
                 self.on_worker_exited(now, rank, status, oom, gpu)
             }
             AgentInput::Activity { rank, ticks, stopped, collectives } => {
-                self.on_activity(now, rank, (ticks, collectives), stopped);
+                self.on_activity_measured(now, rank, (ticks, collectives), stopped);
             }
             AgentInput::Usage { attempt, usage } if attempt == self.attempt => {
                 self.send_to_controller(FromAgent::Usage { attempt, usage: Box::new(usage) });
@@ -287,12 +287,12 @@ impl AgentCore {
                     worker.error = error;
                 }
             }
-            AgentInput::Swept { left } => self.on_swept(&left),
+            AgentInput::Swept { left } => self.on_sweep_finished(&left),
             AgentInput::Warning { rank, message } => {
                 let event = protocol::event::Event::new_notice(Some(rank), message);
                 self.send_to_controller(FromAgent::Event { attempt: self.attempt, rank, event });
             }
-            AgentInput::Terminated => self.on_terminated(now),
+            AgentInput::Terminated => self.on_batch_system_sigterm(now),
             AgentInput::Tick => {}
         }
         self.act_on_deadlines(now);
@@ -322,7 +322,7 @@ impl AgentCore {
 
     /// Returns the next numbered report (a message that must reach a controller) for the driver to
     /// send, and marks the report as sent. Returns `None` if there is no report or no controller.
-    pub(crate) fn take_report(&mut self, now: Duration) -> Option<FromAgent> {
+    pub(crate) fn take_next_report(&mut self, now: Duration) -> Option<FromAgent> {
         self.unattended_since.is_none().then(|| self.reports.take_unsent(now)).flatten()
     }
 
@@ -407,20 +407,20 @@ impl AgentCore {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {
             return self
-                .fail_and_exit(protocol_error("the controller started workers while others are running"));
+                .fail_and_exit(build_protocol_error("the controller started workers while others are running"));
         }
         if ranks.len() != plan.workers.len() || ranks.last().is_some_and(|r| *r >= plan.world) {
-            return self.fail_and_exit(protocol_error(
+            return self.fail_and_exit(build_protocol_error(
                 "the plan names a rank twice, or a rank outside the world size",
             ));
         }
         self.state = AgentState::Running;
-        self.reports.begin_attempt();
+        self.reports.drop_reports_of_earlier_attempts();
         (self.attempt, self.kill_after_stacks, self.peers) = (plan.attempt, None, None);
         (self.stop_requested, self.kill_requested, self.may_leave) = (false, false, false);
         self.hang_timeout = plan.job.run.hang_timeout_ms.map(Duration::from_millis);
         self.activity_at = if self.hang_timeout.is_some() { now + ACTIVITY_INTERVAL } else { Duration::MAX };
-        self.select_rejoining_workers(now, &plan);
+        self.select_rejoining_and_kill_others(now, &plan);
         self.workers.clear();
         self.unreported.clear();
         self.kill_at = None;
@@ -471,7 +471,7 @@ impl AgentCore {
         if self.workers[&rank].builtin {
             self.send_to_worker(rank, ToWorker::Stop);
         } else {
-            self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
+            self.out.push(AgentAction::Signal(rank, ProcessGroupSignal::Terminate));
         }
     }
 
@@ -496,7 +496,7 @@ impl AgentCore {
             // The kill is repeated, so that a worker that was being started meanwhile is killed,
             // too.
             let kills: Vec<_> =
-                self.running_ranks().into_iter().map(|r| AgentAction::Signal(r, GroupSignal::Kill)).collect();
+                self.running_ranks().into_iter().map(|r| AgentAction::Signal(r, ProcessGroupSignal::Kill)).collect();
             self.out.extend(kills);
             self.kill_at =
                 (self.spawning || !self.running_ranks().is_empty()).then_some(now + HEARTBEAT_INTERVAL);
@@ -507,7 +507,7 @@ impl AgentCore {
         }
         self.report_silent_workers(now);
         if now >= self.stacks_deadline {
-            self.end_waiting_workers(now);
+            self.execute_postponed_kill(now);
         }
         if now >= self.activity_at && self.state == AgentState::Running {
             self.activity_at = now + ACTIVITY_INTERVAL;
@@ -550,7 +550,7 @@ impl AgentCore {
 
     /// Handles a measurement of a worker's CPU time and of its counter of collectives. Reports a
     /// stall to the controller if the worker has made no progress for `run.hang_timeout`.
-    fn on_activity(
+    fn on_activity_measured(
         &mut self,
         now: Duration,
         rank: Rank,
@@ -590,7 +590,7 @@ impl AgentCore {
 
 /// Creates the error that the controller has violated the protocol of control connections.
 /// `message` states the violation.
-fn protocol_error(message: &str) -> Diagnostic {
+fn build_protocol_error(message: &str) -> Diagnostic {
     Diagnostic::error(run::INTERNAL, message)
 }
 

@@ -11,7 +11,7 @@ pub(super) fn start_debug_log(plan: &HostPlan) -> io::Result<()> {
     let Ok(filter) = Filter::from_directives_or_verbosity(Some(&plan.debug_filter), 0) else { return Ok(()) };
     debuglog::start(&filter, None);
     let host = plan.host.replace('/', "_");
-    debuglog::open_file(&plan.run_dir.join("logs").join(format!("agent-{host}.debug.log")))?;
+    debuglog::open_log_file(&plan.run_dir.join("logs").join(format!("agent-{host}.debug.log")))?;
     let (attempt, workers) = (plan.attempt, plan.workers.len());
     info!(target: "agent", host = plan.host, attempt, workers, "received plan");
     Ok(())

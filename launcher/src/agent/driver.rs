@@ -11,7 +11,7 @@ mod worker_spawner;
 mod worker_start;
 
 use super::{
-    attach_socket::{self, AttachConnection, LockError},
+    attach_socket::{self, AttachConnection, HostLockError},
     core::{AgentAction, AgentCore, AgentInput},
     debug_log,
     environment_changes::EnvironmentChanges,
@@ -19,7 +19,7 @@ use super::{
     hang::{HookDirectory, StatusMemory},
     log_thread::LogThread,
     oom::OomWatch,
-    output::{ConsoleQueue, OutputPump, PumpEvent},
+    output::{ControllerLineQueue, OutputPump, PumpEvent},
     probe::Prober,
     process::{self, BorrowedTerminal},
     usage::{SampledWorker, UsageSampler},
@@ -67,7 +67,7 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 /// The number of messages that fit into each channel through which tasks and threads send to the
 /// agent's event loop.
-const CHANNEL_CAPACITY: usize = 256;
+const EVENT_LOOP_CHANNEL_CAPACITY: usize = 256;
 
 /// The rank and the pid that identify one process of a worker. The pid of a rank differs between
 /// attempts and reveals late messages of an earlier attempt.
@@ -108,14 +108,14 @@ pub(super) struct AgentDriver {
     /// only answers probes.
     terms: Option<SupervisionTerms>,
     /// The queue of output lines for the controller, which all output pumps share.
-    console: ConsoleQueue,
+    console: ControllerLineQueue,
     controller_messages: ChannelEnds<ControllerMessage>,
     /// The controller's hello, which is handled once this agent is the only agent of the run on its
     /// host.
     waiting_hello: Option<ToAgent>,
     /// Delivers the listener of the agent's socket, once this agent is the only agent of the run on
     /// its host.
-    host_locks: ChannelEnds<Result<Option<UnixListener>, LockError>>,
+    host_locks: ChannelEnds<Result<Option<UnixListener>, HostLockError>>,
     /// Delivers the connections of other controllers and of later agents of this host.
     attach_requests: ChannelEnds<AttachConnection>,
     /// The connection on which a request arrived that the agent's state machine has not answered
@@ -195,32 +195,32 @@ impl AgentDriver {
         let inventory = crate::discover::local::discover_local_host()?;
         let mut clock = RunningClock::start();
         clock.now();
-        let stream = draw_stream_number()?;
+        let stream = draw_report_stream_number()?;
         Ok(AgentDriver {
-            core: AgentCore::new(std::process::id(), stream, inventory.into_report())
+            core: AgentCore::new(std::process::id(), stream, inventory.without_unreported_env())
                 .with_kill_report_delay(cluster::find_kill_report_delay()),
             clock,
             connection: None,
             connections: 0,
             terms: None,
-            console: ConsoleQueue::new(Outbox::channel().0),
-            controller_messages: mpsc::channel(CHANNEL_CAPACITY),
+            console: ControllerLineQueue::new(Outbox::channel().0),
+            controller_messages: mpsc::channel(EVENT_LOOP_CHANNEL_CAPACITY),
             waiting_hello: None,
             host_locks: mpsc::channel(1),
             attach_requests: mpsc::channel(1),
             undecided: None,
             evicting: Vec::new(),
             children: signal_stream(SignalKind::child())?,
-            termination: match cluster::sigterm_announces_end() {
+            termination: match cluster::sigterm_announces_job_end() {
                 true => Some(signal_stream(SignalKind::terminate())?),
                 false => None,
             },
-            pump_events: mpsc::channel(CHANNEL_CAPACITY),
-            worker_messages: mpsc::channel(CHANNEL_CAPACITY),
+            pump_events: mpsc::channel(EVENT_LOOP_CHANNEL_CAPACITY),
+            worker_messages: mpsc::channel(EVENT_LOOP_CHANNEL_CAPACITY),
             hang_hook: None,
             hang_hook_failed: false,
             stacks_written: mpsc::channel(1),
-            store_messages: mpsc::channel(CHANNEL_CAPACITY),
+            store_messages: mpsc::channel(EVENT_LOOP_CHANNEL_CAPACITY),
             rendezvous: None,
             store: None,
             oom: OomWatch::start(),
@@ -239,7 +239,7 @@ impl AgentDriver {
             activation: None,
             copy_memory: None,
             status_memory: None,
-            file_limit: process::raise_file_limit()?,
+            file_limit: process::raise_open_file_limit()?,
             workers: HashMap::new(),
             leaders: HashMap::new(),
             sweep_started_at: None,
@@ -276,7 +276,7 @@ impl AgentDriver {
                     self.on_worker_message(message)
                 }
                 event = self.exec.receive_event() => self.on_exec_event(event),
-                (attempt, usage) = self.usage.receive() => AgentInput::Usage { attempt, usage },
+                (attempt, usage) = self.usage.receive_measurement() => AgentInput::Usage { attempt, usage },
                 Some(written) = self.stacks_written.1.recv() => self.on_stacks_written(written),
                 Some(text) = self.store_messages.1.recv() => {
                     // The controller forwards the stderr of agents.
@@ -299,7 +299,7 @@ impl AgentDriver {
         // The pumps write the rest of the output.
         self.workers.clear();
         self.close_connection().await;
-        attach_socket::report_agent_end(std::mem::take(&mut self.evicting)).await;
+        attach_socket::notify_evictors_of_agent_end(std::mem::take(&mut self.evicting)).await;
         if let Some(lost) = self.rank_logs.finish() {
             _ = writeln!(io::stderr(), "launch agent: {lost}");
         }
@@ -366,14 +366,14 @@ impl AgentDriver {
         if self.spawner.is_busy() {
             // The pid of the worker that is being started is not known yet.
             let reap = |pid: &u32| reap_group_leader(*pid).map(|status| (*pid, status));
-            let pids: Vec<u32> = leaders.keys().copied().chain(exec.pids()).collect();
+            let pids: Vec<u32> = leaders.keys().copied().chain(exec.unreaped_pids()).collect();
             ended.extend(pids.iter().filter_map(reap));
         } else {
             let is_leader = |pid| leaders.contains_key(&pid) || exec.is_running_command(pid);
             reap_children(is_leader, |pid, status| ended.push((pid, status)));
         }
         for (pid, status) in ended {
-            self.end_container(pid, status);
+            self.remove_container_of_failed_process(pid, status);
             self.on_exec_exited(pid, status);
             let rank = self.leaders.remove(&pid);
             self.update_sampled_workers();
@@ -434,7 +434,7 @@ impl AgentDriver {
                     tokio::spawn(attach_socket::reject_request(connection.output, rejection));
                 }
             }
-            AgentAction::PrepareWorkers { plan, kept } => return self.prepare_workers(plan, &kept),
+            AgentAction::PrepareWorkers { plan, kept } => return self.prepare_shared_worker_resources(plan, &kept),
             AgentAction::Spawn(index) => return self.spawn_worker(index),
             AgentAction::Rejoin(index) => return self.rejoin_worker(index),
             AgentAction::SendToWorker(rank, message) => {
@@ -451,13 +451,13 @@ impl AgentDriver {
             }
             AgentAction::Signal(rank, ending) => {
                 if let Some(pid) = self.find_unreaped_pid(rank) {
-                    process::signal_group(pid, ending);
+                    process::signal_worker_process_group(pid, ending);
                 }
             }
             AgentAction::RequestSave(rank, signal) => return self.request_save(rank, signal),
-            AgentAction::Bind(bind) => return Some(self.bind_rendezvous(&bind)),
+            AgentAction::Bind(bind) => return Some(self.bind_rendezvous_port(&bind)),
             AgentAction::MeasureActivity => self.measure_activity(),
-            AgentAction::WriteStacks(ranks) => self.start_writing_stacks(&ranks),
+            AgentAction::WriteStacks(ranks) => self.start_evidence_collection(&ranks),
             AgentAction::DrainOutput(rank) => match self.workers.get(&rank).and_then(|r| r.pump.as_ref()) {
                 Some(pump) => pump.request_drain(),
                 None => return Some(AgentInput::Drained { rank, tail: Vec::new(), error: None }),
@@ -497,7 +497,7 @@ impl AgentDriver {
     /// Opens the port of the rendezvous of a new attempt, at which the workers of a program meet,
     /// after closing that of the earlier attempt. Returns the port or the error as the answer for
     /// the agent's state machine.
-    fn bind_rendezvous(&mut self, bind: &RendezvousRequest) -> AgentInput {
+    fn bind_rendezvous_port(&mut self, bind: &RendezvousRequest) -> AgentInput {
         // The rendezvous of the earlier attempt must be closed first, because both may use one
         // port.
         (self.rendezvous, self.store) = (None, None);
@@ -543,7 +543,7 @@ async fn wait_for_queue_space(connection: Option<&ControllerConnection>) {
 
 /// Draws a random number that identifies this agent's numbered sequence of reports to controllers.
 /// All programs can store the number as a JSON number.
-fn draw_stream_number() -> io::Result<u64> {
+fn draw_report_stream_number() -> io::Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)?;
     Ok(u64::from_le_bytes(bytes) >> 11)

@@ -19,13 +19,13 @@ const TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// The time without an update of its modification time after which an executable in the cache
 /// counts as unused. Much longer than [`TOUCH_INTERVAL`], so that the executable of a suspended
 /// agent stays.
-const MIN_UNUSED_TIME: Duration = Duration::from_secs(2 * 24 * 3600);
+const UNUSED_AFTER: Duration = Duration::from_secs(2 * 24 * 3600);
 /// The time without an update of its modification time after which an executable is always removed
 /// from the cache.
-const MAX_UNUSED_TIME: Duration = Duration::from_secs(30 * 24 * 3600);
+const REMOVED_AFTER: Duration = Duration::from_secs(30 * 24 * 3600);
 /// The number of newest executables that stay in the cache even if they are unused. The executable
 /// of the agent is one of them.
-const KEPT_EXECUTABLES: usize = 4;
+const MIN_KEPT_EXECUTABLES: usize = 4;
 /// The length of the name of a cached executable, which is its BLAKE3 hash in hexadecimal.
 const EXECUTABLE_NAME_LENGTH: usize = 64;
 /// The prefix of the names of executables in the cache that are not yet completely copied.
@@ -94,7 +94,7 @@ fn remove_old_executables(executable: &Path) -> io::Result<()> {
         if is_executable_name(name) {
             executables.push((modified, path));
         } else if (name.starts_with(COPY_PREFIX) || name.starts_with(REMOVED_PREFIX))
-            && is_older_than(modified, now, MIN_UNUSED_TIME)
+            && is_older_than(modified, now, UNUSED_AFTER)
         {
             _ = fs::remove_file(path);
         }
@@ -102,7 +102,7 @@ fn remove_old_executables(executable: &Path) -> io::Result<()> {
     // The newest one is first.
     executables.sort_unstable_by(|a, b| b.cmp(a));
     for (index, (modified, path)) in executables.into_iter().enumerate() {
-        let limit = if index < KEPT_EXECUTABLES { MAX_UNUSED_TIME } else { MIN_UNUSED_TIME };
+        let limit = if index < MIN_KEPT_EXECUTABLES { REMOVED_AFTER } else { UNUSED_AFTER };
         if path != executable && is_older_than(modified, now, limit) {
             remove_if_unused(&path, now);
         }
@@ -132,7 +132,7 @@ fn remove_if_unused(path: &Path, now: SystemTime) {
     match fs::metadata(&removed).and_then(|data| data.modified()) {
         // If the file was copied again in the meantime, the link fails. The renamed file stays
         // until it is old enough.
-        Ok(modified) if !is_older_than(modified, now, MIN_UNUSED_TIME) => {
+        Ok(modified) if !is_older_than(modified, now, UNUSED_AFTER) => {
             if fs::hard_link(&removed, path).is_ok() {
                 _ = fs::remove_file(&removed);
             }

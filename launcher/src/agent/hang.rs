@@ -112,9 +112,9 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
         let status = status.as_ref().filter(|_| subject.worker.is_builtin);
         match status.and_then(|memory| memory.read(subject.worker.local_rank, attempt)) {
             Some(status) => {
-                let thread = subject.thread.finish_observation_of_blocked();
+                let thread = subject.thread.finish_observation_of_any_thread();
                 let evidence = status_memory::build_evidence(status, (subject.worker.rank, world), thread);
-                add_gpu_faults(evidence, subject.worker)
+                add_gpu_faults_to_evidence(evidence, subject.worker)
             }
             None => build_program_evidence(subject, &mut stacks),
         }
@@ -143,11 +143,11 @@ fn build_program_evidence(
             ..RankEvidence::default()
         },
     };
-    add_gpu_faults(evidence, subject.worker)
+    add_gpu_faults_to_evidence(evidence, subject.worker)
 }
 
 /// Adds the GPU errors that the kernel log reports for a hanging worker and its host to the
 /// evidence about the worker.
-fn add_gpu_faults(evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
+fn add_gpu_faults_to_evidence(evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
     RankEvidence { gpu_faults: worker.gpu_faults, host_gpu_faults: worker.host_gpu_faults, ..evidence }
 }

@@ -85,7 +85,7 @@ impl LogThread {
     /// Waits, for at most `limit`, until all output that is queued for the log thread at present is
     /// written. Returns whether all of this output was written.
     #[cfg(test)]
-    pub(crate) fn flush(&self, limit: Duration) -> bool {
+    pub(crate) fn wait_for_queued_writes(&self, limit: Duration) -> bool {
         self.thread.flush(limit)
     }
 

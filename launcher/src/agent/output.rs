@@ -42,7 +42,7 @@ const UNFINISHED_LINE_MS: u16 = 200;
 const MAX_READ_BYTES: usize = 64 << 10;
 /// The shortest time between two reports that a line of the worker's output contains
 /// `run.progress_pattern`.
-const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+const MIN_PROGRESS_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// An event that the thread which copies a worker's output reports to the agent's event loop.
 #[derive(Debug)]
@@ -76,17 +76,17 @@ pub(crate) struct PumpOptions {
 /// The queue of output lines of all workers of the agent, which are sent to the present controller.
 /// All [`OutputPump`]s of an agent share the queue.
 #[derive(Clone, Debug)]
-pub(crate) struct ConsoleQueue(Arc<Mutex<Outbox<FromAgent>>>);
+pub(crate) struct ControllerLineQueue(Arc<Mutex<Outbox<FromAgent>>>);
 
-impl ConsoleQueue {
+impl ControllerLineQueue {
     /// Creates a queue of output lines, which `outbox` sends to the controller.
-    pub(crate) fn new(outbox: Outbox<FromAgent>) -> ConsoleQueue {
-        ConsoleQueue(Arc::new(Mutex::new(outbox)))
+    pub(crate) fn new(outbox: Outbox<FromAgent>) -> ControllerLineQueue {
+        ControllerLineQueue(Arc::new(Mutex::new(outbox)))
     }
 
     /// Sends all later lines of output through `outbox`, the queue of messages to another
     /// controller.
-    pub(crate) fn set_outbox(&self, outbox: Outbox<FromAgent>) {
+    pub(crate) fn set_controller_outbox(&self, outbox: Outbox<FromAgent>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = outbox;
     }
 
@@ -125,7 +125,7 @@ impl OutputPump {
         log: RankLogWriter,
         stdout: OwnedFd,
         stderr: OwnedFd,
-        console: ConsoleQueue,
+        console: ControllerLineQueue,
         events: mpsc::Sender<(Rank, u32, PumpEvent)>,
     ) -> io::Result<OutputPump> {
         for fd in [&stdout, &stderr] {
@@ -135,7 +135,7 @@ impl OutputPump {
         let command = Arc::new((AtomicU8::new(COMMAND_CONTINUE), wake));
         let streams = [OutputStream::new(stdout, false), OutputStream::new(stderr, true)];
         let show = Arc::new(AtomicBool::new(options.show));
-        let sink = OutputSink {
+        let sink = OutputDestinations {
             options,
             shown: show.clone(),
             pid,
@@ -147,7 +147,7 @@ impl OutputPump {
             progress_reported_at: None,
         };
         let thread = PumpThread { command: command.clone(), streams, sink };
-        thread::Builder::new().name("output".into()).stack_size(256 << 10).spawn(move || thread.run())?;
+        thread::Builder::new().name("output".into()).stack_size(256 << 10).spawn(move || thread.copy_until_quit())?;
         Ok(OutputPump { command, show })
     }
 
@@ -215,30 +215,30 @@ impl OutputStream {
 struct PumpThread {
     command: Arc<(AtomicU8, EventFd)>,
     streams: [OutputStream; 2],
-    sink: OutputSink,
+    sink: OutputDestinations,
 }
 
 impl PumpThread {
     /// Copies the worker's output to its destinations until the command [`COMMAND_QUIT`] arrives.
-    fn run(mut self) {
+    fn copy_until_quit(mut self) {
         let mut buffer = vec![0; MAX_READ_BYTES];
         loop {
             let ready = self.wait_for_output();
             match self.command.0.swap(COMMAND_CONTINUE, Ordering::AcqRel) {
                 COMMAND_QUIT => {
                     self.command.0.store(COMMAND_QUIT, Ordering::Release);
-                    return self.finish_lines();
+                    return self.write_unfinished_lines();
                 }
                 COMMAND_DRAIN => self.drain_pipes(&mut buffer),
                 _ => {}
             }
             for stream in &mut self.streams {
                 if let Some(n) = stream.read(&mut buffer) {
-                    self.sink.push_bytes(stream, &buffer[..n]);
+                    self.sink.write_complete_lines(stream, &buffer[..n]);
                 }
             }
             if !ready {
-                self.finish_lines();
+                self.write_unfinished_lines();
             }
         }
     }
@@ -265,31 +265,31 @@ impl PumpThread {
             let mut remaining = size.map_or(0, |n| n.unsigned_abs() as usize);
             while remaining > 0 {
                 let Some(n) = stream.read(buffer) else { break };
-                self.sink.push_bytes(stream, &buffer[..n]);
+                self.sink.write_complete_lines(stream, &buffer[..n]);
                 remaining = if stream.pipe.is_none() { 0 } else { remaining.saturating_sub(n) };
             }
         }
-        self.finish_lines();
+        self.write_unfinished_lines();
         self.sink.report_drained();
     }
 
     /// Writes the unfinished last lines of the worker's stdout and stderr, as if they were
     /// complete.
-    fn finish_lines(&mut self) {
+    fn write_unfinished_lines(&mut self) {
         for stream in &mut self.streams {
-            self.sink.finish_line(stream);
+            self.sink.write_unfinished_line(stream);
         }
     }
 }
 
 /// The destinations of one worker's output: the log of its rank, the controller (if the rank is
 /// shown), and the last lines for failure reports.
-struct OutputSink {
+struct OutputDestinations {
     options: PumpOptions,
     shown: Arc<AtomicBool>,
     pid: u32,
     log: RankLogWriter,
-    console: ConsoleQueue,
+    console: ControllerLineQueue,
     events: mpsc::Sender<(Rank, u32, PumpEvent)>,
     tail: VecDeque<String>,
     /// The number of lines that were not forwarded to the controller because the queue was full,
@@ -298,47 +298,47 @@ struct OutputSink {
     progress_reported_at: Option<Instant>,
 }
 
-impl OutputSink {
+impl OutputDestinations {
     /// Writes the complete lines in `bytes`, which were read from a worker's pipe, to the log, to
     /// the controller and to the last lines. Keeps the bytes after the last line end in `stream`
     /// until the line is complete.
-    fn push_bytes(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
+    fn write_complete_lines(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
             if stream.pipe.is_none() || stream.unfinished.len() > MAX_READ_BYTES {
-                self.finish_line(stream);
+                self.write_unfinished_line(stream);
             }
             return;
         };
         let (whole, rest) = bytes.split_at(end + 1);
         if stream.unfinished.is_empty() {
-            self.push_lines(whole, stream.stderr);
+            self.write_lines(whole, stream.stderr);
         } else {
             let mut joined = std::mem::take(&mut stream.unfinished);
             joined.extend_from_slice(whole);
-            self.push_lines(&joined, stream.stderr);
+            self.write_lines(&joined, stream.stderr);
         }
         stream.unfinished.extend_from_slice(rest);
     }
 
     /// Writes the unfinished last line of `stream` to the log, to the controller and to the last
     /// lines, as if the line were complete.
-    fn finish_line(&mut self, stream: &mut OutputStream) {
+    fn write_unfinished_line(&mut self, stream: &mut OutputStream) {
         if !stream.unfinished.is_empty() {
             let rest = std::mem::take(&mut stream.unfinished);
-            self.push_lines(&rest, stream.stderr);
+            self.write_lines(&rest, stream.stderr);
         }
     }
 
     /// Writes complete lines of stdout or stderr to the log, to the controller and to the last
     /// lines. Reports progress if the lines contain the progress pattern.
-    fn push_lines(&mut self, bytes: &[u8], stderr: bool) {
+    fn write_lines(&mut self, bytes: &[u8], stderr: bool) {
         self.log.append(bytes);
         self.detect_progress(bytes);
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
         if self.shown.load(Ordering::Relaxed) {
             for line in bytes.split(|b| *b == b'\n') {
-                self.forward_text(format_display_line(line), stderr);
+                self.forward_line_to_controller(format_display_line(line), stderr);
             }
         }
         let last: Vec<&[u8]> = bytes.rsplit(|b| *b == b'\n').take(TAIL_LINES).collect();
@@ -354,7 +354,7 @@ impl OutputSink {
     /// `run.progress_pattern`. Reports at most once per [`PROGRESS_INTERVAL`].
     fn detect_progress(&mut self, bytes: &[u8]) {
         let Some(pattern) = self.options.progress_pattern.as_ref().map(String::as_bytes) else { return };
-        let is_due = self.progress_reported_at.is_none_or(|at| at.elapsed() >= PROGRESS_INTERVAL);
+        let is_due = self.progress_reported_at.is_none_or(|at| at.elapsed() >= MIN_PROGRESS_REPORT_INTERVAL);
         if is_due && bytes.windows(pattern.len()).any(|part| part == pattern) {
             self.progress_reported_at = Some(Instant::now());
             // If the queue to the agent is full, a later line reports the progress.
@@ -365,7 +365,7 @@ impl OutputSink {
     /// Forwards a line of the worker's output to the controller. If lines were dropped before, a
     /// notice with their number precedes the line. If the queue is full, the line is dropped and
     /// counted.
-    fn forward_text(&mut self, text: String, stderr: bool) {
+    fn forward_line_to_controller(&mut self, text: String, stderr: bool) {
         let rank = self.options.rank;
         if self.dropped_lines > 0
             && self.console.send_message(MessagePriority::Low, self.format_dropped_lines_notice())
@@ -398,7 +398,7 @@ impl OutputSink {
         {
             self.dropped_lines = 0;
         }
-        self.log.write_dropped_notice();
+        self.log.write_dropped_bytes_notice();
         let tail = self.tail.iter().cloned().collect();
         let error = self.options.error_file.as_deref().and_then(error_file::read_error_message);
         self.send_event(PumpEvent::Drained { tail, error });

@@ -30,7 +30,7 @@ fn start_pump_harness(max_size: u64, show: bool) -> PumpHarness {
     let file = RankLog::open(&log, max_size).unwrap();
     let file =
         RankLogWriter::new(file, log_thread.clone(), std::sync::Arc::new(|warning| panic!("{warning}")));
-    let console = ConsoleQueue::new(console);
+    let console = ControllerLineQueue::new(console);
     let pump = OutputPump::start(plan, 1, file, out, err, console, sender).unwrap();
     PumpHarness {
         stdout: stdout.into(),
@@ -56,7 +56,7 @@ impl PumpHarness {
     }
 
     fn read_log(&self) -> String {
-        assert!(self.log_thread.flush(std::time::Duration::from_secs(60)));
+        assert!(self.log_thread.wait_for_queued_writes(std::time::Duration::from_secs(60)));
         String::from_utf8_lossy(&std::fs::read(&self.log).unwrap()).into_owned()
     }
 
@@ -78,7 +78,7 @@ fn lines_reach_the_log_the_tail_and_the_console() {
     assert_eq!(harness.drain_tail(), ["one", "two"]);
     harness.stderr.write_all(b"bad \xff byte\nno newline").unwrap();
     assert_eq!(harness.drain_tail(), ["one", "two", "bad \u{fffd} byte", "no newline"]);
-    assert!(harness.log_thread.flush(std::time::Duration::from_secs(60)));
+    assert!(harness.log_thread.wait_for_queued_writes(std::time::Duration::from_secs(60)));
     let mut log = std::fs::read(&harness.log).unwrap();
     assert_eq!(log, b"one\ntwo\nbad \xff byte\nno newline");
     let console: Vec<_> = harness.take_console_lines();

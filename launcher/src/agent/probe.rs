@@ -25,7 +25,7 @@ use std::{
 
 /// The prefix of the names of the small files by which `launch check` finds out which hosts share a
 /// directory.
-const NONCE_PREFIX: &str = ".launch-check-";
+const NONCE_FILE_PREFIX: &str = ".launch-check-";
 /// The largest number of addresses of one other agent to which `launch check` tries to connect.
 /// Further addresses are ignored.
 const MAX_PEER_ADDRESSES: usize = 8;
@@ -44,7 +44,7 @@ const MAX_CONNECT_TIMEOUT_MS: u64 = 60_000;
 #[derive(Clone)]
 pub(super) struct Prober {
     preflight: &'static dyn Preflight,
-    state: Arc<Mutex<ProbeState>>,
+    state: Arc<Mutex<NonceFileState>>,
     network: Arc<NetworkProber>,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Prober {
 /// find shared directories, and the directories in which it searches for those of other hosts.
 /// Dropping the state removes the files.
 #[derive(Debug, Default)]
-struct ProbeState {
+struct NonceFileState {
     /// The directories of [`ProbeRequest::Inspect`] that exist, or their nearest existing parents.
     dirs: Vec<PathBuf>,
     /// The nonce files that this prober has written.
@@ -66,7 +66,7 @@ impl Prober {
 
     /// Locks the mutex of the files and directories that are kept between probes, even if another
     /// thread has panicked while it held the lock.
-    fn lock_state(&self) -> MutexGuard<'_, ProbeState> {
+    fn lock_state(&self) -> MutexGuard<'_, NonceFileState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -107,7 +107,7 @@ impl Prober {
             ProbeRequest::Network(request) => ProbeAnswer::Network(Box::new(
                 self.network.inspect_and_listen(&request, discover_local_host().ok()),
             )),
-            ProbeRequest::Measure(request) => ProbeAnswer::Measure(Box::new(self.network.measure(&request))),
+            ProbeRequest::Measure(request) => ProbeAnswer::Measure(Box::new(self.network.measure_connection_to_agent(&request))),
         }
     }
 
@@ -117,7 +117,7 @@ impl Prober {
     fn write_nonce_files(&self, nonce: &str, dirs: &[PathBuf]) {
         let mut state = self.lock_state();
         for dir in dirs {
-            let file = dir.join(format!("{NONCE_PREFIX}{}", sanitize_nonce(nonce)));
+            let file = dir.join(format!("{NONCE_FILE_PREFIX}{}", sanitize_nonce(nonce)));
             let created = fs::OpenOptions::new().write(true).create_new(true).open(&file);
             if created.and_then(|mut f| f.write_all(nonce.as_bytes())).is_ok() {
                 state.nonce_files.push(file);
@@ -139,14 +139,14 @@ impl Prober {
         let visible = |dir: &PathBuf| {
             let names = list(dir);
             let is_visible =
-                |nonce: &&String| names.contains(&format!("{NONCE_PREFIX}{}", sanitize_nonce(nonce)));
+                |nonce: &&String| names.contains(&format!("{NONCE_FILE_PREFIX}{}", sanitize_nonce(nonce)));
             nonces.iter().filter(is_visible).cloned().collect()
         };
         dirs.iter().map(visible).collect()
     }
 }
 
-impl Drop for ProbeState {
+impl Drop for NonceFileState {
     fn drop(&mut self) {
         self.nonce_files.iter().for_each(|file| _ = fs::remove_file(file));
     }
@@ -194,7 +194,7 @@ fn sanitize_nonce(nonce: &str) -> String {
 fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, diagnostic::Result<f64>)> {
     let connect = |peer: &PeerListener| {
         let start = Instant::now();
-        connect_to_peer(peer, timeout).map(|()| start.elapsed().as_secs_f64() * 1e3)
+        connect_and_check_greeting(peer, timeout).map(|()| start.elapsed().as_secs_f64() * 1e3)
     };
     thread::scope(|scope| {
         let threads: Vec<_> =
@@ -209,7 +209,7 @@ fn connect_to_peers(peers: &[PeerListener], timeout: Duration) -> Vec<(String, d
 
 /// Connects to the addresses of another agent, one after another, until one address answers with
 /// the greeting of that agent. Fails with the error of the last address if all addresses fail.
-fn connect_to_peer(peer: &PeerListener, timeout: Duration) -> diagnostic::Result<()> {
+fn connect_and_check_greeting(peer: &PeerListener, timeout: Duration) -> diagnostic::Result<()> {
     let mut last_error = Diagnostic::error(host::PEER_ADDRESS_MISSING, "the host has no address");
     for address in peer.addresses.iter().take(MAX_PEER_ADDRESSES) {
         last_error = match read_greeting(*address, timeout) {

@@ -11,7 +11,7 @@ pub(super) use terminal::BorrowedTerminal;
 
 pub(super) use login_shell::{ShellError, ShellLimits, ShellOutput, run_login_shell};
 
-use super::{core::GroupSignal, environment_changes::EnvironmentChanges};
+use super::{core::ProcessGroupSignal, environment_changes::EnvironmentChanges};
 use crate::{core_dumps::restore_core_dumps_in_child, discover::topology::find_common_numa_node};
 use child_setup::{die_with_parent, reset_signals};
 use diagnostic::{
@@ -136,7 +136,7 @@ pub(super) type OpenFileLimits = (u64, u64);
 
 /// Raises the agent's soft limit of open files to the hard limit, and returns the previous limits,
 /// which workers get. Returns the previous limits, which are set for the workers.
-pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
+pub(super) fn raise_open_file_limit() -> io::Result<OpenFileLimits> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     Ok((soft, hard))
@@ -145,7 +145,7 @@ pub(super) fn raise_file_limit() -> io::Result<OpenFileLimits> {
 /// The environment variables that workers inherit from the agent, as differences from the agent's
 /// environment.
 #[derive(Clone, Default)]
-pub(super) struct EnvironmentDifferences {
+pub(super) struct InheritedEnvironment {
     /// The changes by `run.activate`.
     pub(super) changes: Arc<EnvironmentChanges>,
     /// The variables that workers do not inherit.
@@ -159,7 +159,7 @@ pub(super) struct EnvironmentDifferences {
 /// without the variables of the plan. `(soft, hard)` are the worker's limits of open files.
 pub(super) fn spawn_worker_process(
     plan: &WorkerPlan,
-    inherited_env: &EnvironmentDifferences,
+    inherited_env: &InheritedEnvironment,
     memory: WorkerMemoryFiles<'_>,
     (soft, hard): OpenFileLimits,
     uses_terminal: bool,
@@ -168,13 +168,13 @@ pub(super) fn spawn_worker_process(
     let (control, worker_end) = match plan.command {
         Some(_) => (None, None),
         None => {
-            UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| worker_start_error(plan, &e))?
+            UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| build_worker_start_error(plan, &e))?
         }
     };
     // Only workers with copies of their states in memory outlive an attempt.
     let (attempts, attempts_end) = match memory.copies {
         Some(_) if control.is_some() => {
-            UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| worker_start_error(plan, &e))?
+            UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| build_worker_start_error(plan, &e))?
         }
         _ => (None, None),
     };
@@ -182,7 +182,7 @@ pub(super) fn spawn_worker_process(
     restore_core_dumps_in_child(&mut command);
     let terminal = uses_terminal.then(|| BorrowedTerminal::open(plan.rank)).transpose()?;
     if let Some(terminal) = &terminal {
-        use_terminal(&mut command, terminal).map_err(|error| worker_start_error(plan, &error))?;
+        use_terminal(&mut command, terminal).map_err(|error| build_worker_start_error(plan, &error))?;
     }
     let mut inherited: Vec<RawFd> = Vec::new();
     if let Some(worker_end) = &worker_end {
@@ -196,7 +196,7 @@ pub(super) fn spawn_worker_process(
         memory.status.iter().for_each(|status| pass(env::LAUNCH_STATUS_FD, status.as_raw_fd()));
         attempts_end.iter().for_each(|end| pass(env::LAUNCH_ATTEMPT_FD, end.as_raw_fd()));
     }
-    let nodes = find_common_numa_node(&plan.cpus).and_then(NumaNodeMask::with_node);
+    let nodes = find_common_numa_node(&plan.cpus).and_then(NumaNodeMask::from_node);
     let agent = Pid::this();
     // SAFETY: the closure only makes system calls that are allowed between fork and exec;
     // everything it uses was allocated before.
@@ -219,11 +219,11 @@ pub(super) fn spawn_worker_process(
             Ok(())
         });
     }
-    let mut child = command.spawn().map_err(|e| worker_start_error(plan, &e))?;
+    let mut child = command.spawn().map_err(|e| build_worker_start_error(plan, &e))?;
     let (stdout, stderr) = match (child.stdout.take(), child.stderr.take()) {
         (Some(stdout), Some(stderr)) => (stdout.into(), stderr.into()),
         // The output goes to the terminal, so the log is empty.
-        _ => (open_pipe_at_end(plan)?, open_pipe_at_end(plan)?),
+        _ => (open_pipe_without_writer(plan)?, open_pipe_without_writer(plan)?),
     };
     // Dropping `child` neither waits for the process nor kills it; `reap_children` waits.
     Ok(SpawnedWorker { pid: child.id(), stdout, stderr, control, terminal, attempts })
@@ -242,9 +242,9 @@ fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Resul
 
 /// Opens a pipe that is at its end already, in place of the output pipe of a worker that writes to
 /// a terminal.
-fn open_pipe_at_end(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
+fn open_pipe_without_writer(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
     let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
-    pipe.map(|(reader, _)| reader).map_err(|error| worker_start_error(plan, &error.into()))
+    pipe.map(|(reader, _)| reader).map_err(|error| build_worker_start_error(plan, &error.into()))
 }
 
 /// Builds the command that starts a worker: the program in the worker's plan or, for a built-in
@@ -253,7 +253,7 @@ fn open_pipe_at_end(plan: &WorkerPlan) -> diagnostic::Result<OwnedFd> {
 /// The worker leads a new process group. Its stdin is `/dev/null`, and its stdout and stderr are
 /// pipes. Its environment is that of `inherited`, with the variables of the plan. The program is
 /// searched in the `PATH` of this environment.
-fn build_worker_command(plan: &WorkerPlan, inherited: &EnvironmentDifferences) -> Command {
+fn build_worker_command(plan: &WorkerPlan, inherited: &InheritedEnvironment) -> Command {
     let mut command = match plan.command.as_deref() {
         Some(words @ [_, ..]) => {
             let mut words = plan.wrapper.iter().chain(words);
@@ -269,14 +269,14 @@ fn build_worker_command(plan: &WorkerPlan, inherited: &EnvironmentDifferences) -
             command
         }
     };
-    apply_environment(&mut command, inherited);
+    apply_inherited_environment(&mut command, inherited);
     command.envs(plan.env.iter().map(|(k, v)| (k, v))).current_dir(&plan.workdir);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     command
 }
 
 /// Changes the environment variables that a command inherits from the agent, as `inherited` states.
-fn apply_environment(command: &mut Command, inherited: &EnvironmentDifferences) {
+fn apply_inherited_environment(command: &mut Command, inherited: &InheritedEnvironment) {
     for (name, value) in inherited.changes.assignments() {
         match value {
             Some(value) => command.env(name, value),
@@ -326,7 +326,7 @@ struct NumaNodeMask([libc::c_ulong; 16]);
 impl NumaNodeMask {
     /// Returns the set that contains one NUMA node. Returns `None` if the number of the node is
     /// 1024 or more.
-    fn with_node(node: u32) -> Option<NumaNodeMask> {
+    fn from_node(node: u32) -> Option<NumaNodeMask> {
         let mut mask = NumaNodeMask([0; 16]);
         *mask.0.get_mut(node as usize / 64)? |= 1 << (node % 64);
         Some(mask)
@@ -347,7 +347,7 @@ fn prefer_numa_memory(nodes: &NumaNodeMask) {
 /// Converts the error of starting a worker's process to a diagnostic whose code names the likely
 /// reason, such as a missing program. The code of the diagnostic names the likely reason, such as a
 /// missing program.
-fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
+fn build_worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
     let words = plan.wrapper.iter().chain(plan.command.iter().flatten());
     let program = words.map(String::as_str).next().unwrap_or("launch worker");
     let missing = match plan.wrapper.is_empty() {
@@ -383,12 +383,12 @@ fn worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
 ///
 /// The worker must not have been reaped, because the pid of a reaped worker may belong to another
 /// process.
-pub(super) fn signal_group(pid: u32, ending: GroupSignal) {
+pub(super) fn signal_worker_process_group(pid: u32, ending: ProcessGroupSignal) {
     let group = Pid::from_raw(pid as i32);
     // An error means that the process group has ended meanwhile.
     match ending {
-        GroupSignal::Kill => _ = killpg(group, Signal::SIGKILL),
-        GroupSignal::Terminate => {
+        ProcessGroupSignal::Kill => _ = killpg(group, Signal::SIGKILL),
+        ProcessGroupSignal::Terminate => {
             _ = killpg(group, Signal::SIGTERM);
             // A stopped process handles SIGTERM only after SIGCONT.
             _ = killpg(group, Signal::SIGCONT);
@@ -424,7 +424,7 @@ pub(super) fn run_container_removal(words: &[String], limit: std::time::Duration
     let until = std::time::Instant::now() + limit;
     while matches!(child.try_wait(), Ok(None)) {
         if std::time::Instant::now() > until {
-            signal_group(child.id(), GroupSignal::Kill);
+            signal_worker_process_group(child.id(), ProcessGroupSignal::Kill);
             _ = child.wait();
             return;
         }

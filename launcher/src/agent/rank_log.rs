@@ -120,8 +120,8 @@ impl RankLogWriter {
     /// Queues `bytes`, output of a worker, to be appended to the log by the log thread. Drops and
     /// counts them if too much output waits for the disk.
     pub(crate) fn append(&mut self, bytes: &[u8]) {
-        let text = [self.format_dropped_notice().as_bytes(), bytes].concat();
-        if self.write_in_background(text.len(), text) {
+        let text = [self.format_dropped_bytes_notice().as_bytes(), bytes].concat();
+        if self.queue_log_write(text.len(), text) {
             self.dropped_bytes = 0;
         } else {
             self.dropped_bytes += bytes.len() as u64;
@@ -130,9 +130,9 @@ impl RankLogWriter {
 
     /// Writes a notice to the log with the number of bytes of output that were dropped, if any were
     /// dropped.
-    pub(crate) fn write_dropped_notice(&mut self) {
+    pub(crate) fn write_dropped_bytes_notice(&mut self) {
         if self.dropped_bytes > 0 {
-            self.write_in_background(0, self.format_dropped_notice().into());
+            self.queue_log_write(0, self.format_dropped_bytes_notice().into());
             self.dropped_bytes = 0;
         }
     }
@@ -140,7 +140,7 @@ impl RankLogWriter {
     /// Queues `text` to be appended to the log by the log thread, as `size` bytes of the queue's
     /// capacity. Returns `false` if the text is too large for the queue, in which it counts as
     /// `size` bytes.
-    fn write_in_background(&self, size: usize, text: Vec<u8>) -> bool {
+    fn queue_log_write(&self, size: usize, text: Vec<u8>) -> bool {
         let (log, warn) = (self.log.clone(), self.warn.clone());
         self.thread.queue_write(size, move |retries| {
             let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
@@ -150,7 +150,7 @@ impl RankLogWriter {
 
     /// Formats the notice that states in the log how many bytes of output were dropped. Returns an
     /// empty text if no bytes were dropped.
-    fn format_dropped_notice(&self) -> String {
+    fn format_dropped_bytes_notice(&self) -> String {
         match self.dropped_bytes {
             0 => String::new(),
             n => format!("[launch] {n} bytes of output are missing here: the disk was full or too slow\n"),
@@ -179,19 +179,19 @@ mod tests {
             nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_GETPIPE_SZ).expect("a size") as usize;
         let mut log =
             RankLogWriter::new(create_log(writer.into(), 1 << 30), thread.clone(), Arc::new(|_| ()));
-        log.write_in_background(0, vec![b'x'; capacity + 1]);
+        log.queue_log_write(0, vec![b'x'; capacity + 1]);
         while thread.current_write_time().is_zero() {}
         for _ in 0..30 {
             log.append(b"line five\n");
         }
-        log.write_dropped_notice();
+        log.write_dropped_bytes_notice();
         let (done, text) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let mut bytes = Vec::new();
             _ = io::Read::read_to_end(&mut File::from(reader), &mut bytes);
             _ = done.send(bytes);
         });
-        assert!(thread.flush(Duration::from_secs(60)));
+        assert!(thread.wait_for_queued_writes(Duration::from_secs(60)));
         drop(log);
         let text = String::from_utf8(text.recv().expect("text")).expect("UTF-8");
         insta::assert_snapshot!("log_of_a_stalled_disk", text.trim_start_matches('x'));

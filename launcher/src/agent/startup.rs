@@ -83,13 +83,13 @@ fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
         return runtime.block_on(async {
             let stream = connect_back::connect_back(&invitation).await?;
             let (input, output) = stream.into_halves(TcpStream::into_split);
-            run_event_loop_on(input, output, options).await.map_err(cannot_start)
+            run_agent_on_connection(input, output, options).await.map_err(cannot_start)
         });
     }
     if options.tree {
         set_nonblocking(&input).and_then(|()| set_nonblocking(&output)).map_err(cannot_start)?;
         let (halves, node) = tree_node::join_tree(input, output)?;
-        let code = runtime.block_on(run_event_loop_on(halves.input, halves.output, options));
+        let code = runtime.block_on(run_agent_on_connection(halves.input, halves.output, options));
         // The socket of the agent is closed before the node waits for the agents below.
         drop(runtime);
         node.finish();
@@ -100,7 +100,7 @@ fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
         set_nonblocking(&output)?;
         let input = pipe::Receiver::from_owned_fd_unchecked(input)?;
         let output = pipe::Sender::from_owned_fd_unchecked(output)?;
-        run_event_loop_on(input, output, options).await
+        run_agent_on_connection(input, output, options).await
     };
     runtime.block_on(run).map_err(cannot_start)
 }
@@ -145,7 +145,7 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
 /// Runs the event loop of the agent until the agent exits. `input` and `output` are the control
 /// connection to the controller. Returns the exit code. If the first message asks for the agent
 /// that is already alive on this host, relays the connection to that agent instead.
-async fn run_event_loop_on(
+async fn run_agent_on_connection(
     mut input: impl AsyncRead + Send + Unpin + 'static,
     output: impl AsyncWrite + Send + Unpin + 'static,
     AgentOptions { tree: in_tree, preflight, .. }: &AgentOptions,

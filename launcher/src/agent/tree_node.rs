@@ -92,7 +92,7 @@ pub(super) fn join_tree(
                     Ok((node, halves)) => {
                         // An error means that the agent has ended.
                         _ = started.send(Ok(halves));
-                        node.run(ending).await;
+                        node.pass_on_until_unneeded(ending).await;
                     }
                     Err(error) => _ = started.send(Err(error)),
                 }
@@ -152,7 +152,7 @@ async fn connect_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(Tr
         setup: Arc::new(setup),
     };
     if node.setup.parents.is_empty() {
-        let link = node.links.add(reader, writer, node.from_uplink.0.clone());
+        let link = node.links.add_link(reader, writer, node.from_uplink.0.clone());
         node.set_uplink(link);
         return Ok((node, far));
     }
@@ -211,7 +211,7 @@ struct TreeNode {
 impl TreeNode {
     /// Passes on messages between the neighbours in the tree until this agent has ended and no
     /// agent below needs this node, or until the controller is lost.
-    async fn run(mut self, mut ending: oneshot::Receiver<()>) {
+    async fn pass_on_until_unneeded(mut self, mut ending: oneshot::Receiver<()>) {
         let lease = Duration::from_millis(self.setup.link_lease_ms);
         let interval = lease / HEARTBEATS_PER_LEASE;
         let mut next_tick = Instant::now() + interval;
@@ -221,7 +221,7 @@ impl TreeNode {
             self.execute_actions();
             if let Some(since) = ends_since {
                 let elapsed = since.elapsed();
-                let children = self.links.list(self.uplink);
+                let children = self.links.list_links_except(self.uplink);
                 let is_delivered = self.router.is_delivered(self.setup.stream) || elapsed > DELIVERY_TIMEOUT;
                 if (is_delivered && children.is_empty()) || elapsed > MAX_LINGER_TIME {
                     break;
@@ -234,9 +234,9 @@ impl TreeNode {
             }
             let is_congested = self.links.is_congested(self.uplink);
             tokio::select! {
-                Some((link, frame)) = self.from_uplink.1.recv() => self.receive_from_uplink(link, frame),
+                Some((link, frame)) = self.from_uplink.1.recv() => self.on_uplink_frame(link, frame),
                 Some((link, frame)) = self.from_children.1.recv(), if !is_congested => {
-                    self.receive_from_child(link, frame);
+                    self.on_child_frame(link, frame);
                 }
                 Some(stream) = self.accepted.recv() => self.add_child(stream),
                 Some(event) = self.events.recv() => self.handle_local_event(event),
@@ -245,60 +245,60 @@ impl TreeNode {
                 }
                 Some(result) = self.reconnected.1.recv() => match result {
                     Ok(stream) => self.replace_uplink(stream),
-                    Err(error) => self.end_local_stream(&error.to_string()),
+                    Err(error) => self.end_stream_of_own_agent(&error.to_string()),
                 },
                 _ = &mut ending, if ends_since.is_none() => ends_since = Some(Instant::now()),
                 () = sleep_until(next_tick) => {
                     let lateness = next_tick.elapsed();
                     next_tick = Instant::now() + interval;
-                    self.check_links(lease, lateness);
+                    self.send_heartbeats_and_close_silent(lease, lateness);
                 }
             }
         }
         self.execute_actions();
         self.send_leave_requests();
-        self.links.finish().await;
+        self.links.flush_and_close_all().await;
     }
 
     /// Sends heartbeats to all neighbours in the tree, and closes the links on which nothing has
     /// arrived for the time `lease`. The time for which this process did not run (`lateness`) does
     /// not count as silence, because frames may be waiting. While too many frames wait for the
     /// uplink, the links to the agents below are not read, and not closed.
-    fn check_links(&mut self, lease: Duration, lateness: Duration) {
+    fn send_heartbeats_and_close_silent(&mut self, lease: Duration, lateness: Duration) {
         self.links.exclude_pause_from_silence(lateness);
         if self.links.is_congested(self.uplink) {
-            self.links.reset_silence(self.uplink);
+            self.links.reset_silence_except(self.uplink);
         }
         self.links.send_heartbeats();
         let controller = self.uplink.filter(|_| self.setup.parents.is_empty());
-        let mut silent = self.links.list_silent(lease);
+        let mut silent = self.links.list_silent_links(lease);
         if let Some(controller) = controller {
             silent.retain(|link| *link != controller);
             let tolerated = lease * SILENT_CONTROLLER_LEASE_FRACTION.0 / SILENT_CONTROLLER_LEASE_FRACTION.1;
-            self.report_controller_silence(self.links.list_silent(tolerated).contains(&controller));
+            self.report_controller_silence_below(self.links.list_silent_links(tolerated).contains(&controller));
         }
         if self.silence_heard_at.is_some_and(|heard_at| heard_at.elapsed() > lease) {
             self.end_parent_search();
         }
         for link in silent {
-            self.links.close(link);
+            self.links.close_link(link);
             self.handle_closed_link(link);
         }
-        self.listener.set_child_count(self.links.list(self.uplink).len());
+        self.listener.set_child_count(self.links.list_links_except(self.uplink).len());
     }
 
     /// Informs the agents below in the tree whether messages arrive from the controller, which may
     /// be suspended or unreachable. The agent waits. The agents below are asked at each heartbeat
     /// to connect to another agent. If the controller is suspended, no other one accepts them.
-    fn report_controller_silence(&mut self, is_silent: bool) {
+    fn report_controller_silence_below(&mut self, is_silent: bool) {
         if is_silent != self.reports_silence {
             tracing::info!(target: "tree", stream = self.setup.stream, is_silent, "controller");
             self.reports_silence = is_silent;
             self.listener.set_connected(!is_silent);
         }
         if is_silent {
-            for link in self.links.list(self.uplink) {
-                self.links.send(link, TreeFrame::ControllerSilent);
+            for link in self.links.list_links_except(self.uplink) {
+                self.links.send_frame(link, TreeFrame::ControllerSilent);
             }
         }
     }
@@ -321,18 +321,18 @@ impl TreeNode {
     /// sending a frame to a neighbour.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
-            RouterAction::Send(link, frame) => self.links.send(link, frame),
+            RouterAction::Send(link, frame) => self.links.send_frame(link, frame),
             RouterAction::Deliver(_, bytes) => {
                 if let Some(local) = &self.local {
-                    local.deliver(bytes);
+                    local.deliver_to_reader(bytes);
                 }
             }
-            RouterAction::AddSpace(_, count) => self.local.iter().for_each(|local| local.add_space(count)),
+            RouterAction::AddSpace(_, count) => self.local.iter().for_each(|local| local.permit_writing(count)),
             // The agent reads the end of the stream, and may still write.
             RouterAction::End(_, StreamEnd::Finished) => {
                 self.local.iter_mut().for_each(LocalStream::end_reading);
             }
-            RouterAction::End(..) => self.end_local_stream("the controller has ended the stream"),
+            RouterAction::End(..) => self.end_stream_of_own_agent("the controller has ended the stream"),
             // An agent that is connected with the controller has no other neighbour.
             RouterAction::SetParents(parents) => {
                 if !parents.is_empty() && !self.setup.parents.is_empty() {
@@ -359,7 +359,7 @@ impl TreeNode {
         self.uplink = Some(link);
         self.listener.set_connected(true);
         self.router.set_uplink(link);
-        self.router.report_ready(self.setup.stream, self.listener.addresses().to_vec());
+        self.router.report_accepting_addresses(self.setup.stream, self.listener.addresses().to_vec());
     }
 
     /// Makes a new connection to another agent the link over which this tree node reaches the
@@ -367,45 +367,45 @@ impl TreeNode {
     fn replace_uplink(&mut self, stream: NeighbourLink) {
         if let Some(earlier) = self.uplink.take() {
             tracing::info!(target: "tree", stream = self.setup.stream, "left an agent without a controller");
-            self.links.close(earlier);
+            self.links.close_link(earlier);
             self.router.remove_uplink();
         }
         self.silence_heard_at = None;
-        let link = self.links.add(stream.input, stream.output, self.from_uplink.0.clone());
+        let link = self.links.add_link(stream.input, stream.output, self.from_uplink.0.clone());
         self.set_uplink(link);
     }
 
     /// Adds the connection of an agent below in the tree as a link, and sends that agent a welcome
     /// message.
     fn add_child(&mut self, stream: NeighbourLink) {
-        let link = self.links.add(stream.input, stream.output, self.from_children.0.clone());
-        self.links.send(link, TreeFrame::Welcome { stream: self.setup.stream });
+        let link = self.links.add_link(stream.input, stream.output, self.from_children.0.clone());
+        self.links.send_frame(link, TreeFrame::Welcome { stream: self.setup.stream });
     }
 
     /// Handles a frame (message) from the neighbour above in the tree, or the end of the link to
     /// that neighbour.
-    fn receive_from_uplink(&mut self, link: LinkId, frame: Option<TreeFrame>) {
+    fn on_uplink_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if self.uplink != Some(link) {
             return;
         }
-        self.links.record_input(link);
+        self.links.record_frame_arrival(link);
         match frame {
             Some(TreeFrame::Leave) | None => self.on_uplink_lost(),
             Some(TreeFrame::ControllerSilent) => self.start_parent_search(),
-            Some(frame) => self.router.receive_from_uplink(frame),
+            Some(frame) => self.router.process_uplink_frame(frame),
         }
     }
 
     /// Handles a frame (message) from a neighbour below in the tree, or the end of the link to that
     /// neighbour.
-    fn receive_from_child(&mut self, link: LinkId, frame: Option<TreeFrame>) {
-        if !self.links.record_input(link) {
+    fn on_child_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
+        if !self.links.record_frame_arrival(link) {
             return;
         }
         match frame {
-            Some(frame) => self.router.receive_from_child(link, frame),
+            Some(frame) => self.router.process_child_frame(link, frame),
             None => {
-                self.links.close(link);
+                self.links.close_link(link);
                 self.router.remove_child(link);
             }
         }
@@ -415,7 +415,7 @@ impl TreeNode {
     /// or its end.
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
-            LocalStreamEvent::Written(stream, bytes) => self.router.write(stream, &bytes),
+            LocalStreamEvent::Written(stream, bytes) => self.router.write_to_stream(stream, &bytes),
             LocalStreamEvent::Closed(stream) => self.router.finish_writing(stream),
             LocalStreamEvent::Consumed(stream, count) => self.router.record_consumed_bytes(stream, count),
         }
@@ -425,16 +425,16 @@ impl TreeNode {
     /// background. An agent that was connected with the controller itself has lost the controller.
     fn on_uplink_lost(&mut self) {
         let Some(link) = self.uplink.take() else { return };
-        self.links.close(link);
+        self.links.close_link(link);
         self.listener.set_connected(false);
         self.router.remove_uplink();
         if self.setup.parents.is_empty() {
-            return self.end_local_stream("the SSH connection has ended");
+            return self.end_stream_of_own_agent("the SSH connection has ended");
         }
         self.silence_heard_at = None;
         let (setup, reconnected) = (self.setup.clone(), self.reconnected.0.clone());
         tracing::info!(target: "tree", stream = setup.stream, "connecting to another agent");
-        self.start_parent_attempt(async move {
+        self.start_connecting_to_parent(async move {
             let result = parent_link::reconnect_to_parent(&setup).await;
             // An error means that the node has ended.
             _ = reconnected.send(result).await;
@@ -450,7 +450,7 @@ impl TreeNode {
             return;
         }
         let (setup, reconnected) = (self.setup.clone(), self.reconnected.0.clone());
-        self.start_parent_attempt(async move {
+        self.start_connecting_to_parent(async move {
             if let Ok(stream) = parent_link::reconnect_to_parent(&setup).await {
                 // An error means that the node has ended.
                 _ = reconnected.send(Ok(stream)).await;
@@ -469,7 +469,7 @@ impl TreeNode {
 
     /// Starts `attempt`, the task that connects to another agent of the tree, and aborts an earlier
     /// one.
-    fn start_parent_attempt(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
+    fn start_connecting_to_parent(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
         if let Some(earlier) = self.attempt.replace(tokio::spawn(attempt)) {
             earlier.abort();
         }
@@ -477,18 +477,18 @@ impl TreeNode {
 
     /// Ends the connection of this node's own agent to the controller, because no agent of the tree
     /// provides a way to the controller.
-    fn end_local_stream(&mut self, reason: &str) {
+    fn end_stream_of_own_agent(&mut self, reason: &str) {
         tracing::info!(target: "tree", stream = self.setup.stream, reason, "lost the controller");
         if let Some(local) = self.local.take() {
-            local.end_writing();
+            local.fail_further_writes();
         }
     }
 
     /// Asks the agents below in the tree to connect to other agents, because this node ends.
     fn send_leave_requests(&mut self) {
         self.listener.set_connected(false);
-        for link in self.links.list(self.uplink) {
-            self.links.send(link, TreeFrame::Leave);
+        for link in self.links.list_links_except(self.uplink) {
+            self.links.send_frame(link, TreeFrame::Leave);
         }
     }
 }

@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::sync::mpsc;
-use worker_counters::WorkerCounters;
+use worker_counters::WorkerUsageMeter;
 
 /// The time between two measurements of resource usage.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
@@ -63,7 +63,7 @@ impl UsageSampler {
 
     /// Waits for the next measurement of resource usage. Returns it with the attempt of the
     /// workers.
-    pub(super) async fn receive(&mut self) -> (u32, HostUsage) {
+    pub(super) async fn receive_measurement(&mut self) -> (u32, HostUsage) {
         match self.measured.recv().await {
             Some(measured) => measured,
             None => std::future::pending().await,
@@ -77,7 +77,7 @@ fn lock_workers(workers: &Mutex<SampledWorkers>) -> MutexGuard<'_, SampledWorker
 
 /// Measures the resource usage periodically and sends the results, until the receiver is gone.
 fn run_sampler(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostUsage)>) {
-    let mut meter = UsageMeter::new(Path::new("/"));
+    let mut meter = HostUsageMeter::new(Path::new("/"));
     loop {
         thread::sleep(SAMPLE_INTERVAL);
         let SampledWorkers { attempt, workers } = lock_workers(shared).clone();
@@ -92,24 +92,24 @@ fn run_sampler(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostU
 }
 
 /// Computes the resource usage of a host from the differences between counters at two times.
-struct UsageMeter<'r> {
+struct HostUsageMeter<'r> {
     root: &'r Path,
     /// The counters of the host, and the time at which they were read; `None` while no worker runs.
     host: Option<(HostCounters, Instant)>,
-    workers: WorkerCounters,
+    workers: WorkerUsageMeter,
     gpu_reader: GpuUsageReader,
     gpus: Vec<GpuUsage>,
     /// The number of measurements.
     count: u32,
 }
 
-impl<'r> UsageMeter<'r> {
+impl<'r> HostUsageMeter<'r> {
     /// Creates a meter that reads the kernel's files `/proc` and `/sys` below the directory `root`.
-    fn new(root: &'r Path) -> UsageMeter<'r> {
-        UsageMeter {
+    fn new(root: &'r Path) -> HostUsageMeter<'r> {
+        HostUsageMeter {
             root,
             host: None,
-            workers: WorkerCounters::default(),
+            workers: WorkerUsageMeter::default(),
             gpu_reader: GpuUsageReader::default(),
             gpus: Vec::new(),
             count: 0,
@@ -120,7 +120,7 @@ impl<'r> UsageMeter<'r> {
     /// Returns `None` at the first call, and if no worker runs.
     fn measure(&mut self, workers: &[SampledWorker], now: Instant) -> Option<HostUsage> {
         if workers.is_empty() {
-            (self.host, self.workers, self.count) = (None, WorkerCounters::default(), 0);
+            (self.host, self.workers, self.count) = (None, WorkerUsageMeter::default(), 0);
             return None;
         }
         let counters = HostCounters::read(self.root);
@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn the_usage_of_this_process_is_measured_from_the_second_time_on() {
         let worker = SampledWorker { rank: 3, pid: std::process::id(), is_program: true };
-        let mut meter = UsageMeter::new(Path::new("/"));
+        let mut meter = HostUsageMeter::new(Path::new("/"));
         let start = Instant::now();
         assert_eq!(meter.measure(&[], start), None);
         assert_eq!(meter.measure(&[worker], start), None);

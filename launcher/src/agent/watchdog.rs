@@ -65,7 +65,7 @@ fn watch_agent(agent: Pid) -> io::Result<u8> {
             Err(error) => return Err(error.into()),
         }
     };
-    sweep_descendants();
+    kill_descendants();
     // An agent that was not killed has removed the directory.
     _ = fs::remove_dir_all(choose_directory_path());
     Ok(mirror_agent_exit(status))
@@ -73,7 +73,7 @@ fn watch_agent(agent: Pid) -> io::Result<u8> {
 
 /// Kills and reaps the descendants of this process until no descendant is left or [`SWEEP_TIMEOUT`]
 /// has passed.
-fn sweep_descendants() {
+fn kill_descendants() {
     let start = Instant::now();
     loop {
         kill_descendants(&[]);

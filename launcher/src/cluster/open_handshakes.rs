@@ -15,22 +15,22 @@ const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 256;
 /// A new connection always gets a place. If its address or the listener has no place left, an older
 /// connection is closed: the oldest one of the address with the most connections. Idle connections
 /// from one address therefore cannot keep out an agent at another address.
-pub(super) struct OpenHandshakes {
+pub(super) struct UnauthenticatedConnections {
     /// The addresses and the tasks of the connections, from the oldest to the latest.
     connections: VecDeque<(IpAddr, AbortHandle)>,
     limit: usize,
 }
 
-impl OpenHandshakes {
+impl UnauthenticatedConnections {
     /// Creates an empty set of unauthenticated connections, with space for one from each of
     /// `agents` agents and for [`MAX_UNAUTHENTICATED_CONNECTIONS`] more.
-    pub(super) fn new(agents: usize) -> OpenHandshakes {
-        OpenHandshakes { connections: VecDeque::new(), limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS }
+    pub(super) fn new(agents: usize) -> UnauthenticatedConnections {
+        UnauthenticatedConnections { connections: VecDeque::new(), limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS }
     }
 
     /// Makes space for a new unauthenticated connection from `peer`, by closing another such
     /// connection if there are too many. Returns the address of the closed connection.
-    pub(super) fn make_space(&mut self, peer: IpAddr) -> Option<IpAddr> {
+    pub(super) fn close_one_if_full(&mut self, peer: IpAddr) -> Option<IpAddr> {
         self.connections.retain(|(_, task)| !task.is_finished());
         let address = if self.count_connections_from(peer) >= MAX_CONNECTIONS_PER_ADDRESS {
             peer
@@ -48,7 +48,7 @@ impl OpenHandshakes {
     }
 
     /// Adds an unauthenticated connection from `peer`, whose handshake the task `task` performs.
-    pub(super) fn add(&mut self, peer: IpAddr, task: AbortHandle) {
+    pub(super) fn add_connection(&mut self, peer: IpAddr, task: AbortHandle) {
         self.connections.push_back((peer, task));
     }
 
@@ -64,11 +64,11 @@ mod tests {
 
     #[tokio::test]
     async fn idle_connections_do_not_displace_those_of_other_addresses() {
-        let mut handshakes = OpenHandshakes::new(1);
-        let connect = |handshakes: &mut OpenHandshakes, address: IpAddr| {
-            let closed = handshakes.make_space(address);
+        let mut handshakes = UnauthenticatedConnections::new(1);
+        let connect = |handshakes: &mut UnauthenticatedConnections, address: IpAddr| {
+            let closed = handshakes.close_one_if_full(address);
             let task = tokio::spawn(std::future::pending::<()>());
-            handshakes.add(address, task.abort_handle());
+            handshakes.add_connection(address, task.abort_handle());
             (closed, task)
         };
         let agent = IpAddr::from([10, 0, 0, 1]);

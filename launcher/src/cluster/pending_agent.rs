@@ -48,8 +48,8 @@ impl AgentConnection {
 /// The controller's byte streams to and from an agent that may not have connected yet, and the slot
 /// that receives the agent's TCP connection.
 pub(super) struct PendingAgent {
-    pub(super) input: PendingAgentInput,
-    pub(super) output: PendingAgentOutput,
+    pub(super) input: PendingAgentWriter,
+    pub(super) output: PendingAgentReader,
     pub(super) slot: AgentConnectionSlot,
 }
 
@@ -59,19 +59,19 @@ impl PendingAgent {
     pub(super) fn new(name: &str) -> PendingAgent {
         let (send_read_half, read_half) = oneshot::channel();
         let (send_write_half, write_half) = oneshot::channel();
-        let state = Mutex::new(AgentSlotState::Waiting(send_read_half, send_write_half));
+        let state = Mutex::new(AgentArrivalState::Waiting(send_read_half, send_write_half));
         let received = Arc::new(AtomicU64::new(0));
-        let shared = Arc::new(SharedSlot { state, received: received.clone() });
+        let shared = Arc::new(SharedSlotState { state, received: received.clone() });
         PendingAgent {
-            input: PendingAgentInput(PendingStream::Pending(write_half)),
-            output: PendingAgentOutput { stream: PendingStream::Pending(read_half), received },
+            input: PendingAgentWriter(PendingStream::Pending(write_half)),
+            output: PendingAgentReader { stream: PendingStream::Pending(read_half), received },
             slot: AgentConnectionSlot { name: name.to_owned(), shared },
         }
     }
 }
 
 /// Whether the agent for which the controller waits has connected.
-enum AgentSlotState {
+enum AgentArrivalState {
     /// The agent has not connected. Holds the channels that pass the two halves of the connection
     /// to the controller's streams.
     Waiting(oneshot::Sender<AgentReader>, oneshot::Sender<AgentWriter>),
@@ -83,8 +83,8 @@ enum AgentSlotState {
 
 /// The state that all clones of an [`AgentConnectionSlot`] share: whether the agent has connected,
 /// and how often bytes arrived.
-struct SharedSlot {
-    state: Mutex<AgentSlotState>,
+struct SharedSlotState {
+    state: Mutex<AgentArrivalState>,
     /// The number of reads that returned bytes of the agent.
     received: Arc<AtomicU64>,
 }
@@ -94,25 +94,25 @@ struct SharedSlot {
 #[derive(Clone)]
 pub(super) struct AgentConnectionSlot {
     pub(super) name: String,
-    shared: Arc<SharedSlot>,
+    shared: Arc<SharedSlotState>,
 }
 
 impl AgentConnectionSlot {
     /// Locks the mutex of the state that records whether the agent has connected.
-    fn lock(&self) -> MutexGuard<'_, AgentSlotState> {
+    fn lock_state(&self) -> MutexGuard<'_, AgentArrivalState> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Passes the TCP connection of the agent that has connected to the streams of the
     /// [`PendingAgent`]. Returns `false` if the slot does not wait for the agent, because the agent
     /// has connected before or the slot is closed.
-    pub(super) fn fill(&self, connection: AgentConnection) -> bool {
-        let mut state = self.lock();
-        if !matches!(*state, AgentSlotState::Waiting(..)) {
+    pub(super) fn connect(&self, connection: AgentConnection) -> bool {
+        let mut state = self.lock_state();
+        if !matches!(*state, AgentArrivalState::Waiting(..)) {
             return false;
         }
-        let connected = AgentSlotState::Connected(connection.socket);
-        if let AgentSlotState::Waiting(to_output, to_input) = std::mem::replace(&mut *state, connected) {
+        let connected = AgentArrivalState::Connected(connection.socket);
+        if let AgentArrivalState::Waiting(to_output, to_input) = std::mem::replace(&mut *state, connected) {
             _ = to_output.send(connection.reader);
             _ = to_input.send(connection.writer);
         }
@@ -121,13 +121,13 @@ impl AgentConnectionSlot {
 
     /// Returns whether the controller still waits for the agent to connect.
     pub(super) fn is_waiting(&self) -> bool {
-        matches!(*self.lock(), AgentSlotState::Waiting(..))
+        matches!(*self.lock_state(), AgentArrivalState::Waiting(..))
     }
 
     /// Returns whether the agent has connected and the connection was not aborted. The connection
     /// may have ended by itself.
     pub(super) fn is_connected(&self) -> bool {
-        matches!(*self.lock(), AgentSlotState::Connected(_))
+        matches!(*self.lock_state(), AgentArrivalState::Connected(_))
     }
 
     /// Returns how many reads from the agent's connection have returned bytes so far.
@@ -137,17 +137,17 @@ impl AgentConnectionSlot {
 
     /// Stops waiting for the agent to connect, which ends the streams to and from the agent. Does
     /// nothing if the agent has connected.
-    pub(super) fn close(&self) {
-        let mut state = self.lock();
-        if matches!(*state, AgentSlotState::Waiting(..)) {
-            *state = AgentSlotState::Closed;
+    pub(super) fn stop_waiting(&self) {
+        let mut state = self.lock_state();
+        if matches!(*state, AgentArrivalState::Waiting(..)) {
+            *state = AgentArrivalState::Closed;
         }
     }
 
     /// Stops waiting for the agent to connect or, if it has connected, shuts down its connection.
     pub(super) fn abort(&self) {
-        let previous = std::mem::replace(&mut *self.lock(), AgentSlotState::Closed);
-        if let AgentSlotState::Connected(socket) = previous {
+        let previous = std::mem::replace(&mut *self.lock_state(), AgentArrivalState::Closed);
+        if let AgentArrivalState::Connected(socket) = previous {
             let stream = std::net::TcpStream::from(socket);
             // An error means that the connection has ended already.
             _ = stream.shutdown(Shutdown::Both);
@@ -177,9 +177,9 @@ impl<S: Unpin> PendingStream<S> {
 }
 
 /// The stream on which the controller writes to an agent that may not have connected yet.
-pub(super) struct PendingAgentInput(PendingStream<AgentWriter>);
+pub(super) struct PendingAgentWriter(PendingStream<AgentWriter>);
 
-impl AsyncWrite for PendingAgentInput {
+impl AsyncWrite for PendingAgentWriter {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         match ready!(self.0.poll_connected(cx)) {
             Some(stream) => stream.poll_write(cx, bytes),
@@ -203,13 +203,13 @@ impl AsyncWrite for PendingAgentInput {
 }
 
 /// The stream on which the controller reads from an agent that may not have connected yet.
-pub(super) struct PendingAgentOutput {
+pub(super) struct PendingAgentReader {
     stream: PendingStream<AgentReader>,
     /// The number of reads that have returned bytes. The agent's slot reads this counter.
     received: Arc<AtomicU64>,
 }
 
-impl AsyncRead for PendingAgentOutput {
+impl AsyncRead for PendingAgentReader {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

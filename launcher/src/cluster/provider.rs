@@ -24,8 +24,8 @@ pub(crate) trait Cluster: Sync {
 
     /// Returns the names of the connection checks and other settings with which `launch check`
     /// checks the hosts of this provider.
-    fn preflight(&self) -> ClusterPreflight {
-        ClusterPreflight { stages: &[(ConnectionStage::Agent, "agent")], declares_slots: false }
+    fn preflight(&self) -> ClusterCheckSettings {
+        ClusterCheckSettings { stages: &[(ConnectionStage::Agent, "agent")], declares_slots: false }
     }
 
     /// Returns the batch job in which launch runs, so that `--requeue` can queue it again. Returns
@@ -91,7 +91,7 @@ pub(crate) trait Cluster: Sync {
 
 /// The settings by which `launch check` checks the hosts of a provider.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ClusterPreflight {
+pub(crate) struct ClusterCheckSettings {
     /// The stages of the connection to a host, from the first to the last, each with the name of
     /// its check.
     pub(crate) stages: &'static [(ConnectionStage, &'static str)],

@@ -12,7 +12,7 @@ mod step_variables;
 mod task_variables;
 
 pub(crate) use allocation::parse_untrusted_variables;
-pub(super) use step_variables::read_scheduler_variables;
+pub(super) use step_variables::read_slurm_variables;
 
 use super::{
     batch_job::{BatchJob, Preemption, Submission, SubmitRequest},
@@ -28,7 +28,7 @@ use std::time::Duration;
 
 /// How long an agent in a Slurm step waits before it reports that a worker died of SIGKILL or
 /// SIGTERM. Slurm ends a step by signalling workers and agent in any order.
-const STEP_KILL_DELAY: Duration = Duration::from_millis(300);
+const STEP_KILL_REPORT_DELAY: Duration = Duration::from_millis(300);
 
 /// The provider of hosts that runs jobs on the nodes of the Slurm allocation in which launch runs.
 pub(super) struct SlurmCluster;
@@ -45,7 +45,7 @@ impl Cluster for SlurmCluster {
     }
 
     fn hosts(&self, job: &JobSpec, _local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
-        Ok(require_allocation()?.nodes().map(|node| build_target(job, node)).collect())
+        Ok(require_allocation()?.nodes().map(|node| build_host_target(job, node)).collect())
     }
 
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
@@ -79,7 +79,7 @@ impl Cluster for SlurmCluster {
         let (options, print) = (request.options, request.print);
         let script = batch_script::build_batch_script(request)?;
         if print {
-            return Ok(Submission::Script(script.render()));
+            return Ok(Submission::Script(script.format_script()));
         }
         Ok(batch_script::submit_script(&script, options)?)
     }
@@ -104,7 +104,7 @@ impl Cluster for SlurmCluster {
     }
 
     fn kill_report_delay(&self) -> Duration {
-        if is_in_step() { STEP_KILL_DELAY } else { Duration::ZERO }
+        if is_in_step() { STEP_KILL_REPORT_DELAY } else { Duration::ZERO }
     }
 
     fn hidden_variables(&self, job: &JobSpec) -> Vec<String> {
@@ -140,7 +140,7 @@ fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
             .into()
     })?;
     if allocation.lacks_gpu_counts() {
-        allocation.set_gpu_counts(&command::read_gpu_counts(allocation.job)?);
+        allocation.set_gpu_counts(&command::query_gpu_counts(allocation.job)?);
     }
     Ok(allocation)
 }
@@ -150,7 +150,7 @@ fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
 ///
 /// No node counts as the local host, not even the node on which launch runs, because the Slurm step
 /// starts the agents of all nodes.
-fn build_target(job: &JobSpec, node: &SlurmNode) -> HostTarget {
+fn build_host_target(job: &JobSpec, node: &SlurmNode) -> HostTarget {
     let use_gpus = match job.cluster.devices {
         DeviceSelection::Auto => job.run.command.is_some(),
         DeviceSelection::Cuda | DeviceSelection::Kind(_) => true,

@@ -22,7 +22,7 @@ mod tree;
 use super::{
     host_list::{ClusterHost, resolve_hosts},
     host_target::HostTarget,
-    provider::{Cluster, ClusterError, ClusterPreflight},
+    provider::{Cluster, ClusterError, ClusterCheckSettings},
     transport::{ConnectionStage, Transport},
 };
 use jobspec::{JobSpec, hosts::HostAddress};
@@ -44,7 +44,7 @@ const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
 ];
 
 /// Returns the hosts that `cluster.hosts` names and the filters of the job select.
-fn find_hosts(job: &JobSpec) -> Result<Vec<ClusterHost>, ClusterError> {
+fn find_named_hosts(job: &JobSpec) -> Result<Vec<ClusterHost>, ClusterError> {
     Ok(resolve_hosts(&job.cluster, &job.run.workdir)?.unwrap_or_default())
 }
 
@@ -54,15 +54,15 @@ impl Cluster for SshCluster {
     }
 
     fn hosts(&self, job: &JobSpec, _local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
-        Ok(find_hosts(job)?.iter().map(HostTarget::from_cluster_host).collect())
+        Ok(find_named_hosts(job)?.iter().map(HostTarget::from_cluster_host).collect())
     }
 
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
-        let hosts: Vec<HostAddress> = find_hosts(job)?.into_iter().map(|host| host.host).collect();
+        let hosts: Vec<HostAddress> = find_named_hosts(job)?.into_iter().map(|host| host.host).collect();
         Ok(Box::new(SshTransport::new(job, &hosts)?))
     }
 
-    fn preflight(&self) -> ClusterPreflight {
-        ClusterPreflight { stages: STAGE_CHECK_NAMES, declares_slots: true }
+    fn preflight(&self) -> ClusterCheckSettings {
+        ClusterCheckSettings { stages: STAGE_CHECK_NAMES, declares_slots: true }
     }
 }

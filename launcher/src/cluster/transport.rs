@@ -106,13 +106,13 @@ pub(crate) struct AgentProcess {
     pub(crate) stderr: AgentOutput,
     /// Delivers the steps of the start that change the time limit of the agent's first message.
     /// `None` if the limit counts from the call that started the agent.
-    pub(crate) start_steps: Option<mpsc::Receiver<StartStep>>,
+    pub(crate) start_steps: Option<mpsc::Receiver<AgentStartStep>>,
 }
 
 /// A step of starting an agent of which the transport informs the controller, because it changes
 /// how long the controller waits for the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum StartStep {
+pub(crate) enum AgentStartStep {
     /// The start waits for its turn, because too many other agents are being started. The wait has
     /// no time limit.
     Waiting,

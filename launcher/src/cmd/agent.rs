@@ -28,7 +28,7 @@ pub(crate) struct AgentArgs {
 /// of the executable. Returns the exit code.
 pub(crate) fn run(args: AgentArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     if args.own_hash {
-        return Ok(executable::print_executable_hash());
+        return Ok(executable::sync_and_print_executable_hash());
     }
     Ok(agent::main(agent::AgentOptions {
         marker: args.marker,

@@ -15,7 +15,7 @@ use super::{
     output::{print_json, print_output},
     prepare::{JobArgs, JobRequest, LoadedJob},
 };
-use crate::cluster::{find_cluster, join_run};
+use crate::cluster::{find_host_provider, join_run};
 use check_report::CheckReport;
 use clap::Args;
 use diagnostic::{
@@ -94,7 +94,7 @@ fn check_hosts(request: &JobRequest, network: bool) -> diagnostic::Result<CheckR
     let loaded = load_job(request)?;
     let job = &loaded.job;
     let located = |error| loaded.cluster_error(error);
-    let cluster = find_cluster(job).map_err(located)?;
+    let cluster = find_host_provider(job).map_err(located)?;
     let hosts = cluster.hosts(job, &read_host_name()).map_err(located)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| {

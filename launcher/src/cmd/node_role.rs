@@ -1,7 +1,7 @@
 //! [`NodeRole`]: whether this process runs a job alone, controls the nodes that join, or is one of
 //! these nodes. The options and the environment variables of the process decide.
 use super::prepare::{JobRequest, LoadedJob};
-use crate::cluster::{NodeEnvironment, detect_node_environment, find_cluster, is_own_address};
+use crate::cluster::{NodeEnvironment, detect_node_environment, find_host_provider, is_own_address};
 use clap::Args;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{
@@ -99,7 +99,7 @@ pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::R
         _ => {}
     }
     let has_options = option.is_some();
-    let explain = |error: Diagnostic| match find_cluster(job) {
+    let explain = |error: Diagnostic| match find_host_provider(job) {
         // The provider of the job's hosts knows better how launch is started.
         Err(specific) if !has_options && !is_default => loaded.cluster_error(specific),
         _ => error,

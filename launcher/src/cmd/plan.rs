@@ -333,7 +333,7 @@ mod tests {
             ..Default::default()
         };
         let hosts =
-            crate::cluster::find_cluster(&job).and_then(|c| c.hosts(&job, &inventory.host)).expect("hosts");
+            crate::cluster::find_host_provider(&job).and_then(|c| c.hosts(&job, &inventory.host)).expect("hosts");
         let planning: Vec<_> =
             hosts.iter().map(|h| super::super::prepare::build_planning_host(h, &inventory)).collect();
         let attempt = crate::plan::Attempt::default();

@@ -2,7 +2,7 @@
 //! checks, for `launch run` and `launch plan`.
 use super::output::invalid_job_error;
 use crate::{
-    cluster::{ClusterError, HostTarget, find_cluster},
+    cluster::{ClusterError, HostTarget, find_host_provider},
     discover,
     mlflow::{self, MlflowSettings},
     plan::{self, Attempt, JobHost, Plan},
@@ -127,7 +127,7 @@ pub(crate) fn prepare_job(
     let secrets = secrets::resolve_secret_variables(&job.run).map_err(invalid)?;
     let mlflow = mlflow::resolve_mlflow_settings(job).map_err(invalid)?;
     let inventory = discover_inventory()?;
-    let hosts = find_cluster(job).and_then(|cluster| cluster.hosts(job, &inventory.host));
+    let hosts = find_host_provider(job).and_then(|cluster| cluster.hosts(job, &inventory.host));
     let hosts = hosts.map_err(|error| loaded.cluster_error(error))?;
     let too_few = check_host_counts(job, hosts.len());
     if !too_few.is_empty() {

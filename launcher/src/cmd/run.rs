@@ -417,7 +417,7 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
 
 /// Finds the provider of the hosts of a job.
 pub(super) fn find_cluster(job: &JobSpec) -> diagnostic::Result<&'static dyn Cluster> {
-    cluster::find_cluster(job).map_err(build_hosts_error)
+    cluster::find_host_provider(job).map_err(build_hosts_error)
 }
 
 /// Converts an error about the hosts of a job to a diagnostic.

@@ -7,7 +7,7 @@ use crate::{
     runs::{RunFilter, replace_output_file},
 };
 use clap::Args;
-use dashboard::{Dashboard, bind, format_textfile};
+use dashboard::{Dashboard, bind, format_metrics_textfile};
 use diagnostic::{Diagnostic, codes::command};
 use serde_json::json;
 use std::{
@@ -96,7 +96,7 @@ fn start_textfile_writer(dashboard: Arc<Dashboard>, file: PathBuf) -> diagnostic
 }
 
 fn write_textfile(dashboard: &Dashboard, file: &Path) -> io::Result<()> {
-    replace_output_file(file, format_textfile(dashboard).as_bytes(), TEXTFILE_MODE)
+    replace_output_file(file, format_metrics_textfile(dashboard).as_bytes(), TEXTFILE_MODE)
 }
 
 fn textfile_error(file: &Path, error: &io::Error) -> Diagnostic {

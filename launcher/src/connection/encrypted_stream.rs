@@ -151,7 +151,7 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
                 return Poll::Ready(Ok(true));
             }
             if self.filled == HEADER_BYTES && length < HEADER_BYTES + TAG_BYTES {
-                return Poll::Ready(Err(build_altered_error()));
+                return Poll::Ready(Err(build_altered_record_error()));
             }
             self.record.resize(length, 0);
             let mut buffer = ReadBuf::new(&mut self.record[self.filled..]);
@@ -170,23 +170,23 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
         let ciphertext = &self.record[HEADER_BYTES..self.filled];
         self.text.resize(ciphertext.len(), 0);
         let length =
-            self.keys.read_message(self.next, ciphertext, &mut self.text).map_err(|_| build_altered_error());
+            self.keys.read_message(self.next, ciphertext, &mut self.text).map_err(|_| build_altered_record_error());
         self.text.truncate(*length.as_ref().unwrap_or(&0));
         length?;
         (self.next, self.taken, self.filled) = (self.next + 1, 0, 0);
-        release_buffer(&mut self.record);
+        clear_and_shrink_buffer(&mut self.record);
         Ok(())
     }
 }
 
 /// Builds the error that a record (an encrypted piece of the stream) was altered on its way,
 /// because it cannot be decrypted.
-fn build_altered_error() -> io::Error {
+fn build_altered_record_error() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the encrypted data were altered on the way")
 }
 
 /// Empties a buffer of the stream, and frees its memory if the buffer is large.
-fn release_buffer(buffer: &mut Vec<u8>) {
+fn clear_and_shrink_buffer(buffer: &mut Vec<u8>) {
     buffer.clear();
     buffer.shrink_to(MAX_KEPT_BUFFER_BYTES);
 }
@@ -212,7 +212,7 @@ impl<R: AsyncRead + Unpin> AsyncRead for EncryptedReader<R> {
         self.taken += count;
         if self.taken == self.text.len() {
             self.taken = 0;
-            release_buffer(&mut self.text);
+            clear_and_shrink_buffer(&mut self.text);
         }
         Poll::Ready(Ok(()))
     }
@@ -243,7 +243,7 @@ impl<W: AsyncWrite + Unpin> EncryptedWriter<W> {
             }
         }
         self.written = 0;
-        release_buffer(&mut self.record);
+        clear_and_shrink_buffer(&mut self.record);
         Poll::Ready(Ok(()))
     }
 }

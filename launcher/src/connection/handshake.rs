@@ -63,7 +63,7 @@ impl HandshakeKey {
 
     /// Derives a key from a secret text of any length; different values of `purpose` give different
     /// keys. `purpose` distinguishes the uses of texts.
-    pub(crate) fn derive(purpose: &str, secret: &[u8]) -> HandshakeKey {
+    pub(crate) fn derive_from_secret(purpose: &str, secret: &[u8]) -> HandshakeKey {
         HandshakeKey(blake3::derive_key(purpose, secret))
     }
 
@@ -284,7 +284,7 @@ pub(crate) struct VerifiedControllerStream<S>(EncryptedStream<S>);
 impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
     /// Sends the proof that this agent holds the key, which makes this connection the agent's
     /// control connection.
-    pub(crate) async fn confirm(mut self) -> Result<EncryptedStream<S>, HandshakeError> {
+    pub(crate) async fn send_proof_of_key(mut self) -> Result<EncryptedStream<S>, HandshakeError> {
         self.0.write_empty_record().await?;
         Ok(self.0)
     }
@@ -386,7 +386,7 @@ where
 /// Panics if the handshake succeeds or a record is decrypted.
 pub(crate) fn check_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
     /// Runs a future, whose streams are always ready, to its end.
-    fn run<F: Future>(future: F) -> F::Output {
+    fn poll_to_completion<F: Future>(future: F) -> F::Output {
         let mut context = Context::from_waker(Waker::noop());
         match pin!(future).poll(&mut context) {
             Poll::Ready(output) => output,
@@ -402,9 +402,9 @@ pub(crate) fn check_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeEr
     answer.write_message(&[], &mut message)?;
     let stream = EncryptedStream::new(bytes, answer.into_stateless_transport_mode()?);
     let mut text = Vec::new();
-    let read = run(stream.into_halves(|stream| (stream, ())).0.read_to_end(&mut text));
+    let read = poll_to_completion(stream.into_halves(|stream| (stream, ())).0.read_to_end(&mut text));
     assert!(text.is_empty() && (read.is_err() || bytes.is_empty()), "a record without the key is decrypted");
-    match run(authenticate_agent(tokio::io::join(bytes, tokio::io::sink()), &key)) {
+    match poll_to_completion(authenticate_agent(tokio::io::join(bytes, tokio::io::sink()), &key)) {
         Ok(_) => panic!("a peer without the key is accepted"),
         Err(error) => Err(error),
     }

@@ -23,7 +23,7 @@ fn run_handshake(
     block_on(async {
         let (agent_end, controller_end) = duplex(64);
         let agent = async {
-            let stream = authenticate_controller(agent_end, &agent_key, name).await?.confirm().await?;
+            let stream = authenticate_controller(agent_end, &agent_key, name).await?.send_proof_of_key().await?;
             let (_input, mut output) = stream.into_halves(tokio::io::split);
             output.write_all(b"then").await?;
             output.flush().await.map_err(HandshakeError::from)
@@ -70,7 +70,7 @@ fn relay_handshake(
         let (mut tapped, tap) = duplex(1024);
         let agent = async {
             let verified = authenticate_controller(near, &key_from_byte(4), "n").await?;
-            verified.confirm().await.map(drop)
+            verified.send_proof_of_key().await.map(drop)
         };
         // The streams end with the relay.
         let relay = async move {

@@ -20,7 +20,7 @@ pub(crate) fn open_listeners(
     agents: usize,
 ) -> io::Result<(Vec<TcpListener>, Vec<SocketAddr>)> {
     let open = |address: &IpAddr| {
-        let listener = ports.bind_first_free_port(|port| listen(SocketAddr::new(*address, port), agents))?;
+        let listener = ports.bind_first_free_port(|port| open_listener(SocketAddr::new(*address, port), agents))?;
         let local = listener.local_addr()?;
         Ok((listener, local))
     };
@@ -29,7 +29,7 @@ pub(crate) fn open_listeners(
 
 /// Opens a TCP listener at `address` whose queue has space for `agents` agents. Port 0 stands for
 /// any free port. The function must be called within a runtime.
-fn listen(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
+fn open_listener(address: SocketAddr, agents: usize) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if address.port() != 0 {
         // Connections of an earlier run may still be closing.

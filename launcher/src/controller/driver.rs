@@ -38,7 +38,7 @@ use super::{
 };
 use crate::{
     clock::RunningClock,
-    cluster::{AgentHandle, BatchJob, HostTarget, StartStep, Transport},
+    cluster::{AgentHandle, BatchJob, HostTarget, AgentStartStep, Transport},
     connection::{FrameError, Outbox},
     core_dumps::disable_core_dumps,
     detached_controller::StartNotifier,
@@ -239,7 +239,7 @@ struct ControllerDriver {
     /// Carries the messages of all agents to the event loop.
     messages: ChannelEnds<AgentMessage>,
     /// Carries the steps of the starts of all agents to the event loop.
-    start_steps: ChannelEnds<(AgentId, StartStep)>,
+    start_steps: ChannelEnds<(AgentId, AgentStartStep)>,
     /// Carries lines for the user to the event loop: the stderr of agents, and warnings.
     lines: ChannelEnds<String>,
     /// Carries the plan of an attempt to the event loop, once the checkpoint from which programs
@@ -433,7 +433,7 @@ impl ControllerDriver {
     /// Opens the debug log of the controller.
     fn open_debug_log(&mut self) {
         // Without this file the run is complete, so an error is only a line on the terminal.
-        if let Err(error) = debuglog::open_file(&self.plan.run_dir.join("logs/controller.debug.log")) {
+        if let Err(error) = debuglog::open_log_file(&self.plan.run_dir.join("logs/controller.debug.log")) {
             self.report.show_message(format!("launch: cannot write the debug log: {error}"));
         }
     }

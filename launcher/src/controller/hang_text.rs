@@ -1,7 +1,7 @@
 //! [`describe_verdict`]: the verdict about a hang as one line for the user.
 use crate::format::format_ranks;
 use jobspec::ids::Rank;
-use protocol::hang::{HangKind, HangVerdict, RankCall, RankGpuFault, RankPosition};
+use protocol::hang::{HangKind, HangVerdict, CollectiveCallOfRanks, RankGpuFault, RankPosition};
 
 /// The largest number of ranks, calls or errors that the line contains.
 const MAX_LISTED_ITEMS: usize = 8;
@@ -59,8 +59,8 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
 
 /// Formats the different calls of a verdict.
 fn list_calls(verdict: &HangVerdict) -> String {
-    let describe = |call: &RankCall| {
-        let RankCall { ranks, group, operation, inputs, dtypes, frame } = call;
+    let describe = |call: &CollectiveCallOfRanks| {
+        let CollectiveCallOfRanks { ranks, group, operation, inputs, dtypes, frame } = call;
         let place = frame.as_ref().map_or_else(String::new, |frame| format!(" in {frame}"));
         format!("{} {operation} {inputs} {dtypes} of group {group}{place}", format_ranks_with_noun(ranks))
     };

@@ -8,7 +8,7 @@
 //! answered, and whose stack is unknown, is undetermined.
 use jobspec::ids::Rank;
 use protocol::hang::{
-    CollectiveEntry, HangKind, HangVerdict, RankActivity, RankCall, RankEvidence, RankGpuFault,
+    CollectiveEntry, HangKind, HangVerdict, RankActivity, CollectiveCallOfRanks, RankEvidence, RankGpuFault,
     RankNcclWarning, RankPosition, StackFrame, ThreadState, WaitKind, WaitingCollective,
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -181,12 +181,12 @@ fn find_recorder_entry<'a>(
 fn compare_calls(
     p: &PendingCollective<'_>,
     ranks: &BTreeMap<Rank, &RankEvidence>,
-) -> Option<(HangKind, Vec<RankCall>)> {
-    let mut calls: Vec<RankCall> = Vec::new();
+) -> Option<(HangKind, Vec<CollectiveCallOfRanks>)> {
+    let mut calls: Vec<CollectiveCallOfRanks> = Vec::new();
     for rank in &p.entered {
         let Some(entry) = ranks.get(rank).and_then(|e| find_recorder_entry(p, e)) else { continue };
         let operation = strip_backend(&entry.operation);
-        let matches = |call: &&mut RankCall| {
+        let matches = |call: &&mut CollectiveCallOfRanks| {
             strip_backend(&call.operation) == operation
                 && (!EQUAL_INPUT_COLLECTIVES.contains(&operation)
                     || (call.inputs == entry.inputs && call.dtypes == entry.dtypes))
@@ -211,13 +211,13 @@ fn build_call(
     callers: Vec<Rank>,
     entry: &CollectiveEntry,
     ranks: &BTreeMap<Rank, &RankEvidence>,
-) -> RankCall {
+) -> CollectiveCallOfRanks {
     let first = callers.first().and_then(|rank| ranks.get(rank));
     // The stack of a rank that has left the call, or waits in a later one, does not show the call.
     let is_in_call = |e: &&&RankEvidence| {
         is_in_collective(e) && find_last_seq(e, &entry.group).is_some_and(|last| last == entry.seq)
     };
-    RankCall {
+    CollectiveCallOfRanks {
         frame: first.filter(is_in_call).and_then(|e| find_program_frame(e)),
         ranks: callers,
         group: entry.group.clone(),
@@ -229,7 +229,7 @@ fn build_call(
 
 /// Returns the call with which ranks have entered a pending collective. Returns `None` if no flight
 /// recorder has recorded it.
-fn build_entered_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvidence>) -> Option<RankCall> {
+fn build_entered_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvidence>) -> Option<CollectiveCallOfRanks> {
     let entry = p.entered.iter().find_map(|rank| find_recorder_entry(p, ranks.get(rank)?))?;
     Some(build_call(p.entered.iter().copied().collect(), entry, ranks))
 }
@@ -238,7 +238,7 @@ fn build_entered_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvi
 fn build_verdict(
     kind: HangKind,
     pending: Option<&PendingCollective<'_>>,
-    calls: Vec<RankCall>,
+    calls: Vec<CollectiveCallOfRanks>,
     ranks: &BTreeMap<Rank, &RankEvidence>,
 ) -> HangVerdict {
     let locate = |set: &BTreeSet<Rank>| -> Vec<RankPosition> {

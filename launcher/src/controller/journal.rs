@@ -241,7 +241,7 @@ impl Journal {
 
     /// Begins to write the evidence of an attempt that hangs to the run directory.
     pub(super) fn write_hang_file(&self, attempt: u32, file: &HangFile) {
-        let name = HangFile::name(attempt);
+        let name = HangFile::file_name(attempt);
         let (run_dir, text) = (self.run_dir.clone(), serde_json::to_vec_pretty(file));
         self.run_in_background(move || match &text {
             Ok(text) => write_atomically(&run_dir, &name, text),

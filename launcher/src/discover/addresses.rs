@@ -4,7 +4,7 @@ use protocol::control::InterfaceAddress;
 use std::net::IpAddr;
 
 /// Returns the IP addresses of the network interfaces that are up, in the kernel's order.
-pub(crate) fn list_addresses() -> Vec<InterfaceAddress> {
+pub(crate) fn list_interface_addresses() -> Vec<InterfaceAddress> {
     let Ok(interfaces) = ifaddrs::getifaddrs() else { return Vec::new() };
     let up = interfaces.filter(|i| i.flags.contains(InterfaceFlags::IFF_UP));
     let address = |i: ifaddrs::InterfaceAddress| {

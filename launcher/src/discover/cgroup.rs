@@ -32,7 +32,7 @@ pub(super) fn read_cgroup_limits(root: &Path) -> CgroupLimits {
             for directory in list_group_and_parents(&mount, group) {
                 limits.apply_lower_limits(
                     read_cpu_quota_v2(&directory),
-                    read_number(&directory.join("memory.max")),
+                    read_cgroup_number(&directory.join("memory.max")),
                 );
             }
         } else if has("cpu") {
@@ -43,7 +43,7 @@ pub(super) fn read_cgroup_limits(root: &Path) -> CgroupLimits {
             }
         } else if has("memory") {
             for directory in list_group_and_parents(&mount.join("memory"), group) {
-                limits.apply_lower_limits(None, read_number(&directory.join("memory.limit_in_bytes")));
+                limits.apply_lower_limits(None, read_cgroup_number(&directory.join("memory.limit_in_bytes")));
             }
         }
     }
@@ -116,8 +116,8 @@ pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
         };
         let of_directory = |directory: &PathBuf| {
             let limit =
-                read_number(&directory.join(limit)).filter(|bytes| *bytes < MIN_UNLIMITED_BYTES_V1)?;
-            Some((limit, read_number(&directory.join(used))?))
+                read_cgroup_number(&directory.join(limit)).filter(|bytes| *bytes < MIN_UNLIMITED_BYTES_V1)?;
+            Some((limit, read_cgroup_number(&directory.join(used))?))
         };
         list_group_and_parents(&mount, group).iter().filter_map(of_directory).min()
     };
@@ -155,8 +155,8 @@ fn read_cpu_quota_v2(directory: &Path) -> Option<f64> {
 /// Reads a control group's limit on CPU time, as a number of CPUs, from the files of control groups
 /// version 1. Returns `None` for no limit.
 fn read_cpu_quota_v1(directory: &Path) -> Option<f64> {
-    let quota = read_number(&directory.join("cpu.cfs_quota_us"))?;
-    let period = read_number(&directory.join("cpu.cfs_period_us"))?;
+    let quota = read_cgroup_number(&directory.join("cpu.cfs_quota_us"))?;
+    let period = read_cgroup_number(&directory.join("cpu.cfs_period_us"))?;
     compute_quota_cpus(quota as f64, period as f64)
 }
 
@@ -168,7 +168,7 @@ fn compute_quota_cpus(quota: f64, period: f64) -> Option<f64> {
 
 /// Reads the number that a file of a control group contains. Returns `None` for `max`, `-1` and
 /// unreadable files.
-fn read_number(file: &Path) -> Option<u64> {
+fn read_cgroup_number(file: &Path) -> Option<u64> {
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 

@@ -1,6 +1,6 @@
 //! [`discover_local_host`]: reads the inventory of this machine (its CPUs, accelerators, memory and
 //! network) from /proc, /sys, /dev and the environment.
-use super::{accelerators, addresses::list_addresses, cgroup, cpu_list::parse_cpu_list, topology};
+use super::{accelerators, addresses::list_interface_addresses, cgroup, cpu_list::parse_cpu_list, topology};
 use jobspec::env;
 use protocol::{control::HostInventory, host_name::read_host_name_below};
 use std::{fs, io, net::IpAddr, path::Path};
@@ -10,20 +10,20 @@ use std::{fs, io, net::IpAddr, path::Path};
 pub fn discover_local_host() -> io::Result<HostInventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
     let variable = |name: &str| std::env::var(name).ok();
-    let mut found = discover_host_below(Path::new("/"), &variable)?;
+    let mut found = discover_host_in_root(Path::new("/"), &variable)?;
     if let Some(simulated) = accelerators::parse_simulated_accelerators(variable(env::LAUNCH_GPUS).as_deref())
     {
         (found.accelerators, found.has_other_devices) = (simulated, false);
     }
-    let reached_address = variable(env::SSH_CONNECTION).and_then(|text| parse_reached_address(&text));
-    let addresses = list_addresses();
-    Ok(HostInventory { inherited_env: read_inherited_env(), addresses, reached_address, shm, ..found })
+    let reached_address = variable(env::SSH_CONNECTION).and_then(|text| parse_ssh_server_address(&text));
+    let addresses = list_interface_addresses();
+    Ok(HostInventory { inherited_env: read_inventory_env(), addresses, reached_address, shm, ..found })
 }
 
 /// Reads the inventory of the machine whose root directory is `root`: its CPUs, accelerators and
 /// memory. The addresses, the size of /dev/shm and the environment are missing in the result.
 /// `variable` returns environment variables of this process.
-fn discover_host_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<HostInventory> {
+fn discover_host_in_root(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<HostInventory> {
     let host = read_host_name_below(root)?;
     let status = read_file_below_root(root, "proc/self/status")?;
     let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or("");
@@ -59,7 +59,7 @@ fn discover_host_below(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -
 
 /// Returns those environment variables of this process that belong to an inventory of the host,
 /// with their values.
-fn read_inherited_env() -> Vec<(String, String)> {
+fn read_inventory_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let settings = env::USER_OVERRIDABLE_VARIABLES.iter().chain(&env::ACCELERATE_DEEPSPEED_VARIABLES);
     let choices = settings.filter_map(|name| Some(((*name).to_owned(), value(name)?)));
@@ -70,7 +70,7 @@ fn read_inherited_env() -> Vec<(String, String)> {
 
 /// Parses the address of this machine, through which SSH has reached it, from the value of
 /// `SSH_CONNECTION`.
-fn parse_reached_address(connection: &str) -> Option<IpAddr> {
+fn parse_ssh_server_address(connection: &str) -> Option<IpAddr> {
     connection.split(' ').nth(2)?.parse().ok()
 }
 
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn the_address_of_an_ssh_connection_is_parsed() {
-        let parse = |text: &str| parse_reached_address(text).map(|ip| ip.to_string());
+        let parse = |text: &str| parse_ssh_server_address(text).map(|ip| ip.to_string());
         assert_eq!(parse("192.0.2.1 4711 10.1.2.3 22"), Some("10.1.2.3".to_owned()));
         assert_eq!(parse("fd00::1 4711 fd00::2 22"), Some("fd00::2".to_owned()));
         assert_eq!([parse(""), parse("a b"), parse("a b c d")], [None, None, None]);
@@ -112,7 +112,7 @@ mod tests {
     fn this_machine_has_an_inventory() {
         let inventory = discover_local_host().expect("an inventory");
         assert!(!inventory.host.is_empty() && !inventory.cpus.is_empty() && inventory.memory > 0);
-        assert!((1..=inventory.cpus.len() as u32).contains(&inventory.usable_cpus()));
+        assert!((1..=inventory.cpus.len() as u32).contains(&inventory.usable_cpu_count()));
         assert!(inventory.addresses.iter().any(|a| a.address.is_loopback()), "{:?}", inventory.addresses);
     }
 
@@ -134,7 +134,7 @@ mod tests {
         for file in ["nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia"] {
             write(&format!("dev/{file}"), "");
         }
-        let inventory = discover_host_below(root.path(), &|_| None).expect("an inventory");
+        let inventory = discover_host_in_root(root.path(), &|_| None).expect("an inventory");
         let expected = HostInventory {
             host: "node-7".into(),
             cpus: vec![2, 3, 4, 5],
@@ -145,6 +145,6 @@ mod tests {
             ..HostInventory::default()
         };
         assert_eq!(inventory, expected);
-        assert_eq!(inventory.usable_cpus(), 2);
+        assert_eq!(inventory.usable_cpu_count(), 2);
     }
 }

@@ -38,7 +38,7 @@ pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
         Some(format!("{}: {error}", node.strip_prefix(root).map_or(node.display(), Path::display)))
     });
     RdmaReport {
-        devices: devices.iter().map(|directory| inspect_device(directory)).collect(),
+        devices: devices.iter().map(|directory| inspect_rdma_device(directory)).collect(),
         verbs_nodes: nodes.len() as u32,
         denied_node: denied.map(|text| format!("/{}", text.trim_start_matches('/'))),
         locked_memory: getrlimit(Resource::RLIMIT_MEMLOCK)
@@ -62,24 +62,24 @@ fn list_entries_in_order(directory: &Path, selects: impl Fn(&str) -> bool) -> Ve
 }
 
 /// Returns the last component of a path as text.
-fn file_name(path: &Path) -> String {
+fn path_to_file_name(path: &Path) -> String {
     path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
 /// Inspects the RDMA device with the directory `directory` in /sys/class/infiniband.
-fn inspect_device(directory: &Path) -> RdmaDevice {
+fn inspect_rdma_device(directory: &Path) -> RdmaDevice {
     let is_number = |name: &str| name.parse::<u32>().is_ok();
     let ports = list_entries_in_order(&directory.join("ports"), is_number);
     RdmaDevice {
-        name: file_name(directory),
+        name: path_to_file_name(directory),
         driver: read_driver_name(directory),
-        ports: ports.iter().map(|port| inspect_port(port)).collect(),
+        ports: ports.iter().map(|port| inspect_rdma_port(port)).collect(),
     }
 }
 
 /// Inspects the port of an RDMA device with the directory `directory` in
 /// /sys/class/infiniband/DEVICE/ports.
-fn inspect_port(directory: &Path) -> RdmaPort {
+fn inspect_rdma_port(directory: &Path) -> RdmaPort {
     let text = |file: &str| fs::read_to_string(directory.join(file)).unwrap_or_default().trim().to_owned();
     // The kernel numbers the states: `4: ACTIVE`.
     let state = |file: &str| {
@@ -91,7 +91,7 @@ fn inspect_port(directory: &Path) -> RdmaPort {
         Some(((*name).to_owned(), count))
     };
     RdmaPort {
-        number: file_name(directory).parse().unwrap_or(0),
+        number: path_to_file_name(directory).parse().unwrap_or(0),
         state: state("state"),
         physical_state: state("phys_state"),
         rate: text("rate"),

@@ -27,12 +27,12 @@ pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
 /// Returns the NUMA node to which all of the CPUs `cpus` of this machine belong, if there is one.
 /// Returns `None` if the CPUs belong to several nodes, or if the machine has a single node.
 pub(crate) fn find_common_numa_node(cpus: &[u32]) -> Option<u32> {
-    find_common_numa_node_below(Path::new("/"), cpus)
+    find_common_numa_node_in_root(Path::new("/"), cpus)
 }
 
 /// Returns the NUMA node to which all of the CPUs `cpus` belong, on the machine whose root
 /// directory is `root`.
-fn find_common_numa_node_below(root: &Path, cpus: &[u32]) -> Option<u32> {
+fn find_common_numa_node_in_root(root: &Path, cpus: &[u32]) -> Option<u32> {
     let nodes = read_numa_node_by_cpu(root);
     let several = nodes.values().any(|node| Some(node) != nodes.values().next());
     let first = *nodes.get(cpus.first()?)?;
@@ -117,13 +117,13 @@ pub(crate) mod tests {
     fn the_numa_node_of_a_binding_is_found() {
         let root = tempfile::tempdir().expect("directory");
         write_machine(root.path(), 2, 2, 1);
-        let node = |cpus: &[u32]| find_common_numa_node_below(root.path(), cpus);
+        let node = |cpus: &[u32]| find_common_numa_node_in_root(root.path(), cpus);
         assert_eq!(
             [node(&[0, 1]), node(&[3]), node(&[1, 2]), node(&[]), node(&[9])],
             [Some(0), Some(1), None, None, None]
         );
         let one = tempfile::tempdir().expect("directory");
         write_machine(one.path(), 1, 4, 1);
-        assert_eq!(find_common_numa_node_below(one.path(), &[0]), None, "a single node is no choice");
+        assert_eq!(find_common_numa_node_in_root(one.path(), &[0]), None, "a single node is no choice");
     }
 }

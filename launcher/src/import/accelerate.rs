@@ -81,7 +81,7 @@ fn finish_job(
         draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
     match errors.is_empty() {
-        true => draft.finish_job(&format!("{}, configuration of Accelerate", document.file())),
+        true => draft.finish_job(&format!("{}, configuration of Accelerate", document.file_name())),
         false => Err(errors),
     }
 }
@@ -93,7 +93,7 @@ fn take_distributed_type(
     document: &Document,
 ) -> Result<DistributedType, ImportErrors> {
     let error = |code, message: String, help: &str| {
-        let location = Location::File { file: document.file().to_owned() };
+        let location = Location::File { file: document.file_name().to_owned() };
         vec![Diagnostic::error(code, message).with_location(location).with_help(help)]
     };
     if let Some(name) = keys.take_text("compute_environment").filter(|e| e != "LOCAL_MACHINE") {

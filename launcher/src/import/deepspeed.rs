@@ -38,11 +38,11 @@ pub(crate) fn convert_deepspeed_config(
             }
         }
     }
-    let origin = format!("{}, configuration of DeepSpeed", document.file());
+    let origin = format!("{}, configuration of DeepSpeed", document.file_name());
     let errors = match context.program {
         [] => set_training(&mut draft, keys, workers),
         words => {
-            set_program(&mut draft, keys, words, document.file());
+            set_program(&mut draft, keys, words, document.file_name());
             Vec::new()
         }
     };

@@ -42,7 +42,7 @@ impl<'d> RemainingKeys<'d> {
         let message = format!("{path} must be {expected}, found {}", item.describe());
         Diagnostic::error(command::IMPORT_VALUE_INVALID, message)
             .with_subject(self.path(key))
-            .with_location(self.document.location(item))
+            .with_location(self.document.locate_item(item))
     }
 
     /// Records the error that the value of `key` is not what `expected` describes.

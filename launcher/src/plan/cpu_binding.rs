@@ -36,7 +36,7 @@ pub(super) fn assign_cpus(
 ) -> Result<Vec<WorkerCpus>, TooFewCpus> {
     let workers = gpu_nodes.len().max(1);
     let cores: Vec<&CpuCore> = inventory.topology.cores.iter().collect();
-    let equal_threads = (inventory.usable_cpus().min(cores.len() as u32) / workers as u32).max(1);
+    let equal_threads = (inventory.usable_cpu_count().min(cores.len() as u32) / workers as u32).max(1);
     let unbound = vec![WorkerCpus { cpus: Vec::new(), threads: equal_threads }; gpu_nodes.len()];
     let slots = match bind {
         CpuBind::None => return Ok(unbound),
@@ -44,7 +44,7 @@ pub(super) fn assign_cpus(
         CpuBind::Auto if gpu_nodes.iter().all(Option::is_some) => bind_to_numa_nodes(&cores, gpu_nodes),
         CpuBind::Auto | CpuBind::Cores => bind_to_cores(&cores, gpu_nodes),
     };
-    let limit = (inventory.usable_cpus() / workers as u32).max(1);
+    let limit = (inventory.usable_cpu_count() / workers as u32).max(1);
     match slots {
         Some(slots) => {
             Ok(slots.into_iter().map(|s| WorkerCpus { threads: s.threads.min(limit), ..s }).collect())

@@ -166,7 +166,7 @@ proptest! {
             prop_assert_eq!(slots.len(), near.len());
             for slot in &slots {
                 prop_assert!(slot.cpus.is_sorted() && slot.cpus.iter().all(|c| inventory.cpus.contains(c)));
-                prop_assert!(slot.threads >= 1 && slot.threads <= inventory.usable_cpus().max(1));
+                prop_assert!(slot.threads >= 1 && slot.threads <= inventory.usable_cpu_count().max(1));
                 prop_assert_eq!(slot.cpus.is_empty(), slots[0].cpus.is_empty());
             }
             if bind == CpuBind::Cores {

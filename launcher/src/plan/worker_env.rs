@@ -164,7 +164,7 @@ fn build_interface_defaults(job_env: &SharedEnvValues<'_>, host: &JobHost) -> Ve
 pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String, port: String) {
     let coordinator = env.iter_mut().find(|(n, v)| n == env::JAX_COORDINATOR_ADDRESS && v == UNKNOWN_ADDRESS);
     if let (Some((_, value)), Ok(ip), Ok(port)) = (coordinator, address.parse::<IpAddr>(), port.parse()) {
-        *value = SocketAddr::new(ip, RendezvousRequest::coordinator_port(port)).to_string();
+        *value = SocketAddr::new(ip, RendezvousRequest::compute_jax_coordinator_port(port)).to_string();
     }
     let position = env.iter().position(|(name, _)| name == env::LOCAL_WORLD_SIZE).map_or(0, |i| i + 1);
     let variables = [(env::MASTER_ADDR.to_owned(), address), (env::MASTER_PORT.to_owned(), port)];

@@ -3,7 +3,7 @@
 //!
 //! `cargo run -p ckpt --release --example ckpt_bench -- DIR [GIB] [ROUNDS]`
 use ckpt::{
-    Checkpoint, Dtype, GatherOptions, ModelSpec, ReadRequest, RunFacts, StagingDir, TensorPiece, TensorRole,
+    Checkpoint, Dtype, GatherOptions, ModelSpec, F32ReadRequest, RunFacts, StagingDir, TensorPiece, TensorRole,
     WeightShape, commit_save, gather_weights, write_shard,
 };
 use memmap2::MmapMut;
@@ -210,7 +210,7 @@ fn load_checkpoint(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
             at += part.len() as u64;
             threads.push(s.spawn(move || {
                 let checkpoint = Checkpoint::open(path)?;
-                checkpoint.read_verified(&mut [ReadRequest {
+                checkpoint.read_verified(&mut [F32ReadRequest {
                     name: "w",
                     role: TensorRole::Weight,
                     start_element,

@@ -2,7 +2,7 @@
 //! seconds, bytes and GB/s, for comparison with `torch.load`.
 //!
 //! `cargo run -p ckpt --release --example read_all -- DIR [ROUNDS]`
-use ckpt::{OpenedCheckpoint, ReadRequest, TensorInfo, TensorSource};
+use ckpt::{OpenedCheckpoint, F32ReadRequest, TensorInfo, TensorSource};
 use memmap2::MmapMut;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -43,11 +43,11 @@ fn read_tensors(source: &dyn TensorSource) -> Result<Vec<MmapMut>, Error> {
     for info in &infos {
         memory.push(MmapMut::map_anon((4 * info.element_count() as usize).max(1))?);
     }
-    let mut parts: Vec<Option<ReadRequest<'_>>> = Vec::new();
+    let mut parts: Vec<Option<F32ReadRequest<'_>>> = Vec::new();
     for (info, map) in infos.iter().zip(&mut memory) {
         let elements: &mut [f32] = bytemuck::cast_slice_mut(&mut map[..4 * info.element_count() as usize]);
         let request = |(i, out)| {
-            Some(ReadRequest {
+            Some(F32ReadRequest {
                 name: &info.name,
                 role: info.role,
                 start_element: (i * REQUEST_ELEMENTS) as u64,

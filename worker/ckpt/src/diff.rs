@@ -6,7 +6,7 @@ mod stats;
 
 pub use crate::diff::stats::{ElementDiff, ElementPair, RoundingCast};
 
-use crate::catalog::{TensorInfo, TensorSource, TiedWeight, build_span_requests};
+use crate::catalog::{TensorInfo, TensorSource, TiedWeight, build_f32_read_requests};
 use crate::diff::stats::DiffStats;
 use crate::error::Result;
 use crate::parallel;
@@ -349,7 +349,7 @@ fn compare_elements(
     let mut totals: Vec<DiffStats> = pairs.iter().map(|_| DiffStats::default()).collect();
     // in the order of windows, so that sums don't depend on thread timing
     for window in parallel::map_indices(threads, windows.len(), Default::default, compare) {
-        window?.into_iter().for_each(|(pair, stats)| totals[pair].append_range(stats));
+        window?.into_iter().for_each(|(pair, stats)| totals[pair].merge_following_range(stats));
     }
     Ok(totals)
 }
@@ -365,8 +365,8 @@ fn compare_window(
 ) -> Result<Vec<(usize, DiffStats)>> {
     let spans_of_a = spans.iter().map(|s| (Some(&pairs[s.pair].a), s.range.clone()));
     let spans_of_b = spans.iter().map(|s| (Some(&pairs[s.pair].b), s.range.clone()));
-    a.read_verified(&mut build_span_requests(spans_of_a, left))?;
-    b.read_verified(&mut build_span_requests(spans_of_b, right))?;
+    a.read_verified(&mut build_f32_read_requests(spans_of_a, left))?;
+    b.read_verified(&mut build_f32_read_requests(spans_of_b, right))?;
     let (mut found, mut at) = (Vec::new(), 0);
     for span in spans {
         let count = (span.range.end - span.range.start) as usize;

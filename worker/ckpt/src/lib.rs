@@ -49,7 +49,7 @@ mod watch;
 
 pub use catalog::{
     ExternalCheckpoint, ExternalFacts, LossScale, ModelSpec, ParamGroup, ParamGroupInfo, PassthroughState,
-    ReadRequest, RunFacts, StatePart, TensorInfo, TensorSource, TextFile, TiedWeight, TrainingState,
+    F32ReadRequest, RunFacts, TrainingStatePart, TensorInfo, TensorSource, TextFile, TiedWeight, TrainingState,
     WeightShape,
 };
 pub use codec::pickle::PythonObject;
@@ -63,7 +63,7 @@ pub use diff::{
 };
 pub use error::{
     CkptError, ConvertError, Damage, DamageReason, Diagnosis, MissingPart, OptionProblem, OutputProblem,
-    ReadFailure, RemoteShard, Result, SaveProblem, UnsupportedFeature,
+    CloneableIoError, RemoteShard, Result, SaveProblem, UnsupportedFeature,
 };
 pub use gather::{GatherOptions, GatherReport, GatheredFile, gather_weights, gather_weights_until};
 pub use hash::Hash;
@@ -77,7 +77,7 @@ pub use open::{
 };
 pub use repair::{RepairOptions, RepairReport, repair_checkpoints};
 pub use save::{
-    CommittedCheckpoint, ParityFileReport, PieceElements, PieceReport, ShardReport, StagingDir, TensorPiece,
+    CommittedCheckpoint, ParityFileReport, PieceElements, WrittenPieceReport, ShardReport, StagingDir, TensorPiece,
     commit_save, commit_save_with_parity, host_local, memory_store, prune_checkpoints, write_parity,
     write_shard, write_shard_until,
 };

@@ -6,7 +6,7 @@ use std::fmt;
 /// A random generator whose state training programs save for each rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum StreamKind {
+pub enum RngStreamKind {
     /// The module `random` of Python.
     Python,
     /// The global generator of NumPy, `numpy.random`.
@@ -17,24 +17,24 @@ pub enum StreamKind {
     TorchCuda,
 }
 
-impl StreamKind {
+impl RngStreamKind {
     /// All random generators, in the order in which files store their states.
-    pub const ALL: [StreamKind; 4] =
-        [StreamKind::Python, StreamKind::Numpy, StreamKind::TorchCpu, StreamKind::TorchCuda];
+    pub const ALL: [RngStreamKind; 4] =
+        [RngStreamKind::Python, RngStreamKind::Numpy, RngStreamKind::TorchCpu, RngStreamKind::TorchCuda];
 
     /// Returns the name of the random generator that tables show to the user. The name is also
     /// hashed into the seed of a new stream, so it must never change.
     pub fn name(self) -> &'static str {
         match self {
-            StreamKind::Python => "python",
-            StreamKind::Numpy => "numpy",
-            StreamKind::TorchCpu => "torch_cpu",
-            StreamKind::TorchCuda => "torch_cuda",
+            RngStreamKind::Python => "python",
+            RngStreamKind::Numpy => "numpy",
+            RngStreamKind::TorchCpu => "torch_cpu",
+            RngStreamKind::TorchCuda => "torch_cuda",
         }
     }
 }
 
-impl fmt::Display for StreamKind {
+impl fmt::Display for RngStreamKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }

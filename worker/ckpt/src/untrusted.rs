@@ -4,13 +4,13 @@
 //! allocate more memory than the limits of its parser.
 use crate::catalog::ALLOWED_GLOBALS;
 use crate::codec::sealed_json::JsonSeal;
-use crate::codec::torch_file::{TorchFile, copy_content};
+use crate::codec::torch_file::{TorchFile, copy_bytes_at};
 use crate::codec::{safetensors as header, zip as container};
 use crate::error::CkptError;
 use crate::layout::dcp;
 use crate::layout::hf::{companion_files, optimizer_state as state_dict, weights};
 use crate::layout::native::Manifest;
-use crate::save::output_record::GATHER_MARKER;
+use crate::save::output_record::GATHER_RECORD_KIND;
 use diagnostic::{Diagnostic, Result};
 use std::path::Path;
 
@@ -29,14 +29,14 @@ pub fn parse_pickle(bytes: &[u8]) -> Result<()> {
 
 /// Parses the central directory of a zip file.
 pub fn parse_zip(bytes: &[u8]) -> Result<()> {
-    container::read_members(bytes.len() as u64, |at, out| copy_content(bytes, at, out))
+    container::read_members(bytes.len() as u64, |at, out| copy_bytes_at(bytes, at, out))
         .map(drop)
         .map_err(make_rejection_diagnostic)
 }
 
 /// Parses the zip or legacy structure of a torch file in memory, and its pickle.
 fn open_torch_file(bytes: &[u8]) -> Result<TorchFile> {
-    let read = |at: u64, out: &mut [u8]| copy_content(bytes, at, out);
+    let read = |at: u64, out: &mut [u8]| copy_bytes_at(bytes, at, out);
     TorchFile::parse(bytes.len() as u64, read, ALLOWED_GLOBALS).map_err(make_rejection_diagnostic)
 }
 
@@ -61,7 +61,7 @@ pub fn parse_optimizer(bytes: &[u8]) -> Result<()> {
 
 /// Parses the header of a safetensors file.
 pub fn parse_safetensors(bytes: &[u8]) -> Result<()> {
-    header::read_header(bytes.len() as u64, |at, out| copy_content(bytes, at, out))
+    header::read_header(bytes.len() as u64, |at, out| copy_bytes_at(bytes, at, out))
         .map(drop)
         .map_err(make_rejection_diagnostic)
 }
@@ -100,5 +100,5 @@ pub fn parse_manifest(bytes: &[u8]) -> Result<()> {
 pub fn parse_output_record(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
     JsonSeal::INDENTED.seal(&mut text);
-    GATHER_MARKER.parse_record(&mut text).map(drop).map_err(|reason| make_rejection_diagnostic(*reason))
+    GATHER_RECORD_KIND.parse_record(&mut text).map(drop).map_err(|reason| make_rejection_diagnostic(*reason))
 }

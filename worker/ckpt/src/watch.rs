@@ -4,7 +4,7 @@
 //! lists the directory and calls stat on every file. An external checkpoint is complete if no file
 //! is missing, every file can be opened (a torch file ends with its zip directory), and no file has
 //! changed for a while. A native checkpoint gets its final name when it is complete.
-use crate::catalog::StatePart;
+use crate::catalog::TrainingStatePart;
 use crate::codec::disk::{Directory, FileState, list_file_states, path_exists};
 use crate::error::Result;
 use crate::layout::deepspeed;
@@ -21,12 +21,12 @@ const WATCH_DEPTH_MAX: u32 = 4;
 /// Returns true for those parts of a training state that programs write last, whose absence may
 /// mean that a save is in progress. If `is_deepspeed` is true, DeepSpeed wrote the checkpoint,
 /// which then has no separate scheduler file and no random generator states.
-fn is_written_late(part: &StatePart, is_deepspeed: bool) -> bool {
+fn is_state_part_written_last(part: &TrainingStatePart, is_deepspeed: bool) -> bool {
     match part {
-        StatePart::OptimizerState => true,
+        TrainingStatePart::OptimizerState => true,
         // DeepSpeed keeps the scheduler in its model files, and saves no RNG states
-        StatePart::Scheduler | StatePart::RngStates | StatePart::RankRngState { .. } => !is_deepspeed,
-        StatePart::Config | StatePart::Tokenizer => false,
+        TrainingStatePart::Scheduler | TrainingStatePart::RngStates | TrainingStatePart::RankRngState { .. } => !is_deepspeed,
+        TrainingStatePart::Config | TrainingStatePart::Tokenizer => false,
     }
 }
 
@@ -160,8 +160,8 @@ fn determine_status(
         Ok(Some(found)) => {
             let facts = found.facts();
             let is_deepspeed = facts.kind.starts_with("DeepSpeed");
-            let late = facts.missing.iter().filter(|part| is_written_late(part, is_deepspeed));
-            let mut missing: Vec<String> = late.map(StatePart::to_string).collect();
+            let late = facts.missing.iter().filter(|part| is_state_part_written_last(part, is_deepspeed));
+            let mut missing: Vec<String> = late.map(TrainingStatePart::to_string).collect();
             missing.extend(facts.lost.iter().map(|name| format!("weight {name}")));
             if facts.kind == "weights" || lacks_trainer_state(path) {
                 missing.push("trainer state".into());

@@ -1,7 +1,7 @@
 //! Restricts what a sandbox process can do, with resource limits, Landlock and seccomp.
 use crate::{
     limits::{ARENA_BYTES, RequestLimits, STACK_BYTES, SandboxSettings, TOTAL_SERVICE_STACK_BYTES},
-    system_calls::build_filters,
+    system_calls::build_seccomp_filters,
 };
 use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetStatus, Scope,
@@ -67,8 +67,8 @@ fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
     let threads = u64::from(settings.threads);
     let stacks = threads.saturating_mul(STACK_BYTES as u64) + TOTAL_SERVICE_STACK_BYTES;
     let arenas = threads.saturating_mul(ARENA_BYTES);
-    let idle_bytes = find_status_bytes(&status, "VmData:")?.saturating_add(stacks);
-    let address_space = find_status_bytes(&status, "VmSize:")?
+    let idle_bytes = parse_proc_status_bytes(&status, "VmData:")?.saturating_add(stacks);
+    let address_space = parse_proc_status_bytes(&status, "VmSize:")?
         .saturating_add(settings.memory_bytes)
         .saturating_add(stacks)
         .saturating_add(arenas);
@@ -88,7 +88,7 @@ fn limit_resources(settings: &SandboxSettings) -> io::Result<RequestLimiter> {
 
 /// Returns the value in bytes of the line that begins with `field` in `status`, the content of
 /// /proc/self/status.
-fn find_status_bytes(status: &str, field: &str) -> io::Result<u64> {
+fn parse_proc_status_bytes(status: &str, field: &str) -> io::Result<u64> {
     let size = status.lines().find_map(|line| line.strip_prefix(field)?.strip_suffix("kB"));
     let kibibytes = size.and_then(|size| size.trim().parse::<u64>().ok());
     kibibytes.map(|kibibytes| kibibytes << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
@@ -132,6 +132,6 @@ fn deny_paths_and_network() -> bool {
 /// Denies this process the system calls that a sandbox process does not need, by seccomp. Returns
 /// false if the kernel has no seccomp.
 fn deny_system_calls() -> bool {
-    build_filters()
+    build_seccomp_filters()
         .is_ok_and(|filters| filters.iter().all(|filter| seccompiler::apply_filter(filter).is_ok()))
 }

@@ -81,7 +81,7 @@ impl SandboxError {
     }
 
     /// Combines this error with the number of the step of the request during which it occurred.
-    pub(crate) fn in_step(self, step: u64) -> SandboxFailure {
+    pub(crate) fn into_failure_at_step(self, step: u64) -> SandboxFailure {
         SandboxFailure { step, error: self }
     }
 }

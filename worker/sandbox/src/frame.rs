@@ -100,7 +100,7 @@ pub(crate) fn encode_reply_header(kind: ReplyKind, length: usize) -> [u8; REPLY_
 
 /// Decodes the replies of a sandbox process while their bytes arrive.
 #[derive(Debug, Default)]
-pub struct FrameDecoder {
+pub struct ReplyDecoder {
     header: Vec<u8>,
     /// Kind and length of the body that is being read.
     body: Option<(ReplyKind, usize)>,
@@ -110,7 +110,7 @@ pub struct FrameDecoder {
     progress: (u64, u32),
 }
 
-impl FrameDecoder {
+impl ReplyDecoder {
     /// Returns the number of the step that the sandbox process reported most recently for the
     /// current request, or 0 if it reported none.
     pub(crate) fn current_step(&self) -> u64 {
@@ -178,8 +178,8 @@ fn decode_reply_header(header: &[u8], reply_bytes: u64) -> Result<(ReplyKind, us
 
 /// Decodes bytes as replies of a sandbox process, for fuzz targets and tests with untrusted input.
 /// Returns the number of results. Fails at the first reply that is an error.
-pub fn decode_frames(mut bytes: &[u8], reply_bytes: u64) -> Result<usize, SandboxError> {
-    let (mut decoder, mut results) = (FrameDecoder::default(), 0);
+pub fn decode_replies(mut bytes: &[u8], reply_bytes: u64) -> Result<usize, SandboxError> {
+    let (mut decoder, mut results) = (ReplyDecoder::default(), 0);
     while !bytes.is_empty() {
         let (buffer, missing) = decoder.next_read_buffer();
         let (taken, rest) = bytes.split_at(missing.min(bytes.len()));
@@ -211,7 +211,7 @@ mod tests {
             [&kind.to_le_bytes()[..], &length.to_le_bytes(), body].concat()
         };
         let two = [reply(0, 3, b"abc"), reply(0, 0, b"")].concat();
-        assert_eq!(decode_frames(&two, 3).unwrap(), 2);
+        assert_eq!(decode_replies(&two, 3).unwrap(), 2);
         for (bytes, limit_name) in [
             (reply(0, 4, b""), None),
             (reply(0, u64::MAX, b""), None),
@@ -225,20 +225,20 @@ mod tests {
             (reply(4, 9, b"123456789"), None),
             (reply(4, 8, b"12345678").repeat(MAX_PROGRESS_REPORTS as usize + 1), None),
         ] {
-            let error = decode_frames(&bytes, 3).expect_err("rejected");
+            let error = decode_replies(&bytes, 3).expect_err("rejected");
             assert_eq!(error.exceeded_limit().map(|(name, _)| name), limit_name, "{error}");
         }
-        let panicked = decode_frames(&reply(1, 4, b"a\xffbc"), 3).expect_err("an error");
+        let panicked = decode_replies(&reply(1, 4, b"a\xffbc"), 3).expect_err("an error");
         assert!(matches!(panicked, SandboxError::Panicked { message } if message == "a\u{fffd}bc"));
-        assert_eq!(decode_frames(&reply(0, 3, b"ab"), 3).unwrap(), 0, "the reply is incomplete");
+        assert_eq!(decode_replies(&reply(0, 3, b"ab"), 3).unwrap(), 0, "the reply is incomplete");
         let step = reply(4, 8, &2u64.to_le_bytes());
         let with_steps = [&step[..], &step, &reply(0, 1, b"a"), &step].concat();
-        assert_eq!(decode_frames(&with_steps, 3).unwrap(), 1, "a step is no result");
+        assert_eq!(decode_replies(&with_steps, 3).unwrap(), 1, "a step is no result");
     }
 
     #[test]
     fn the_last_step_of_a_request_is_kept_until_its_result() {
-        let mut decoder = FrameDecoder::default();
+        let mut decoder = ReplyDecoder::default();
         let mut feed = |kind: u64, body: &[u8]| {
             for part in [&encode_u64s::<2, 16>([kind, body.len() as u64])[..], body] {
                 decoder.next_read_buffer().0.extend_from_slice(part);

@@ -18,10 +18,10 @@ mod system_calls;
 pub use confinement::Confinement;
 pub use cpu_watch::limit_cpu_time;
 pub use error::{SandboxError, SandboxFailure};
-pub use frame::{FrameDecoder, decode_frames};
+pub use frame::{ReplyDecoder, decode_replies};
 pub use limits::{RequestLimits, STACK_BYTES, SandboxSettings};
 pub use sandbox_process::{SandboxCommand, SandboxProcess};
-pub use server::{ReportStep, RequestHandler, serve, take_panic_message};
+pub use server::{ReportStepFn, RequestHandler, serve, take_panic_message};
 
 #[cfg(test)]
 mod tests;

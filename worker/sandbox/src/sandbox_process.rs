@@ -3,7 +3,7 @@
 use crate::{
     confinement::Confinement,
     error::{SandboxError, SandboxFailure},
-    frame::{FrameDecoder, encode_request_header, encode_settings},
+    frame::{ReplyDecoder, encode_request_header, encode_settings},
     limits::{RequestLimits, STACK_BYTES, SandboxSettings},
 };
 use nix::{
@@ -65,7 +65,7 @@ pub struct SandboxCommand {
 pub struct SandboxProcess {
     child: Child,
     socket: UnixStream,
-    decoder: FrameDecoder,
+    decoder: ReplyDecoder,
     /// The limits of the requests whose replies are not decoded yet, in order.
     pending: VecDeque<RequestLimits>,
     /// Replies that are decoded and that [`SandboxProcess::receive`] has not returned yet, and then
@@ -97,7 +97,7 @@ impl SandboxProcess {
         let mut process = SandboxProcess {
             child,
             socket,
-            decoder: FrameDecoder::default(),
+            decoder: ReplyDecoder::default(),
             pending: VecDeque::from([START_LIMITS]),
             replies: VecDeque::new(),
             has_failed: false,
@@ -119,7 +119,7 @@ impl SandboxProcess {
         // The socket has capacity for the settings.
         self.socket.write_all(&encode_settings(settings)).map_err(SandboxError::NotStarted)?;
         self.socket.set_nonblocking(true).map_err(SandboxError::NotStarted)?;
-        let reply = self.receive().map_err(|failure| failure.error)?;
+        let reply = self.receive_reply().map_err(|failure| failure.error)?;
         let byte = reply.first().ok_or(SandboxError::InvalidReply)?;
         self.confinement = Confinement::from_byte(*byte);
         Ok(())
@@ -139,7 +139,7 @@ impl SandboxProcess {
     /// Sends a request to the sandbox process, and with it the open file `file`, if given. While
     /// the process cannot accept more bytes, reads the replies that arrive. If the process fails,
     /// [`SandboxProcess::receive`] returns the reason after the replies that precede it.
-    pub fn send(&mut self, body: &[u8], file: Option<&File>, limits: &RequestLimits) {
+    pub fn send_request(&mut self, body: &[u8], file: Option<&File>, limits: &RequestLimits) {
         let header = encode_request_header(body.len(), limits);
         self.pending.push_back(*limits);
         let (mut sent, mut descriptor) = (0, file.map(|file| [file.as_raw_fd()]));
@@ -165,14 +165,14 @@ impl SandboxProcess {
     }
 
     /// Waits for the reply to the oldest request, and returns the reply.
-    pub fn receive(&mut self) -> Result<Vec<u8>, SandboxFailure> {
+    pub fn receive_reply(&mut self) -> Result<Vec<u8>, SandboxFailure> {
         loop {
             if let Some(reply) = self.replies.pop_front() {
                 return reply;
             }
             if self.has_failed {
                 let limits = self.pending.pop_front().unwrap_or(START_LIMITS);
-                return Err(self.find_end_reason(&limits).in_step(0));
+                return Err(self.find_end_reason(&limits).into_failure_at_step(0));
             }
             self.wait_and_read_replies(PollFlags::POLLIN);
         }
@@ -220,13 +220,13 @@ impl SandboxProcess {
             match self.decoder.take_reply(limits.reply_bytes) {
                 Ok(None) if is_closed => {
                     let reason = self.find_end_reason(&limits);
-                    return Err(reason.in_step(step));
+                    return Err(reason.into_failure_at_step(step));
                 }
                 Ok(None) if read.is_ok() => {}
                 Ok(None) => return Ok(()),
                 Err(error @ SandboxError::InvalidReply) => return Err(self.kill_because_of(error)),
                 result => {
-                    let result = result.map_err(|error| error.in_step(step));
+                    let result = result.map_err(|error| error.into_failure_at_step(step));
                     self.replies.extend(result.transpose());
                     self.pending.pop_front();
                     self.waited = Duration::ZERO;
@@ -267,7 +267,7 @@ impl SandboxProcess {
     /// oldest request.
     fn kill_because_of(&mut self, error: SandboxError) -> SandboxFailure {
         self.kill();
-        error.in_step(self.decoder.current_step())
+        error.into_failure_at_step(self.decoder.current_step())
     }
 
     /// Kills the sandbox process, and waits until it has ended.

@@ -45,7 +45,7 @@ static LAST_PANIC: Mutex<String> = Mutex::new(String::new());
 
 /// A callback by which a request handler reports to the caller that it begins the step with the
 /// given number of the current request. An error of the request names the last reported step.
-pub type ReportStep<'a> = dyn FnMut(u64) + 'a;
+pub type ReportStepFn<'a> = dyn FnMut(u64) + 'a;
 
 /// The code that interprets requests in a sandbox process, such as parsing a file.
 pub trait RequestHandler {
@@ -53,7 +53,7 @@ pub trait RequestHandler {
     /// request, and returns the reply. A panic becomes an error of the caller, and the handler then
     /// gets the next request. No work with a limit of CPU time may run during a call of
     /// `report_step`.
-    fn handle(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStep) -> Vec<u8>;
+    fn handle_request(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStepFn) -> Vec<u8>;
 }
 
 /// A request that the sandbox process has received, with its file and its limits.
@@ -82,7 +82,7 @@ fn serve_socket(
 ) -> io::Result<()> {
     // SAFETY: this process uses no inherited file but the standard streams.
     _ = unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0) };
-    prepare_signals();
+    set_signal_actions();
     let mut settings = [0; SETTINGS_BYTES];
     socket.read_exact(&mut settings)?;
     let settings = decode_settings(&settings);
@@ -90,7 +90,7 @@ fn serve_socket(
     panic::set_hook(Box::new(record_panic));
     let (sender, requests) = sync_channel(MAX_QUEUED_REQUESTS);
     let (mut reader, watched, reporter) = (socket.try_clone()?, socket.try_clone()?, socket.try_clone()?);
-    spawn_service_thread("watch", move || exit_with_caller(&watched))?;
+    spawn_service_thread("watch", move || exit_when_caller_closes_socket(&watched))?;
     spawn_service_thread("read", move || read_requests(&mut reader, &sender))?;
     spawn_service_thread("watch-cpu", move || {
         watch_cpu_time(|limit| exit_out_of_cpu_time(&reporter, limit))
@@ -117,7 +117,7 @@ fn spawn_service_thread(name: &str, run: impl FnOnce() + Send + 'static) -> io::
 /// Prepares signal handling: ignores the signals that a terminal or a batch system sends to all
 /// processes of a job, because the caller decides when this process ends. Restores the default
 /// action of the signals of a crash, so that the caller sees the signal.
-fn prepare_signals() {
+fn set_signal_actions() {
     let ignored =
         [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
     // Without SIGXFSZ, a write to a file fails.
@@ -144,7 +144,7 @@ fn record_panic(info: &panic::PanicHookInfo) {
 
 /// Blocks until the caller has closed the socket, and then ends the sandbox process, even in the
 /// middle of a request.
-fn exit_with_caller(socket: &UnixStream) {
+fn exit_when_caller_closes_socket(socket: &UnixStream) {
     // A closed connection is reported without being requested.
     let mut watched = [PollFd::new(socket.as_fd(), PollFlags::empty())];
     while poll(&mut watched, PollTimeout::NONE) == Err(nix::errno::Errno::EINTR) {}
@@ -165,7 +165,7 @@ fn read_requests(socket: &mut UnixStream, sender: &SyncSender<Request>) {
 fn read_request(socket: &mut UnixStream) -> io::Result<Request> {
     let (mut header, mut filled, mut file) = ([0; REQUEST_HEADER_BYTES], 0, None);
     while filled < header.len() {
-        let (bytes, received) = receive_with_file(socket, &mut header[filled..])?;
+        let (bytes, received) = receive_header_bytes_and_file(socket, &mut header[filled..])?;
         if bytes == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -180,7 +180,7 @@ fn read_request(socket: &mut UnixStream) -> io::Result<Request> {
 
 /// Reads bytes of a request's header into `buffer`, and receives the open file that was sent with
 /// them. Returns the number of bytes, and the file if there is one.
-fn receive_with_file(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<File>)> {
+fn receive_header_bytes_and_file(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<File>)> {
     let mut control = cmsg_space!(RawFd);
     let mut parts = [IoSliceMut::new(buffer)];
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;
@@ -207,7 +207,7 @@ fn answer_requests(
         limiter.limit_request(&limits)?;
         // If the socket is closed, the reply fails, too.
         let mut report_step = |step: u64| _ = send_reply(socket, ReplyKind::Progress, &step.to_le_bytes());
-        let reply = catch_unwind(AssertUnwindSafe(|| handler.handle(&body, file, &mut report_step)));
+        let reply = catch_unwind(AssertUnwindSafe(|| handler.handle_request(&body, file, &mut report_step)));
         match reply {
             Ok(reply) if reply.len() as u64 > limits.reply_bytes => {
                 send_reply(socket, ReplyKind::TooLong, &(reply.len() as u64).to_le_bytes())?;

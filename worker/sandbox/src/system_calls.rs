@@ -65,7 +65,7 @@ const PR_SET_VMA: u64 = 0x5356_4d41;
 /// Builds the two seccomp filters of a sandbox process, which must be applied in the returned
 /// order. For each system call, the kernel takes the strictest answer of both. System calls that no
 /// rule allows fail with EPERM.
-pub(crate) fn build_filters() -> Result<[BpfProgram; 2], BackendError> {
+pub(crate) fn build_seccomp_filters() -> Result<[BpfProgram; 2], BackendError> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     let argument = |number, expected| {
         let condition = SeccompCondition::new(number, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, expected)?;

@@ -27,7 +27,7 @@ fn run_sandbox() {
 struct TestHandler;
 
 impl RequestHandler for TestHandler {
-    fn handle(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStep) -> Vec<u8> {
+    fn handle_request(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStepFn) -> Vec<u8> {
         let request = String::from_utf8_lossy(request).into_owned();
         let (operation, argument) = request.split_once(' ').unwrap_or((&request, ""));
         let number = || argument.parse::<usize>().unwrap_or(0);
@@ -117,8 +117,8 @@ fn start_sandbox() -> SandboxProcess {
 
 /// Sends a request and receives its reply as text.
 fn call(sandbox: &mut SandboxProcess, request: &str, file: Option<&File>) -> Result<String, SandboxError> {
-    sandbox.send(request.as_bytes(), file, &LIMITS);
-    let reply = sandbox.receive().map_err(|failure| failure.error)?;
+    sandbox.send_request(request.as_bytes(), file, &LIMITS);
+    let reply = sandbox.receive_reply().map_err(|failure| failure.error)?;
     Ok(String::from_utf8(reply).unwrap())
 }
 
@@ -142,11 +142,11 @@ fn many_large_requests_may_be_pending() {
     let mut sandbox = start_sandbox();
     let text = "x".repeat(300_000);
     for _ in 0..20 {
-        sandbox.send(format!("echo {text}").as_bytes(), None, &LIMITS);
+        sandbox.send_request(format!("echo {text}").as_bytes(), None, &LIMITS);
     }
     assert_eq!(sandbox.pending_requests(), 20);
     for _ in 0..20 {
-        assert_eq!(sandbox.receive().unwrap(), text.as_bytes());
+        assert_eq!(sandbox.receive_reply().unwrap(), text.as_bytes());
     }
 }
 
@@ -172,14 +172,14 @@ fn exceeded_limits_and_crashes_end_the_sandbox_with_their_reason() {
     for (request, is_expected) in cases {
         let began = Instant::now();
         let mut sandbox = start_sandbox();
-        sandbox.send(b"echo before", None, &LIMITS);
-        sandbox.send(request.as_bytes(), None, &LIMITS);
-        sandbox.send(b"echo after", None, &LIMITS);
-        assert_eq!(sandbox.receive().unwrap(), b"before");
-        let failure = sandbox.receive().expect_err(request);
+        sandbox.send_request(b"echo before", None, &LIMITS);
+        sandbox.send_request(request.as_bytes(), None, &LIMITS);
+        sandbox.send_request(b"echo after", None, &LIMITS);
+        assert_eq!(sandbox.receive_reply().unwrap(), b"before");
+        let failure = sandbox.receive_reply().expect_err(request);
         assert!(is_expected(&failure.error), "{request}: {failure:?}");
         assert_eq!(failure.step, if request == "spin-in-step" { 7 } else { 0 }, "{request}");
-        sandbox.receive().expect_err("the sandbox process has ended");
+        sandbox.receive_reply().expect_err("the sandbox process has ended");
         assert_eq!(sandbox.pending_requests(), 0, "{request}");
         assert!(began.elapsed() < Duration::from_secs(60), "{request}");
     }
@@ -191,7 +191,7 @@ fn exceeded_limits_and_crashes_end_the_sandbox_with_their_reason() {
 fn replies_before_a_crash_are_received_however_late_they_are_read() {
     let mut sandbox = start_sandbox();
     for request in ["echo a", "panic noon", "echo b", "exit 3", "echo c"] {
-        sandbox.send(request.as_bytes(), None, &LIMITS);
+        sandbox.send_request(request.as_bytes(), None, &LIMITS);
     }
     let stat = format!("/proc/{}/stat", sandbox.pid());
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -199,13 +199,13 @@ fn replies_before_a_crash_are_received_however_late_they_are_read() {
         assert!(Instant::now() < deadline, "the sandbox process still runs");
         std::thread::sleep(Duration::from_millis(5));
     }
-    assert_eq!(sandbox.receive().unwrap(), b"a");
-    let panicked = sandbox.receive().expect_err("a panic");
+    assert_eq!(sandbox.receive_reply().unwrap(), b"a");
+    let panicked = sandbox.receive_reply().expect_err("a panic");
     assert!(matches!(panicked.error, SandboxError::Panicked { .. }), "{panicked:?}");
-    assert_eq!(sandbox.receive().unwrap(), b"b");
-    let ended = sandbox.receive().expect_err("the end");
+    assert_eq!(sandbox.receive_reply().unwrap(), b"b");
+    let ended = sandbox.receive_reply().expect_err("the end");
     assert!(matches!(&ended.error, SandboxError::Ended(text) if text.contains('3')), "{ended:?}");
-    sandbox.receive().expect_err("no reply after the end");
+    sandbox.receive_reply().expect_err("no reply after the end");
     assert_eq!(sandbox.pending_requests(), 0);
 }
 
@@ -215,12 +215,12 @@ fn a_request_within_its_limits_succeeds_after_a_larger_one() {
     for (request, memory_bytes) in
         [("allocate 40000000", 64 << 20), ("allocate 200000000", 250 << 20), ("allocate 40000000", 64 << 20)]
     {
-        sandbox.send(request.as_bytes(), None, &RequestLimits { memory_bytes, ..LIMITS });
-        assert_eq!(sandbox.receive().unwrap(), [1], "{request}");
+        sandbox.send_request(request.as_bytes(), None, &RequestLimits { memory_bytes, ..LIMITS });
+        assert_eq!(sandbox.receive_reply().unwrap(), [1], "{request}");
     }
     // No request may use more memory than the settings allow.
-    sandbox.send(b"allocate 300000000", None, &RequestLimits { memory_bytes: 1 << 40, ..LIMITS });
-    sandbox.receive().expect_err("more than the settings allow");
+    sandbox.send_request(b"allocate 300000000", None, &RequestLimits { memory_bytes: 1 << 40, ..LIMITS });
+    sandbox.receive_reply().expect_err("more than the settings allow");
 }
 
 #[test]
@@ -277,7 +277,7 @@ fn the_sandbox_reads_files_that_it_is_sent() {
 fn the_sandbox_ends_with_its_caller() {
     let mut sandbox = start_sandbox();
     let pid = sandbox.pid();
-    sandbox.send(b"sleep 1000", None, &LIMITS);
+    sandbox.send_request(b"sleep 1000", None, &LIMITS);
     // Closes the socket as the end of the caller would, without a signal to the process.
     sandbox.shut_down_socket();
     let deadline = Instant::now() + Duration::from_secs(20);

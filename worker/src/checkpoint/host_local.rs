@@ -15,7 +15,7 @@ use crate::{
 };
 use ckpt::{
     CommittedCheckpoint, RunFacts, ShardReport, StagingDir,
-    host_local::{self, ManifestId, PreparedSave},
+    host_local::{self, HostLocalCheckpointId, PreparedSave},
 };
 use diagnostic::codes::training as codes;
 use std::{
@@ -118,7 +118,7 @@ pub(crate) fn complete_interrupted_commits(
         false => Ok(Default::default()),
     };
     let listed = mine.as_ref().map(|(listed, _)| listed.clone()).map_err(Clone::clone);
-    let completed: HashSet<ManifestId> = all_gather_values(queue, listed)?.into_iter().flatten().collect();
+    let completed: HashSet<HostLocalCheckpointId> = all_gather_values(queue, listed)?.into_iter().flatten().collect();
     let (_, prepared) = mine?;
     let result = prepared
         .into_iter()
@@ -129,7 +129,7 @@ pub(crate) fn complete_interrupted_commits(
 
 /// Lists the checkpoints that any host has in its checkpoint directory `root`, newest first.
 /// Collective: every rank must call it.
-pub(crate) fn list_candidates(
+pub(crate) fn list_candidates_of_all_hosts(
     queue: &CollectiveQueue,
     layout: &StorageTopology,
     root: &Path,
@@ -139,12 +139,12 @@ pub(crate) fn list_candidates(
         if layout.is_directory_leader(rank) { host_local::list_manifests(root) } else { Ok(Vec::new()) };
     let listed = all_gather_values(queue, listed.map_err(to_unreadable_checkpoint_error))?;
     let mut seen = HashSet::new();
-    let mut distinct: Vec<ManifestId> =
+    let mut distinct: Vec<HostLocalCheckpointId> =
         listed.into_iter().flatten().filter(|l| seen.insert(l.clone())).collect();
     // The sort is stable: among checkpoints of one step, the one of the lowest rank comes first.
     distinct.sort_by_key(|l| std::cmp::Reverse(l.step));
-    let candidate = |l: ManifestId| CheckpointCandidate {
-        path: host_local::checkpoint_path(root, l.step),
+    let candidate = |l: HostLocalCheckpointId| CheckpointCandidate {
+        path: host_local::step_checkpoint_path(root, l.step),
         hash: Some(l.hash),
     };
     Ok(distinct.into_iter().map(candidate).collect())

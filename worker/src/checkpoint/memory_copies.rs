@@ -14,7 +14,7 @@ pub(super) use state_selection::{CompleteState, StateSelection};
 use crate::{
     checkpoint::{
         host_local::HostLocalCheckpoint,
-        shard_write::{RangeLabel, copy_into_memory},
+        shard_write::{RangeLabel, copy_shard_to_memory_store},
         tensor_mapping::{OwnedRange, list_owned_ranges},
     },
     consensus::{all_gather_values, broadcast_bytes},
@@ -24,12 +24,12 @@ use crate::{
 };
 use ckpt::{
     Hash, RunFacts,
-    memory_store::{CopyId, MemoryStore, StoredCopies, open_memory_checkpoint, parse_copy_description},
+    memory_store::{MemoryCopyId, MemoryStore, StoredMemoryCopies, open_memory_checkpoint, parse_copy_description},
 };
 use device::View;
 use diagnostic::{Diagnostic, codes, quantity::format_bytes};
 use host_map::HostMap;
-use image_exchange::exchange_images;
+use image_exchange::exchange_memory_copies;
 use jobspec::MemoryCopySpec;
 use state_selection::{HostCopies, ReportedCopy, select_states};
 use std::{
@@ -73,17 +73,17 @@ impl HostMemoryCopies {
     /// and those that cannot. Collective: every rank must call it.
     pub(super) fn list_states(&self, queue: &CollectiveQueue) -> Result<StateSelection> {
         let report = match self.hosts.is_leader(queue.comm().rank()) {
-            true => self.list_local_copies().map(|copies| build_host_report(&copies)),
+            true => self.list_local_copies().map(|copies| describe_host_copies(&copies)),
             false => Ok(HostCopies::default()),
         };
         let reports = all_gather_values(queue, report)?;
         let of_hosts: Vec<HostCopies> =
-            self.hosts.leaders().filter_map(|leader| reports.get(leader).cloned()).collect();
+            self.hosts.list_host_leaders().filter_map(|leader| reports.get(leader).cloned()).collect();
         Ok(select_states(&of_hosts))
     }
 
     /// Lists the copies of training states in the memory of this host.
-    fn list_local_copies(&self) -> Result<StoredCopies> {
+    fn list_local_copies(&self) -> Result<StoredMemoryCopies> {
         self.store.list_copies().map_err(to_unreadable_checkpoint_error)
     }
 
@@ -103,7 +103,7 @@ impl HostMemoryCopies {
             .map(|copy| (copy.rank, copy))
             .collect();
         let mut texts: HashMap<u32, Vec<u8>> = HashMap::new();
-        for (host, leader) in self.hosts.leaders().enumerate() {
+        for (host, leader) in self.hosts.list_host_leaders().enumerate() {
             let sent = state.list_ranks_described_by(host);
             if sent.is_empty() {
                 continue;
@@ -112,10 +112,10 @@ impl HostMemoryCopies {
                 true => sent.iter().filter_map(|r| Some((*r, &*local.get(r)?.description))).collect(),
                 false => Vec::new(),
             };
-            let encoded = rmp_serde::to_vec(&mine).map_err(|e| build_exchange_error().with_cause(&e).into());
+            let encoded = rmp_serde::to_vec(&mine).map_err(|e| build_invalid_copy_list_error().with_cause(&e).into());
             let bytes = broadcast_bytes(queue, leader, encoded)?;
             let received: Vec<(u32, Vec<u8>)> =
-                rmp_serde::from_slice(&bytes).map_err(|e| build_exchange_error().with_cause(&e))?;
+                rmp_serde::from_slice(&bytes).map_err(|e| build_invalid_copy_list_error().with_cause(&e))?;
             texts.extend(received);
         }
         let parse = |rank: u32| {
@@ -124,8 +124,8 @@ impl HostMemoryCopies {
         };
         let descriptions: ckpt::Result<Vec<_>> = (0..state.id.world).map(parse).collect();
         let shards = (0..state.id.world).map(|rank| local.remove(&rank).map(|copy| copy.shard)).collect();
-        let opened = descriptions.and_then(|d| open_memory_checkpoint(&state.path(), d, shards));
-        let holders = state.holders.iter().map(|hosts| self.hosts.list_ranks(hosts)).collect();
+        let opened = descriptions.and_then(|d| open_memory_checkpoint(&state.display_path(), d, shards));
+        let holders = state.holders.iter().map(|hosts| self.hosts.list_ranks_on_hosts(hosts)).collect();
         Ok(opened
             .map(|checkpoint| HostLocalCheckpoint::from_memory_copies(queue, checkpoint, holders))
             .map_err(to_unreadable_checkpoint_error))
@@ -135,14 +135,14 @@ impl HostMemoryCopies {
 impl CompleteState {
     /// Returns the name of the state, such as `memory/step-40`, that events and messages show
     /// instead of a file path.
-    pub(super) fn path(&self) -> PathBuf {
+    pub(super) fn display_path(&self) -> PathBuf {
         PathBuf::from(format!("memory/step-{}", self.id.step))
     }
 }
 
 /// Builds the list of the memory copies on this host, which the host sends to the other hosts.
-fn build_host_report(copies: &StoredCopies) -> HostCopies {
-    let report = |copy: &ckpt::memory_store::StoredCopy| ReportedCopy {
+fn describe_host_copies(copies: &StoredMemoryCopies) -> HostCopies {
+    let report = |copy: &ckpt::memory_store::StoredMemoryCopy| ReportedCopy {
         id: copy.id,
         rank: copy.rank,
         hash: copy.hash,
@@ -151,7 +151,7 @@ fn build_host_report(copies: &StoredCopies) -> HostCopies {
 }
 
 /// Builds the error which reports that a rank sent an invalid list of its memory copies.
-fn build_exchange_error() -> Diagnostic {
+fn build_invalid_copy_list_error() -> Diagnostic {
     let message = "the descriptions of the memory copies that ranks exchanged are not valid";
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message)
 }
@@ -222,13 +222,13 @@ impl MemoryCopier {
     pub fn copy_state(&mut self, running: &mut RunningTrainer, facts: Option<RunFacts>) -> Result<CopyCost> {
         let began = Instant::now();
         if self.count == 1 {
-            self.free_other_copies(running.trainer.engine.rank())?;
+            self.free_unneeded_copies(running.trainer.engine.rank())?;
         }
         let bytes = self.copy_to_host(running, facts)?;
         let copied = Instant::now();
         let queue = running.trainer.engine.queue();
         let HostMemoryCopies { store, hosts, spec, .. } = &self.memory;
-        let sent_bytes = exchange_images(queue, store, hosts, spec.copies as usize, self.sequence)?;
+        let sent_bytes = exchange_memory_copies(queue, store, hosts, spec.copies as usize, self.sequence)?;
         self.sequence += 1;
         self.count += 1;
         Ok(CopyCost { bytes, sent_bytes, copy_time: copied - began, exchange_time: copied.elapsed() })
@@ -238,7 +238,7 @@ impl MemoryCopier {
     /// copy in bytes.
     fn copy_to_host(&self, running: &mut RunningTrainer, facts: Option<RunFacts>) -> Result<u64> {
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
-        let id = CopyId {
+        let id = MemoryCopyId {
             step: running.position.step,
             sequence: self.sequence,
             attempt: self.memory.attempt,
@@ -249,7 +249,7 @@ impl MemoryCopier {
         let labels: Vec<RangeLabel> = ranges.iter().map(RangeLabel::new).collect();
         let values: Vec<View> = ranges.iter().map(|o| o.values).collect();
         let (ops, rank) = (running.trainer.ops.as_ref(), engine.rank() as u32);
-        let written = copy_into_memory(ops, &self.memory.store, (id, rank), facts, &labels, &values)?;
+        let written = copy_shard_to_memory_store(ops, &self.memory.store, (id, rank), facts, &labels, &values)?;
         (0..engine.shards.len()).for_each(|u| optimizer.evict_states(u));
         written.map_err(to_unwritable_checkpoint_error)
     }
@@ -258,13 +258,13 @@ impl MemoryCopier {
     /// example after a restart on other hosts.
     ///
     /// May be called after all ranks have completed a copy in this attempt.
-    fn free_other_copies(&self, rank: usize) -> Result<()> {
+    fn free_unneeded_copies(&self, rank: usize) -> Result<()> {
         let HostMemoryCopies { store, hosts, spec, .. } = &self.memory;
         if !hosts.is_leader(rank) {
             return Ok(());
         }
         let kept = hosts.list_kept_ranks(hosts.host_of(rank), spec.copies as usize);
-        let freed = store.free_copies(|rank| kept.contains(&(rank as usize)));
+        let freed = store.free_copies_except(|rank| kept.contains(&(rank as usize)));
         freed.map_err(to_unwritable_checkpoint_error)
     }
 }

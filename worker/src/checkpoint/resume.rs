@@ -11,9 +11,9 @@ mod resume_point;
 mod weight_match;
 
 pub use adapters::open_matching_adapters;
-pub use candidates::CheckpointDirs;
-pub use pretrained::{PretrainedModel, start_from_model};
-pub use resume_point::{EventSink, MemoryResume, ResumePoint};
+pub use candidates::CheckpointLocations;
+pub use pretrained::{PretrainedModel, start_without_checkpoint};
+pub use resume_point::{EventSink, MemoryResumeState, ResumePoint};
 
 use crate::{
     checkpoint::host_local::CheckpointCandidate,
@@ -22,10 +22,10 @@ use crate::{
 };
 use candidates::{NamedCheckpoint, find_named_checkpoint, list_candidates};
 use diagnostic::{Diagnostic, codes::training as codes};
-use external::load_external;
+use external::load_external_state;
 use jobspec::{JobSpec, ResumeFrom};
 use memory::{MemorySearchOutcome, MemoryStepRange, resume_from_memory};
-use native::{LoadError, load_native};
+use native::{LoadError, load_native_checkpoint};
 use protocol::event::Event;
 use std::path::{Path, PathBuf};
 use weight_match::list_weight_shapes;
@@ -43,7 +43,7 @@ use weight_match::list_weight_shapes;
 pub fn resume_from_checkpoint(
     ready: &mut UninitializedTrainer,
     job: &JobSpec,
-    dirs: &CheckpointDirs,
+    dirs: &CheckpointLocations,
     data_digest: &str,
     events: &mut EventSink,
 ) -> Result<Option<ResumePoint>> {
@@ -69,14 +69,14 @@ pub fn resume_from_checkpoint(
             NamedCheckpoint::Native(candidate) => (vec![candidate], true),
             NamedCheckpoint::External(mut source, path) => {
                 source.unfuse_experts(&list_weight_shapes(ready));
-                return load_external(ready, &source, &path, job, reason, events).map(Some);
+                return load_external_state(ready, &source, &path, job, reason, events).map(Some);
             }
         },
     };
     let mut skipped: Vec<(PathBuf, Error)> = Vec::new();
     let mut candidates = candidates.into_iter().peekable();
     while let Some(candidate) = candidates.next() {
-        match load_native(ready, dirs, &candidate, (data_digest, reason.clone()), events) {
+        match load_native_checkpoint(ready, dirs, &candidate, (data_digest, reason.clone()), events) {
             Ok(resumed) => {
                 report_skipped_checkpoints(&skipped, events)?;
                 return Ok(Some(resumed));

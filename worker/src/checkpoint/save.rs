@@ -5,7 +5,7 @@ use crate::{
         host_local,
         memory_copies::{CopyCost, MemoryCopier},
         shard_write::{
-            BackgroundWrite, RangeLabel, ShardWrite, join_thread, spawn_thread, write_in_foreground,
+            BackgroundWrite, RangeLabel, ShardWrite, join_thread, spawn_named_thread, write_shard_in_foreground,
         },
         storage_topology::StorageTopology,
         tensor_mapping::{build_checkpoint_model_spec, list_owned_ranges},
@@ -171,13 +171,13 @@ impl CheckpointSaver {
     }
 
     /// Returns whether the run resumed from copies in memory and has not saved a checkpoint since.
-    pub fn is_resumed_from_memory(&self) -> bool {
+    pub fn is_unsaved_since_memory_resume(&self) -> bool {
         self.is_resumed_from_memory
     }
 
     /// Returns whether a finished run must still save its training state even if it completed no
     /// step. This is the case after a resume from memory, or if the run has no checkpoint.
-    pub fn has_unsaved_state(&self) -> bool {
+    pub fn must_save_without_new_step(&self) -> bool {
         self.is_resumed_from_memory || self.last.is_none()
     }
 
@@ -185,14 +185,14 @@ impl CheckpointSaver {
     /// the values of a GPU. Without this call, the first save allocates the memory.
     ///
     /// On a CPU each save allocates memory separately.
-    pub fn allocate_staging(&mut self, running: &RunningTrainer) -> Result<()> {
+    pub fn start_staging_allocation(&mut self, running: &RunningTrainer) -> Result<()> {
         let is_gpu = !running.trainer.ops.is_host();
         if is_gpu && self.saves_in_background(running) && matches!(self.staging, StagingMemory::NotAllocated)
         {
             let (sizes, ops) = (list_range_sizes(running), running.trainer.ops.clone());
             let allocate =
                 move || sizes.into_iter().map(|(dtype, len)| ops.try_alloc_staging(dtype, len)).collect();
-            self.staging = StagingMemory::Allocating(spawn_thread("checkpoint memory", allocate)?);
+            self.staging = StagingMemory::Allocating(spawn_named_thread("checkpoint memory", allocate)?);
         }
         Ok(())
     }
@@ -200,7 +200,7 @@ impl CheckpointSaver {
     /// Waits until the staging memory, to which background saves copy the values of a GPU, is
     /// allocated. Starts the allocation if necessary.
     pub fn wait_for_staging(&mut self, running: &RunningTrainer) -> Result<()> {
-        self.allocate_staging(running)?;
+        self.start_staging_allocation(running)?;
         if matches!(self.staging, StagingMemory::Allocating(_)) {
             self.staging = StagingMemory::Ready(self.take_staging(running)?);
         }
@@ -224,7 +224,7 @@ impl CheckpointSaver {
     /// Takes the host memory (staging memory) to which one background save copies the values of a
     /// GPU. If the driver has no pinned memory, returns pageable memory and records a notice.
     fn take_staging(&mut self, running: &RunningTrainer) -> Result<Vec<Buf>> {
-        self.allocate_staging(running)?;
+        self.start_staging_allocation(running)?;
         match std::mem::replace(&mut self.staging, StagingMemory::NotAllocated) {
             StagingMemory::Ready(buffers) => Ok(buffers),
             StagingMemory::Allocating(thread) => Ok(join_thread(thread).unwrap_or_else(|why| {
@@ -243,13 +243,13 @@ impl CheckpointSaver {
     }
 
     /// Returns whether the save of a checkpoint has begun and is not finished yet.
-    pub fn is_pending(&self) -> bool {
+    pub fn has_pending_save(&self) -> bool {
         self.pending.is_some()
     }
 
     /// Returns whether the background thread of this rank is still writing this rank's shard of a
     /// checkpoint.
-    pub fn is_writing(&self) -> bool {
+    pub fn is_writing_in_background(&self) -> bool {
         self.find_background_write().is_some_and(BackgroundWrite::is_running)
     }
 
@@ -303,7 +303,7 @@ impl CheckpointSaver {
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
         let facts = self.build_run_facts(running, self.metadata.tokenizer.clone());
         let (rank, leader) = (engine.rank(), self.layout.find_directory_leader(engine.rank()));
-        let bytes = self.layout.compute_directory_bytes(rank, self.count_total_bytes(engine, optimizer));
+        let bytes = self.layout.compute_directory_bytes(rank, self.count_bytes_with_parity(engine, optimizer));
         let staging = (rank == leader).then(|| StagingDir::create(&self.root, facts.step, bytes));
         let staging = staging.transpose().map_err(to_unwritable_checkpoint_error);
         let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);
@@ -328,7 +328,7 @@ impl CheckpointSaver {
             let write = BackgroundWrite::start(copies, labels, bytes, path, (rank, world))?;
             (ShardWrite::Background(write), copied)
         } else {
-            let written = write_in_foreground(ops, &path, rank, world, &labels, &values)?;
+            let written = write_shard_in_foreground(ops, &path, rank, world, &labels, &values)?;
             (0..engine.shards.len()).for_each(|u| optimizer.evict_states(u));
             (ShardWrite::Done(written), Event::default())
         };
@@ -341,7 +341,7 @@ impl CheckpointSaver {
 
     /// Computes the number of bytes that all ranks together write for one checkpoint, including
     /// parity.
-    fn count_total_bytes(&self, engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
+    fn count_bytes_with_parity(&self, engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
         let tensors = count_checkpoint_bytes(engine, optimizer);
         let parity = if self.spec.parity { tensors.div_ceil(engine.world() as u64) } else { 0 };
         tensors.saturating_add(parity)
@@ -457,7 +457,7 @@ fn build_cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) 
     if !step_lag.is_empty() {
         cursor["late"] = json!(step_lag);
     }
-    if let Some(state) = running.trainer.loss_scale.state() {
+    if let Some(state) = running.trainer.loss_scale.checkpoint_state() {
         cursor["loss_scale"] = json!(state);
     }
     cursor

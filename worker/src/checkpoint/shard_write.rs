@@ -6,7 +6,7 @@ use crate::{
 };
 use ckpt::{
     CkptError, PieceElements, RunFacts, ShardReport, TensorPiece, TensorRole,
-    memory_store::{CopyId, MemoryStore},
+    memory_store::{MemoryCopyId, MemoryStore},
 };
 use device::{
     Buf, Dtype, Ops, View,
@@ -78,7 +78,7 @@ impl BackgroundWrite {
             });
             Ok((written.transpose(), buffers))
         };
-        Ok(BackgroundWrite { thread: Some(spawn_thread("checkpoint", write)?), progress })
+        Ok(BackgroundWrite { thread: Some(spawn_named_thread("checkpoint", write)?), progress })
     }
 
     /// Returns whether the background thread is still writing this rank's shard.
@@ -100,7 +100,7 @@ impl BackgroundWrite {
     /// `None` after a cancellation, and the staging memory.
     pub(super) fn finish(
         mut self,
-    ) -> std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), ThreadFailure> {
+    ) -> std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), ShardThreadFailure> {
         match self.thread.take() {
             Some(thread) => join_thread(thread),
             None => Ok((None, Vec::new())),
@@ -146,7 +146,7 @@ impl RangeLabel {
 }
 
 /// Starts a thread named `name`.
-pub(super) fn spawn_thread<T: Send + 'static>(
+pub(super) fn spawn_named_thread<T: Send + 'static>(
     name: &str,
     f: impl FnOnce() -> T + Send + 'static,
 ) -> Result<JoinHandle<T>> {
@@ -156,7 +156,7 @@ pub(super) fn spawn_thread<T: Send + 'static>(
 /// Why a thread that copies a shard from the device or writes it to a file failed: a device error
 /// or a panic.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ThreadFailure {
+pub(super) enum ShardThreadFailure {
     /// The device rejected an operation.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -171,20 +171,20 @@ pub(super) enum ThreadFailure {
 /// Waits for a thread and returns its result.
 pub(super) fn join_thread<T>(
     thread: JoinHandle<std::result::Result<T, DeviceError>>,
-) -> std::result::Result<T, ThreadFailure> {
+) -> std::result::Result<T, ShardThreadFailure> {
     match thread.join() {
         Ok(result) => Ok(result?),
-        Err(panic) => Err(ThreadFailure::Panic { message: extract_panic_message(panic.as_ref()) }),
+        Err(panic) => Err(ShardThreadFailure::Panic { message: extract_panic_message(panic.as_ref()) }),
     }
 }
 
 /// Copies a shard of the training state into the memory store of this host (the file in memory for
 /// memory copies), through a host buffer if the values are in device memory. Returns the size of
 /// the copy in bytes.
-pub(super) fn copy_into_memory(
+pub(super) fn copy_shard_to_memory_store(
     ops: &dyn Ops,
     store: &MemoryStore,
-    (id, rank): (CopyId, u32),
+    (id, rank): (MemoryCopyId, u32),
     facts: Option<RunFacts>,
     labels: &[RangeLabel],
     values: &[View],
@@ -196,7 +196,7 @@ pub(super) fn copy_into_memory(
 
 /// Writes this rank's shard of a checkpoint on the calling thread, through a host buffer if the
 /// values are in device memory.
-pub(super) fn write_in_foreground(
+pub(super) fn write_shard_in_foreground(
     ops: &dyn Ops,
     path: &Path,
     rank: u32,

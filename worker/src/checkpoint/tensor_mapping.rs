@@ -10,7 +10,7 @@ use crate::{
     zero::engine::{ZeroEngine, copy_or_cast},
 };
 use ckpt::{
-    Checkpoint, CkptError, ReadRequest, TensorInfo, TensorRole, TensorSource, TiedWeight, WeightShape,
+    Checkpoint, CkptError, F32ReadRequest, TensorInfo, TensorRole, TensorSource, TiedWeight, WeightShape,
     peft::AdapterConfig,
 };
 use device::{Buf, Dtype, Ops, View, ViewMut};
@@ -109,7 +109,7 @@ pub fn find_params_without_state(
     let held: HashSet<(TensorRole, &str)> = tensors.iter().map(|t| (t.role, t.name.as_str())).collect();
     let roles = list_state_roles(optimizer);
     let lacks = |p: &&ParamSpec| {
-        let mut needed = roles.iter().filter(|role| role.state_shape(&p.shape).is_some());
+        let mut needed = roles.iter().filter(|role| role.tensor_shape_for_weight(&p.shape).is_some());
         needed.any(|role| !held.contains(&(*role, p.name.as_str())))
     };
     let params = units.iter().flat_map(ParamUnit::list_trained_params);
@@ -152,7 +152,7 @@ pub fn list_owned_ranges<'a>(
             let in_shard = seg.flat.start - own.start..seg.flat.end - own.start;
             piece(TensorRole::Weight, seg, weights.slice(in_shard))
         }));
-        for states in optimizer.states(u).by_role() {
+        for states in optimizer.states(u).states_by_role() {
             let values = states.view();
             let written = states.list_saved_segments(unit, own.clone());
             out.extend(written.iter().map(|seg| piece(states.role(), seg, values.slice(seg.flat.clone()))));
@@ -179,7 +179,7 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
     let with_states: HashSet<&str> = states.iter().map(|t| t.name.as_str()).collect();
     // A parameter without any state was frozen, and begins with new states.
     let needs = |role: TensorRole, p: &ParamSpec| {
-        role.state_shape(&p.shape).is_some() && (states.is_empty() || with_states.contains(p.name.as_str()))
+        role.tensor_shape_for_weight(&p.shape).is_some() && (states.is_empty() || with_states.contains(p.name.as_str()))
     };
     let is_missing = |role: TensorRole| {
         let mut trained = units.iter().flat_map(ParamUnit::list_trained_params);
@@ -205,16 +205,16 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
 /// Copies the parameters and optimizer states that each rank has read from a checkpoint to the
 /// other ranks that store replicas of them. Every rank must first have read its owned ranges from a
 /// checkpoint. Collective: every rank must call it.
-pub fn sync_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
+pub fn sync_loaded_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
     for u in 0..engine.shards.len() {
-        engine.start_param_gather(u);
+        engine.start_updated_param_gather(u);
         if !engine.policy.shard_optimizer {
             sync_replicated_states(ready.trainer.ops.as_ref(), engine, optimizer, u)?;
         }
         optimizer.evict_states(u);
     }
-    Ok(engine.wait_param_gather()?)
+    Ok(engine.wait_for_updated_param_gathers()?)
 }
 
 /// Which parameters and optimizer states are read from a checkpoint into the trainer, and under
@@ -255,7 +255,7 @@ pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -
     let failed = read_owned_ranges(ready, reading).err().map(to_unreadable_checkpoint_error);
     match exchange_first_error(ready.trainer.engine.queue(), failed)? {
         Some(e) => Ok(Some(e)),
-        None => sync_replicas(ready).map(|()| None),
+        None => sync_loaded_replicas(ready).map(|()| None),
     }
 }
 
@@ -280,7 +280,7 @@ fn read_units(
             unit.list_segments(own.clone()),
             HostValues::new(ops.as_ref(), weights),
         ));
-        for states in st.by_role_mut().iter_mut().filter(|_| reading.with_states) {
+        for states in st.states_by_role_mut().iter_mut().filter(|_| reading.with_states) {
             let role = states.role();
             for (segments, values) in states.list_loaded_segments_mut(unit, own.clone()) {
                 vectors.push((unit, role, segments, HostValues::new(ops.as_ref(), values)));
@@ -354,11 +354,11 @@ fn build_read_requests<'a>(
     role: TensorRole,
     segments: Vec<Segment>,
     mut values: &'a mut [f32],
-) -> Vec<ReadRequest<'a>> {
+) -> Vec<F32ReadRequest<'a>> {
     let requests = segments.into_iter().map(|seg| {
         let (out, after) = std::mem::take(&mut values).split_at_mut(seg.flat.len());
         values = after;
-        ReadRequest {
+        F32ReadRequest {
             name: &unit.params[seg.param].name,
             role,
             start_element: seg.elements.start as u64,
@@ -378,10 +378,10 @@ fn sync_replicated_states(
 ) -> Result<()> {
     let unit = &engine.shards[u].unit;
     let st = optimizer.states_mut(u);
-    let len = unit.compute_trained_range(st.range.clone()).len();
-    for states in st.by_role_mut().iter_mut().filter(|states| states.is_any_sharded(unit)) {
+    let len = unit.to_trained_range(st.range.clone()).len();
+    for states in st.states_by_role_mut().iter_mut().filter(|states| states.is_any_sharded(unit)) {
         let mine = states.pack_trained(ops, unit, engine.owned_range(u));
-        let whole = engine.gather_trained(u, mine, ops.zeroed(Dtype::F32, len))?;
+        let whole = engine.gather_trained_vector(u, mine, ops.zeroed(Dtype::F32, len))?;
         states.unpack_trained(ops, unit, whole.view());
     }
     Ok(())

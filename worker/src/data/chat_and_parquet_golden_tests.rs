@@ -382,7 +382,7 @@ fn only_the_assistants_tokens_count_for_the_loss() {
         let order = data.create_sample_order(0, false);
         let (tokens, mask) = (case.tokens.as_ref().unwrap(), case.mask.as_ref().unwrap());
         let assistant = mask.iter().filter(|&&m| m == 1).count() as u64;
-        assert_eq!(data.tokens(), 2 * (tokens.len() as u64 + 1));
+        assert_eq!(data.token_count(), 2 * (tokens.len() as u64 + 1));
         let [mut t, mut l, mut s] = [0; 3].map(|_| vec![0; 10]);
         let mut labels = Vec::new();
         for i in 0..data.len() {

@@ -3,7 +3,7 @@
 use super::{
     error::{ChatTemplateProblem, DataError, InterpretationStep},
     interpreter::{Interpreter, TemplateSource},
-    tokenizer::{TextTokenizer, read_text_file, to_data_error},
+    tokenizer::{TextTokenizer, read_text_file, to_interpretation_error},
 };
 use jobspec::LossTargets;
 use std::path::{Path, PathBuf};
@@ -59,7 +59,7 @@ impl ChatTemplate {
                 Err(DataError::InvalidChatTemplate { problem: ChatTemplateProblem::Syntax(failure) })
             }
             Err(failure) => {
-                Err(to_data_error(failure, InterpretationStep::CompileTemplate, &path, None, None))
+                Err(to_interpretation_error(failure, InterpretationStep::CompileTemplate, &path, None, None))
             }
         }
     }

@@ -97,7 +97,7 @@ impl Dataset {
             if !source.name.is_empty() {
                 let length = source.name.len() as u64;
                 hasher.update(&length.to_le_bytes()).update(source.name.as_bytes());
-                hasher.update(&schedule.positions_per_cycle()[i].to_le_bytes());
+                hasher.update(&schedule.samples_per_cycle()[i].to_le_bytes());
             }
             let header = &source.cache.header;
             hasher.update(&header.body_digest);
@@ -124,12 +124,12 @@ impl Dataset {
     }
 
     /// Returns the number of tokens of all sources, end-of-document tokens included.
-    pub fn tokens(&self) -> u64 {
+    pub fn token_count(&self) -> u64 {
         self.sources.iter().map(|s| s.cache.header.tokens).sum()
     }
 
     /// Returns the number of documents of all sources.
-    pub fn documents(&self) -> u64 {
+    pub fn document_count(&self) -> u64 {
         self.sources.iter().map(|s| s.cache.header.documents).sum()
     }
 
@@ -171,7 +171,7 @@ impl Dataset {
         starts: &mut [u32],
     ) {
         let source_lengths = self.sources.iter().map(|s| s.packer.len());
-        assert!(order.source_lengths().eq(source_lengths), "the order belongs to another data set");
+        assert!(order.samples_per_epoch_by_source().eq(source_lengths), "the order belongs to another data set");
         let n = self.seq_len;
         assert_eq!([tokens.len(), labels.len(), starts.len()], [micro * n; 3]);
         let rows = tokens.chunks_exact_mut(n).zip(labels.chunks_exact_mut(n)).zip(starts.chunks_exact_mut(n));
@@ -221,7 +221,7 @@ fn open_source_cache(
     lists: &mut FilePatternCache,
     warnings: &mut Vec<Diagnostic>,
 ) -> Result<TokenCache, DataError> {
-    let mut files = lists.find_files(&source.files)?.to_vec();
+    let mut files = lists.find_files_once(&source.files)?.to_vec();
     files.retain(|f| f.bytes > 0);
     let workdir = lists.workdir();
     let chat_template = open_chat_template(spec, source, tokenizer, workdir)?;

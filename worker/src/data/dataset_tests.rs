@@ -73,7 +73,7 @@ fn files_become_samples() {
         ("c.jsonl", "{\"text\":\"cd\"}\n{\"text\":\"e\"}\n"),
     ]);
     let data = open_train_data(&create_data_spec(&["*"], 4), &dir).unwrap();
-    assert_eq!((data.len(), data.tokens(), data.documents(), data.vocab_size()), (2, 8, 3, 257));
+    assert_eq!((data.len(), data.token_count(), data.document_count(), data.vocab_size()), (2, 8, 3, 257));
     let i = IGNORE_INDEX;
     let [tokens, labels, starts] = read_batch(&data, &data.create_sample_order(0, false), 0, 2);
     assert_eq!(tokens, [97, 98, 256, 99, 100, 256, 101, 256]);
@@ -120,11 +120,11 @@ fn eval_files_have_precedence_over_the_held_out_share() {
     spec.held_out = 0.1;
     let open = |eval: Option<&[String]>, split| Dataset::open(&spec, eval, split, dir.path()).unwrap();
     let (train, held) = (open(None, Split::Train), open(None, Split::HeldOut));
-    assert_eq!(train.documents() + held.documents(), 500);
-    assert!((25..80).contains(&held.documents()), "{}", held.documents());
+    assert_eq!(train.document_count() + held.document_count(), 500);
+    assert!((25..80).contains(&held.document_count()), "{}", held.document_count());
     assert_ne!(train.digest(), held.digest());
     let eval = open(Some(&["eval.txt".into()]), Split::HeldOut);
-    assert_eq!((eval.documents(), eval.tokens()), (1, 17));
+    assert_eq!((eval.document_count(), eval.token_count()), (1, 17));
     assert_eq!(open(Some(&[]), Split::HeldOut).digest(), held.digest());
     assert_eq!(open(Some(&["eval.txt".into()]), Split::Train).digest(), train.digest());
 }
@@ -177,7 +177,7 @@ fn the_estimate_counts_files_bytes_and_tokens() {
     let dir = create_directory_with(&[("a.txt", "abc"), ("b.txt", "defgh")]);
     let estimate = check_data(&create_data_spec(&["*.txt"], 4), &[], dir.path()).estimate.unwrap();
     assert_eq!(estimate, DataEstimate { files: 2, bytes: 8, tokens: 10, vocab_size: 257 });
-    assert_eq!(open_train_data(&create_data_spec(&["*.txt"], 4), &dir).unwrap().tokens(), estimate.tokens);
+    assert_eq!(open_train_data(&create_data_spec(&["*.txt"], 4), &dir).unwrap().token_count(), estimate.tokens);
     let none = check_data(&create_data_spec(&["*.md"], 4), &[], dir.path());
     assert!(matches!(none.errors[..], [DataError::NoMatch { .. }]) && none.estimate.is_none());
     assert!(check_data(&create_data_spec(&["*.txt"], 0), &[], dir.path()).estimate.is_none());
@@ -244,7 +244,7 @@ fn the_first_record_of_each_file_is_checked() {
 #[test]
 fn the_embedded_tokenizer_equals_its_file() {
     let dir = create_directory_with(&[("a.txt", "Größe 🦀\n\n  x"), ("b.txt", "more")]);
-    for (name, text) in TextTokenizer::new_byte_tokenizer().build_hf_files() {
+    for (name, text) in TextTokenizer::new_byte_tokenizer().build_hf_tokenizer_files() {
         fs::write(dir.path().join(name), text).unwrap();
     }
     let bytes = open_train_data(&create_data_spec(&["*.txt"], 4), &dir).unwrap();
@@ -283,7 +283,7 @@ fn a_mixture_keeps_its_shares_and_each_source_has_separate_epochs() {
     let (dir, spec) = create_mixture();
     let data = open_train_data(&spec, &dir).unwrap();
     let order = data.create_sample_order(5, true);
-    let lengths: Vec<u64> = order.source_lengths().collect();
+    let lengths: Vec<u64> = order.samples_per_epoch_by_source().collect();
     assert_eq!(data.len(), lengths.iter().sum::<u64>());
     let mut seen = vec![Vec::new(); 3];
     for position in 0..2000 {

@@ -162,7 +162,7 @@ pub(crate) fn open_data_file(path: &Path, options: RecordReadOptions) -> Result<
 
 /// Reads the first piece (at most [`MAX_PIECE_BYTES`] bytes) of a text file and checks that it is
 /// UTF-8. Returns false if the file is empty, and fails if the piece is not UTF-8.
-pub(crate) fn read_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
+pub(crate) fn check_first_text_piece(input: &mut impl Read, path: &Path) -> Result<bool, DataError> {
     let mut bytes = vec![0; MAX_PIECE_BYTES];
     let n = read_until_full(input, &mut bytes).map_err(|source| DataError::unreadable(path, source))?;
     bytes.truncate(n);

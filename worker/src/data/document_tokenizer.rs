@@ -16,7 +16,7 @@ use super::{
     },
     split::SplitFilter,
     token_cache::TokenCacheWriter,
-    tokenizer::{TextTokenizer, to_data_error},
+    tokenizer::{TextTokenizer, to_interpretation_error},
 };
 use jobspec::LossTargets;
 use sandbox::SandboxError;
@@ -120,22 +120,22 @@ impl<'a> DocumentTokenizer<'a> {
         if self.batch.bytes < MAX_REQUEST_TEXT_BYTES {
             return Ok(());
         }
-        let sent = self.send_batch();
-        sent.inspect_err(|_| self.drop_documents())
+        let sent = self.send_collected_batch();
+        sent.inspect_err(|_| self.drop_unwritten_documents())
     }
 
     /// Waits until all documents that were added are tokenized, and writes their tokens to the
     /// token cache. After an error, the documents whose tokens are not written are dropped.
     pub(crate) fn finish_pending_documents(&mut self) -> Result<(), DataError> {
-        let mut flushed = self.send_batch();
+        let mut flushed = self.send_collected_batch();
         while flushed.is_ok() && !self.sent.is_empty() {
             flushed = self.receive_batch();
         }
-        flushed.inspect_err(|_| self.drop_documents())
+        flushed.inspect_err(|_| self.drop_unwritten_documents())
     }
 
     /// Drops all documents whose tokens are not written yet, whether they were sent or not.
-    fn drop_documents(&mut self) {
+    fn drop_unwritten_documents(&mut self) {
         self.batch = Batch::default();
         self.sent.clear();
     }
@@ -148,7 +148,7 @@ impl<'a> DocumentTokenizer<'a> {
 
     /// Sends the collected parts of documents to the sandbox process as one batch. Receives the
     /// results of an older batch if too many are pending.
-    fn send_batch(&mut self) -> Result<(), DataError> {
+    fn send_collected_batch(&mut self) -> Result<(), DataError> {
         let batch = std::mem::take(&mut self.batch);
         if batch.parts.is_empty() {
             return Ok(());
@@ -156,11 +156,11 @@ impl<'a> DocumentTokenizer<'a> {
         while self.sent.len() >= MAX_PENDING_REQUESTS {
             self.receive_batch()?;
         }
-        self.send_documents(batch)
+        self.send_batch_to_sandbox(batch)
     }
 
     /// Sends a batch of documents to the sandbox process.
-    fn send_documents(&mut self, batch: Batch) -> Result<(), DataError> {
+    fn send_batch_to_sandbox(&mut self, batch: Batch) -> Result<(), DataError> {
         let documents: Vec<Document> = batch.parts.iter().filter_map(BatchPart::as_document).collect();
         let sizes = documents.iter().map(|document| document.as_str().len());
         let limits = documents_request_limits(sizes, self.tokenizer.interpreter().threads());
@@ -189,7 +189,7 @@ impl<'a> DocumentTokenizer<'a> {
         let Some(batch) = batches.next() else { return Ok(()) };
         let results = self.interpret_one_by_one(&batch, failure)?;
         self.write_batch(&batch, results)?;
-        batches.try_for_each(|batch| self.send_documents(batch))
+        batches.try_for_each(|batch| self.send_batch_to_sandbox(batch))
     }
 
     /// Sends the documents of a batch to the sandbox process one by one, to find the document on
@@ -230,7 +230,7 @@ impl<'a> DocumentTokenizer<'a> {
         };
         let records = part.position.map(|first| FailedRecord { first, is_exact });
         let rules = self.find_step_file(failure.step.unwrap_or(first_step));
-        to_data_error(failure, first_step, &part.path, records, rules)
+        to_interpretation_error(failure, first_step, &part.path, records, rules)
     }
 
     /// Returns the path of the file that the sandbox process uses for the work `step`: the
@@ -318,7 +318,7 @@ impl<'a> DocumentTokenizer<'a> {
 
     /// Tokenizes all rows of a Parquet file and writes their tokens. All documents that were added
     /// before must have been written.
-    pub(crate) fn tokenize_rows(&mut self, file: &File, path: &Path) -> Result<(), DataError> {
+    pub(crate) fn tokenize_parquet_file(&mut self, file: &File, path: &Path) -> Result<(), DataError> {
         let limits = rows_request_limits(self.tokenizer.interpreter().threads());
         let (field, is_chat) = (self.options.field, self.options.chat_template.is_some());
         let read = Request::ReadRows { rows: MAX_RECORDS_PER_REPLY, options: self.document_options() };
@@ -326,18 +326,18 @@ impl<'a> DocumentTokenizer<'a> {
         let open = self.stream.send(&Request::OpenParquet { field, is_chat }, Some(file), &limits);
         let opened = open.and_then(|()| self.stream.receive::<OpenParquetReply>());
         opened
-            .map_err(|failure| self.to_rows_error(failure, path, first_row))?
+            .map_err(|failure| self.to_parquet_error(failure, path, first_row))?
             .map_err(|problem| DataError::InvalidParquet { path: path.to_path_buf(), problem })?;
         // One more reply than needed arrives, and is empty.
         let (mut pending, mut at_end) = (0, false);
         while pending > 0 || !at_end {
             while !at_end && pending < MAX_PENDING_REQUESTS {
                 let sent = self.stream.send(&read, None, &limits);
-                sent.map_err(|failure| self.to_rows_error(failure, path, first_row))?;
+                sent.map_err(|failure| self.to_parquet_error(failure, path, first_row))?;
                 pending += 1;
             }
             let reply = self.stream.receive::<RowsReply>();
-            let reply = reply.map_err(|failure| self.to_rows_error(failure, path, first_row))?;
+            let reply = reply.map_err(|failure| self.to_parquet_error(failure, path, first_row))?;
             pending -= 1;
             at_end |= reply.at_end;
             for result in reply.rows {
@@ -350,10 +350,10 @@ impl<'a> DocumentTokenizer<'a> {
 
     /// Converts a `failure` of the sandbox process at or after the row `first_row` to an error that
     /// names the Parquet file.
-    fn to_rows_error(&self, failure: InterpreterFailure, path: &Path, first_row: u64) -> DataError {
+    fn to_parquet_error(&self, failure: InterpreterFailure, path: &Path, first_row: u64) -> DataError {
         let range = FailedRecord { first: RecordPosition::Row(first_row), is_exact: false };
         let rules = failure.step.and_then(|step| self.find_step_file(step));
-        to_data_error(failure, InterpretationStep::ReadRows, path, Some(range), rules)
+        to_interpretation_error(failure, InterpretationStep::ReadRows, path, Some(range), rules)
     }
 }
 

@@ -66,7 +66,7 @@ impl EpochPermutation {
         let mask = (1u64 << self.half_bits) - 1;
         let (mut left, mut right) = (index >> self.half_bits, index & mask);
         for round in 0..FEISTEL_ROUNDS {
-            let word = u64::from(stream.compute_words(right, round, epoch)[0]);
+            let word = u64::from(stream.compute_random_words(right, round, epoch)[0]);
             (left, right) = (right, left ^ (word & mask));
         }
         left << self.half_bits | right

@@ -358,7 +358,7 @@ impl DataError {
             }
             DataError::InvalidRecord { position, .. }
             | DataError::RecordNotTokenized { position: Some(position), .. } => {
-                let (name, number) = position.diagnostic_field();
+                let (name, number) = position.to_diagnostic_field();
                 diagnostic.with_field(name, number)
             }
             DataError::Empty { other_files, .. } => diagnostic.with_field("other_files", *other_files),

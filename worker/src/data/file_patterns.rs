@@ -50,7 +50,7 @@ impl FilePatternCache {
 
     /// Returns the files that the patterns match, from an earlier call with equal patterns if there
     /// was one.
-    pub(super) fn find_files(&mut self, patterns: &[String]) -> Result<&[DataFile], DataError> {
+    pub(super) fn find_files_once(&mut self, patterns: &[String]) -> Result<&[DataFile], DataError> {
         let position = match self.found.iter().position(|(known, _)| known == patterns) {
             Some(position) => position,
             None => {

@@ -1,6 +1,6 @@
 //! [`has_record`]: checks whether a data file has a record, and whether its first record is valid.
 use super::{
-    document_reader::{DataFileFormat, RecordReadOptions, open_data_file, read_first_text_piece},
+    document_reader::{DataFileFormat, RecordReadOptions, open_data_file, check_first_text_piece},
     error::{DataError, FailedRecord, InterpretationStep, RecordPosition},
     interpreter::{
         Document, DocumentOptions, DocumentResult, Interpreter, InterpreterFailure, OpenParquetReply,
@@ -8,7 +8,7 @@ use super::{
     },
     json_lines::{parse_text_record, read_json_lines},
     split::SplitFilter,
-    tokenizer::to_data_error,
+    tokenizer::to_interpretation_error,
 };
 use jobspec::LossTargets;
 use sandbox::SandboxError;
@@ -23,14 +23,14 @@ pub(crate) fn has_record(
 ) -> Result<bool, DataError> {
     let mut data = open_data_file(path, options)?;
     match data.format {
-        DataFileFormat::Text => read_first_text_piece(&mut data.file, path),
-        DataFileFormat::JsonLines => has_line(&mut data.file, path, options, interpreter),
-        DataFileFormat::Parquet => has_row(&data.file, path, options, interpreter),
+        DataFileFormat::Text => check_first_text_piece(&mut data.file, path),
+        DataFileFormat::JsonLines => jsonl_has_record(&mut data.file, path, options, interpreter),
+        DataFileFormat::Parquet => parquet_has_row(&data.file, path, options, interpreter),
     }
 }
 
 /// Returns whether a JSON lines file contains a record. Fails if the first record is invalid.
-fn has_line(
+fn jsonl_has_record(
     file: &mut File,
     path: &Path,
     options: RecordReadOptions,
@@ -44,10 +44,10 @@ fn has_line(
             let parsed = parse_text_record(text, options.field);
             return parsed.map(drop).map_err(|problem| DataError::invalid_record(path, position, problem));
         };
-        let result = interpreter.interpret_document(Document::ChatLine(text), build_check_options(options));
+        let result = interpreter.interpret_document(Document::ChatLine(text), to_check_only_options(options));
         let range = FailedRecord { first: position, is_exact: true };
         let failed = |failure| {
-            to_data_error(failure, InterpretationStep::RenderChats, path, Some(range), Some(template.path()))
+            to_interpretation_error(failure, InterpretationStep::RenderChats, path, Some(range), Some(template.path()))
         };
         require_valid_result(result.map_err(failed)?, path, position)
     })?;
@@ -55,7 +55,7 @@ fn has_line(
 }
 
 /// Returns whether a Parquet file contains a row. Fails if the file or its first row is invalid.
-fn has_row(
+fn parquet_has_row(
     file: &File,
     path: &Path,
     options: RecordReadOptions,
@@ -66,13 +66,13 @@ fn has_row(
     let rules = options.chat_template.map(|template| template.path());
     let failed = |failure: InterpreterFailure| {
         let rules = rules.filter(|_| failure.step == Some(InterpretationStep::RenderChats));
-        to_data_error(failure, InterpretationStep::ReadRows, path, Some(range), rules)
+        to_interpretation_error(failure, InterpretationStep::ReadRows, path, Some(range), rules)
     };
     let mut stream = interpreter.open_stream();
     let limits = rows_request_limits(interpreter.threads());
     let is_chat = options.chat_template.is_some();
     let open = Request::OpenParquet { field: options.field, is_chat };
-    let read = Request::ReadRows { rows: 1, options: build_check_options(options) };
+    let read = Request::ReadRows { rows: 1, options: to_check_only_options(options) };
     stream.send(&open, Some(file), &limits).map_err(failed)?;
     stream.send(&read, None, &limits).map_err(failed)?;
     let opened: OpenParquetReply = stream.receive().map_err(failed)?;
@@ -86,7 +86,7 @@ fn has_row(
 
 /// Returns the options with which the sandbox process only checks a record and does not tokenize
 /// it.
-fn build_check_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
+fn to_check_only_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
     DocumentOptions {
         field: options.field,
         loss_on: options.chat_template.map_or(LossTargets::All, |template| template.loss_on()),
@@ -108,7 +108,7 @@ fn require_valid_result(
         DocumentResult::Tokens(_) | DocumentResult::TokenizerFailed(_) => {
             let range = FailedRecord { first: position, is_exact: true };
             let failure = SandboxError::InvalidReply.into();
-            Err(to_data_error(failure, InterpretationStep::RenderChats, path, Some(range), None))
+            Err(to_interpretation_error(failure, InterpretationStep::RenderChats, path, Some(range), None))
         }
     }
 }

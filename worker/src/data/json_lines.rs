@@ -83,7 +83,7 @@ fn parse_two_fields<'de, T: Deserialize<'de>>(
     optional: Option<&str>,
 ) -> Result<(T, Option<T>), RecordProblem> {
     let mut input = serde_json::Deserializer::from_str(line);
-    let selector = FieldVisitor { required, optional, value_type: PhantomData };
+    let selector = TwoFieldsVisitor { required, optional, value_type: PhantomData };
     let values = selector.deserialize(&mut input).and_then(|values| input.end().map(|()| values));
     values.map_err(|e| {
         // The parser's position would be "line 1", but the record's line in the file is known.
@@ -96,20 +96,20 @@ fn parse_two_fields<'de, T: Deserialize<'de>>(
 
 /// A serde visitor that deserializes a required and an optional field of an object, and skips all
 /// other fields.
-struct FieldVisitor<'a, T> {
+struct TwoFieldsVisitor<'a, T> {
     required: &'a str,
     optional: Option<&'a str>,
     value_type: PhantomData<T>,
 }
 
-impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for FieldVisitor<'_, T> {
+impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for TwoFieldsVisitor<'_, T> {
     type Value = Result<(T, Option<T>), RecordProblem>;
     fn deserialize<D: de::Deserializer<'de>>(self, input: D) -> Result<Self::Value, D::Error> {
         input.deserialize_map(self)
     }
 }
 
-impl<'de, T: Deserialize<'de>> Visitor<'de> for FieldVisitor<'_, T> {
+impl<'de, T: Deserialize<'de>> Visitor<'de> for TwoFieldsVisitor<'_, T> {
     type Value = Result<(T, Option<T>), RecordProblem>;
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {

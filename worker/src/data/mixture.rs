@@ -42,7 +42,7 @@ impl MixtureSchedule {
     }
 
     /// Returns how many samples of each data source one cycle of the mixture contains.
-    pub(crate) fn positions_per_cycle(&self) -> &[u64] {
+    pub(crate) fn samples_per_cycle(&self) -> &[u64] {
         &self.cycle_counts
     }
 
@@ -117,7 +117,7 @@ impl SampleOrder {
     }
 
     /// Returns for each data source the number of samples in one epoch of the source.
-    pub(crate) fn source_lengths(&self) -> impl Iterator<Item = u64> {
+    pub(crate) fn samples_per_epoch_by_source(&self) -> impl Iterator<Item = u64> {
         self.sources.iter().map(EpochPermutation::epoch_len)
     }
 

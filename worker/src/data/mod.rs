@@ -40,7 +40,7 @@ pub use error::{
     TemplateFailure, TextFileError, TokenizerProblem,
 };
 pub use file_patterns::FilePatternCache;
-pub use interpreter::SANDBOX_ROLE;
+pub use interpreter::SANDBOX_ARGUMENT;
 pub use mixture::SampleOrder;
 pub use packer::IGNORE_INDEX;
 pub use preflight::{DataCheckReport, DataEstimate, check_data};
@@ -50,7 +50,7 @@ pub use tokenizer::TextTokenizer;
 /// Runs the sandbox process, which interprets tokenizers, chat templates and Parquet files. Returns
 /// the exit code of the process.
 pub fn run_sandbox() -> u8 {
-    sandbox::serve(interpreter::create_handler)
+    sandbox::serve(interpreter::create_request_handler)
 }
 
 #[cfg(test)]

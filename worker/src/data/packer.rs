@@ -58,7 +58,7 @@ impl Packer {
     /// Creates the division of the token stream `stream` into samples of `seq_len` inputs, which
     /// contain several documents if `pack` is set.
     pub(crate) fn new(stream: &impl TokenStream, seq_len: u32, pack: bool, eod: u32) -> Self {
-        let (documents, seq_len) = (stream.documents(), u64::from(seq_len));
+        let (documents, seq_len) = (stream.document_count(), u64::from(seq_len));
         if pack {
             return Packer {
                 seq_len,
@@ -110,7 +110,7 @@ impl Packer {
         match &self.unpacked_index {
             None => {
                 let (from, to) = (s * self.seq_len, (s + 1) * self.seq_len);
-                self.seq_len - (count_ended_documents(stream, to) - count_ended_documents(stream, from))
+                self.seq_len - (count_documents_ended_by(stream, to) - count_documents_ended_by(stream, from))
             }
             Some(index) => {
                 let (from, to) = self.locate_unpacked_sample(stream, index, s);
@@ -124,7 +124,7 @@ impl Packer {
     fn write_packed_sample(&self, stream: &impl TokenStream, base: u64, out: SampleBuffers) {
         let length = out.tokens.len();
         stream.read_tokens(base, out.tokens);
-        let mut document = count_ended_documents(stream, base);
+        let mut document = count_documents_ended_by(stream, base);
         let mut from = 0;
         while from < length {
             let end = stream.document_offset(document + 1) - base;
@@ -180,8 +180,8 @@ fn count_samples_of_document(stream: &impl TokenStream, d: u64, seq_len: u64) ->
 
 /// Counts the documents that end at or before token number `at` of the stream. The count is also
 /// the number, from 0, of the document that contains the token.
-fn count_ended_documents(stream: &impl TokenStream, at: u64) -> u64 {
-    let (mut low, mut high) = (0, stream.documents());
+fn count_documents_ended_by(stream: &impl TokenStream, at: u64) -> u64 {
+    let (mut low, mut high) = (0, stream.document_count());
     while low < high {
         let middle = low + (high - low) / 2;
         if stream.document_offset(middle + 1) <= at { low = middle + 1 } else { high = middle }
@@ -228,7 +228,7 @@ mod tests {
         fn has_loss_mask(&self) -> bool {
             false
         }
-        fn documents(&self) -> u64 {
+        fn document_count(&self) -> u64 {
             self.offsets.len() as u64 - 1
         }
         fn document_offset(&self, d: u64) -> u64 {

@@ -84,7 +84,7 @@ impl TokenCacheHeader {
         if bytes[..8] != MAGIC {
             return Err(CacheDamage::NotATokenCache);
         }
-        let word = |at: usize| read_le_u32(&bytes[at..at + 4]);
+        let word = |at: usize| parse_le_u32(&bytes[at..at + 4]);
         if word(8) != FORMAT_VERSION {
             return Err(CacheDamage::Version { version: word(8), expected: FORMAT_VERSION });
         }
@@ -95,8 +95,8 @@ impl TokenCacheHeader {
         let header = TokenCacheHeader {
             vocab_size: word(16),
             eod: word(20),
-            tokens: read_le_u64(&bytes[24..32]),
-            documents: read_le_u64(&bytes[32..40]),
+            tokens: parse_le_u64(&bytes[24..32]),
+            documents: parse_le_u64(&bytes[32..40]),
             key: digest(40),
             body_digest: digest(72),
             has_loss_mask: word(104) != 0,
@@ -128,12 +128,12 @@ impl TokenCacheHeader {
 }
 
 /// Converts up to 4 little-endian bytes to a number.
-fn read_le_u32(bytes: &[u8]) -> u32 {
+fn parse_le_u32(bytes: &[u8]) -> u32 {
     bytes.iter().rev().fold(0, |n, &b| n << 8 | u32::from(b))
 }
 
 /// Converts up to 8 little-endian bytes to a number.
-fn read_le_u64(bytes: &[u8]) -> u64 {
+fn parse_le_u64(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |n, &b| n << 8 | u64::from(b))
 }
 
@@ -192,7 +192,7 @@ impl TokenCache {
         // the mapped bytes do not change.
         let map = unsafe { Mmap::map(&file)? };
         let cache = TokenCache { header, map, offsets_at: HEADER_BYTES + offsets as usize };
-        cache.check_offsets()?;
+        cache.check_document_offsets()?;
         cache.release_pages(0, cache.map.len());
         Ok(cache)
     }
@@ -210,7 +210,7 @@ impl TokenCache {
     }
 
     /// Checks that the positions at which documents begin rise from 0 to the number of tokens.
-    fn check_offsets(&self) -> Result<(), CacheDamage> {
+    fn check_document_offsets(&self) -> Result<(), CacheDamage> {
         let documents = self.header.documents;
         let rising = (0..documents).all(|d| {
             let (from, to) = (self.document_offset(d), self.document_offset(d + 1));
@@ -243,7 +243,7 @@ fn check_body_digest_and_tokens(
             let mut block = vec![0; BLOCK_BYTES.min((length - from) as usize)];
             file.read_exact_at(&mut block, HEADER_BYTES as u64 + from)?;
             let tokens = &block[..(token_bytes.saturating_sub(from) as usize).min(block.len())];
-            match tokens.chunks_exact(width).all(|t| read_le_u32(t) & !mask < header.vocab_size) {
+            match tokens.chunks_exact(width).all(|t| parse_le_u32(t) & !mask < header.vocab_size) {
                 true => Ok(*blake3::hash(&block).as_bytes()),
                 false => Err(CacheDamage::TokenOutOfVocabulary.into()),
             }
@@ -259,7 +259,7 @@ fn check_body_digest_and_tokens(
 /// samples.
 pub(crate) trait TokenStream {
     /// Returns the number of documents in the stream.
-    fn documents(&self) -> u64;
+    fn document_count(&self) -> u64;
     /// Returns the position of the first token of document number `d`, or the end of the stream for
     /// `d = documents()`.
     fn document_offset(&self, d: u64) -> u64;
@@ -271,13 +271,13 @@ pub(crate) trait TokenStream {
 }
 
 impl TokenStream for TokenCache {
-    fn documents(&self) -> u64 {
+    fn document_count(&self) -> u64 {
         self.header.documents
     }
 
     fn document_offset(&self, d: u64) -> u64 {
         let at = self.offsets_at + d as usize * 8;
-        read_le_u64(&self.map[at..at + 8])
+        parse_le_u64(&self.map[at..at + 8])
     }
 
     fn has_loss_mask(&self) -> bool {
@@ -354,7 +354,7 @@ impl TokenCacheWriter {
                 _ => now.iter().for_each(|&t| self.block.extend_from_slice(&t.to_le_bytes())),
             }
             if self.block.len() == BLOCK_BYTES {
-                self.end_block()?;
+                self.write_block()?;
             }
             rest = later;
         }
@@ -376,7 +376,7 @@ impl TokenCacheWriter {
 
     /// Hashes the tokens that were collected since the previous block, and writes them to the token
     /// cache file as one block.
-    fn end_block(&mut self) -> io::Result<()> {
+    fn write_block(&mut self) -> io::Result<()> {
         self.digests.push(*blake3::hash(&self.block).as_bytes());
         self.out.write_all(&self.block)?;
         self.block.clear();
@@ -389,12 +389,12 @@ impl TokenCacheWriter {
         let offsets = std::mem::take(&mut self.offsets);
         for offset in &offsets {
             if self.block.len() == BLOCK_BYTES {
-                self.end_block()?;
+                self.write_block()?;
             }
             self.block.extend_from_slice(&offset.to_le_bytes());
         }
         if !self.block.is_empty() {
-            self.end_block()?;
+            self.write_block()?;
         }
         let header = TokenCacheHeader {
             documents: offsets.len() as u64 - 1,
@@ -446,7 +446,7 @@ mod tests {
         for vocab in [300, 1 << 16, (1 << 16) + 1] {
             let path = write_cache(dir.path(), vocab, &[&[1, 2, 3], &[], &[vocab - 2]]);
             let cache = TokenCache::open(&path, &KEY).unwrap();
-            assert_eq!((cache.documents(), cache.header.tokens, cache.header.eod), (2, 6, vocab - 1));
+            assert_eq!((cache.document_count(), cache.header.tokens, cache.header.eod), (2, 6, vocab - 1));
             assert_eq!([0, 1, 2].map(|d| cache.document_offset(d)), [0, 4, 6]);
             let mut out = [0; 6];
             cache.read_tokens(0, &mut out);

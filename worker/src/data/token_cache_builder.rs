@@ -54,7 +54,7 @@ pub(crate) struct TokenCacheInputs<'a> {
 
 impl TokenCacheInputs<'_> {
     /// Returns whether some tokens of the token cache do not count for the loss.
-    fn masks_loss(&self) -> bool {
+    fn has_loss_mask(&self) -> bool {
         self.format.chat_template.is_some_and(|c| c.has_loss_mask())
     }
 
@@ -112,7 +112,7 @@ pub(crate) fn open_or_build_cache(
         BuildLockOutcome::AlreadyBuilt(cache) => return Ok(*cache),
         BuildLockOutcome::MustBuild(lock) => lock,
     };
-    remove_stale_files(directory, &stem, lock.is_some());
+    remove_stale_cache_files(directory, &stem, lock.is_some());
     build_cache(inputs, key, directory, &stem, &path).inspect_err(|e| {
         if let DataError::ChangedWhileRead { .. } = e {
             // The index of digests may hold a wrong digest; the next start must hash the files
@@ -207,7 +207,7 @@ fn wait_for_build_lock(
 ///
 /// `current_stem` is the file name of this process's cache without extension. This cache is never
 /// removed. `is_locked` states whether this process holds the lock of this cache.
-fn remove_stale_files(directory: &Path, current_stem: &str, is_locked: bool) {
+fn remove_stale_cache_files(directory: &Path, current_stem: &str, is_locked: bool) {
     let Ok(entries) = fs::read_dir(directory) else { return };
     let mut caches = Vec::new();
     for entry in entries.flatten() {
@@ -246,13 +246,13 @@ fn build_cache(
     stem: &str,
     path: &Path,
 ) -> Result<(), DataError> {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    static TEMPORARY_FILE_COUNT: AtomicU32 = AtomicU32::new(0);
+    let number = TEMPORARY_FILE_COUNT.fetch_add(1, Ordering::Relaxed);
     let temporary = TemporaryFile(directory.join(format!("{stem}.{}-{number}.tmp", std::process::id())));
     let error = |source| DataError::cache_unusable(path, CacheOperation::Write, source);
     let file = File::options().write(true).create(true).truncate(true).open(&temporary.0).map_err(error)?;
     let tokenizer = inputs.tokenizer;
-    let writer = TokenCacheWriter::new(file, tokenizer.vocab_size(), tokenizer.eod(), inputs.masks_loss());
+    let writer = TokenCacheWriter::new(file, tokenizer.vocab_size(), tokenizer.eod_token(), inputs.has_loss_mask());
     let writer = tokenize_files(inputs, writer.map_err(error)?, path)?;
     writer.finish(key).map_err(error)?;
     fs::rename(&temporary.0, path).map_err(error)?;
@@ -301,7 +301,7 @@ fn tokenize_file(
     let data = document_reader::open_data_file(path, inputs.format)?;
     if data.format == DataFileFormat::Parquet {
         documents.finish_pending_documents()?;
-        documents.tokenize_rows(&data.file, path)?;
+        documents.tokenize_parquet_file(&data.file, path)?;
         let hash = document_reader::hash_file(&data.file);
         return hash.map_err(|source| DataError::unreadable(path, source));
     }
@@ -356,7 +356,7 @@ mod tests {
         let dir = write_two_text_files();
         let (cache, warnings) = open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();
         assert!(warnings.is_empty());
-        assert_eq!((cache.documents(), cache.header.tokens), (2, 13));
+        assert_eq!((cache.document_count(), cache.header.tokens), (2, 13));
         let path = list_cache_files(dir.path(), "tokens").remove(0);
         let before = fs::metadata(&path).unwrap();
         open_cache_of_text_files(dir.path(), SplitFilter::All).unwrap();

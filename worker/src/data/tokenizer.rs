@@ -115,7 +115,7 @@ impl TextTokenizer {
     }
 
     /// Returns the id of the tokenizer's end-of-document token.
-    pub fn eod(&self) -> u32 {
+    pub fn eod_token(&self) -> u32 {
         self.file.as_ref().map_or(byte_tokenizer::EOD_TOKEN, |file| file.info.eod)
     }
 
@@ -160,7 +160,7 @@ impl TextTokenizer {
     /// error about the tokenizer.
     fn to_tokenizer_error(&self, failure: InterpreterFailure, step: InterpretationStep) -> DataError {
         let path = self.path().unwrap_or(Path::new(BYTE_TOKENIZER_NAME));
-        to_data_error(failure, step, path, None, None)
+        to_interpretation_error(failure, step, path, None, None)
     }
 
     /// Returns the file and the source text of the chat template that belongs to the tokenizer, or
@@ -195,7 +195,7 @@ impl TextTokenizer {
 
     /// Returns the names and contents of files from which `transformers.AutoTokenizer` loads this
     /// tokenizer.
-    pub fn build_hf_files(&self) -> Vec<(String, String)> {
+    pub fn build_hf_tokenizer_files(&self) -> Vec<(String, String)> {
         let Some(file) = &self.file else { return byte_tokenizer::build_hf_tokenizer_files() };
         let mut files = file.files.to_vec();
         if !files.iter().any(|(name, _)| name == TOKENIZER_CONFIG_FILE) {
@@ -210,7 +210,7 @@ impl FileTokenizer {
     /// Loads a tokenizer.json and the other files of the tokenizer in its directory.
     fn open(path: PathBuf, interpreter: &Interpreter) -> Result<Self, DataError> {
         let text = read_tokenizer_file(&path, MAX_TOKENIZER_BYTES)?
-            .ok_or_else(|| invalid_tokenizer_error(&path, TokenizerProblem::FileMissing))?;
+            .ok_or_else(|| build_invalid_tokenizer_error(&path, TokenizerProblem::FileMissing))?;
         let mut files = vec![(TOKENIZER_FILE.to_owned(), text)];
         for name in COMPANION_FILES {
             if let Some(text) = read_tokenizer_file(&path.with_file_name(name), MAX_COMPANION_BYTES)? {
@@ -221,10 +221,10 @@ impl FileTokenizer {
         match interpreter.load_tokenizer(&files) {
             Ok(Ok(info)) => Ok(FileTokenizer { path, files, info }),
             Ok(Err((name, problem))) if name == TOKENIZER_FILE => {
-                Err(invalid_tokenizer_error(&path, problem))
+                Err(build_invalid_tokenizer_error(&path, problem))
             }
-            Ok(Err((name, problem))) => Err(invalid_tokenizer_error(&path.with_file_name(name), problem)),
-            Err(failure) => Err(to_data_error(failure, InterpretationStep::LoadTokenizer, &path, None, None)),
+            Ok(Err((name, problem))) => Err(build_invalid_tokenizer_error(&path.with_file_name(name), problem)),
+            Err(failure) => Err(to_interpretation_error(failure, InterpretationStep::LoadTokenizer, &path, None, None)),
         }
     }
 }
@@ -232,7 +232,7 @@ impl FileTokenizer {
 /// Converts the `failure` of a sandbox request that interpreted the file at `path` to an error.
 /// `step` is the first work of the request. `rules` is the tokenizer or chat template with which a
 /// record was interpreted.
-pub(crate) fn to_data_error(
+pub(crate) fn to_interpretation_error(
     failure: InterpreterFailure,
     step: InterpretationStep,
     path: &Path,
@@ -252,7 +252,7 @@ pub(crate) fn to_data_error(
 }
 
 /// Returns the error which reports that `problem` makes the tokenizer's file at `path` unusable.
-fn invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError {
+fn build_invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError {
     DataError::InvalidTokenizer { path: path.to_path_buf(), problem }
 }
 
@@ -260,7 +260,7 @@ fn invalid_tokenizer_error(path: &Path, problem: TokenizerProblem) -> DataError 
 /// not exist. Fails if the file has more than `limit` bytes.
 fn read_tokenizer_file(path: &Path, limit: u64) -> Result<Option<String>, DataError> {
     read_text_file(path, limit)
-        .map_err(|problem| invalid_tokenizer_error(path, TokenizerProblem::FileUnreadable(problem)))
+        .map_err(|problem| build_invalid_tokenizer_error(path, TokenizerProblem::FileUnreadable(problem)))
 }
 
 /// Reads the text of a regular UTF-8 file. Returns `None` if the file does not exist. Fails if the
@@ -346,7 +346,7 @@ mod tests {
         let mut out = vec![7];
         t.encode("aé", &mut out).unwrap();
         assert_eq!(out, [7, 97, 0xc3, 0xa9]);
-        assert_eq!((t.vocab_size(), t.eod()), (257, 256));
+        assert_eq!((t.vocab_size(), t.eod_token()), (257, 256));
     }
 
     #[test]
@@ -357,7 +357,7 @@ mod tests {
         t.encode("b a b z </s> b", &mut out).unwrap();
         assert_eq!(out, [1, 0, 1, 2, 4, 1]);
         // `</s>` precedes `<eos>` in the list.
-        assert_eq!((t.eod(), t.vocab_size()), (4, 5));
+        assert_eq!((t.eod_token(), t.vocab_size()), (4, 5));
         let gaps = build_tokenizer_json_with_vocab(&["</s>"], serde_json::json!({"a": 0, "b": 1, "c": 70}));
         assert_eq!(open_tokenizer_files(&[("tokenizer.json", &gaps)]).unwrap().vocab_size(), 71);
     }
@@ -368,15 +368,15 @@ mod tests {
         let config = r#"{"eos_token": {"content": "<end>", "special": true}, "model_max_length": 7}"#;
         let map = r#"{"eos_token": "<eos>"}"#;
         let json = ("tokenizer.json", &json[..]);
-        let eod = |files: &[(&str, &str)]| open_tokenizer_files(files).unwrap().eod();
+        let eod = |files: &[(&str, &str)]| open_tokenizer_files(files).unwrap().eod_token();
         assert_eq!(eod(&[json]), 4);
         assert_eq!(eod(&[json, ("special_tokens_map.json", map)]), 3);
         assert_eq!(eod(&[json, ("special_tokens_map.json", map), (TOKENIZER_CONFIG_FILE, config)]), 5);
         assert_eq!(eod(&[json, (TOKENIZER_CONFIG_FILE, r#"{"eos_token": null}"#)]), 4);
         let with = open_tokenizer_files(&[json, (TOKENIZER_CONFIG_FILE, config)]).unwrap();
         assert_ne!(with.digest(), open_tokenizer_files(&[json]).unwrap().digest());
-        assert_eq!(with.build_hf_files()[1], (TOKENIZER_CONFIG_FILE.to_string(), config.to_string()));
-        let generated = open_tokenizer_files(&[json]).unwrap().build_hf_files();
+        assert_eq!(with.build_hf_tokenizer_files()[1], (TOKENIZER_CONFIG_FILE.to_string(), config.to_string()));
+        let generated = open_tokenizer_files(&[json]).unwrap().build_hf_tokenizer_files();
         assert!(generated.len() == 2 && generated[1].1.contains("\"eos_token\": \"</s>\""), "{generated:?}");
     }
 

@@ -70,12 +70,12 @@ pub(super) fn build_trainer(
     ops: Arc<dyn Ops>,
 ) -> Result<UninitializedTrainer, Error> {
     let parameters = ResolvedSpec::new(train, train.model.vocab_size)?.build_model()?;
-    parameters.shard_model(comm, ops)?.create_optimizer()
+    parameters.shard_model(comm, ops)?.into_uninitialized_trainer()
 }
 
 /// Runs one optimizer step of the trainer on generated samples. Returns the loss and the gradient
 /// norm.
-pub(super) fn take_step(running: &mut RunningTrainer) -> Result<(f64, f64), Error> {
+pub(super) fn train_one_step(running: &mut RunningTrainer) -> Result<(f64, f64), Error> {
     let source = GeneratedSamples { vocab: running.train_spec().model.vocab_size };
     let (outcome, _) = running.run_step(&source, RankStepReport::default())?;
     Ok((outcome.loss, outcome.grad_norm))

@@ -48,7 +48,7 @@ pub(super) fn select_curve_cases(tiny: bool) -> &'static [CurveCase] {
 /// The numbers of ranks with which training on a GPU is compared with the CPU, and how the ranks
 /// exchange data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum CurveTransport {
+pub(super) enum CurveRanks {
     /// One rank.
     OneRank,
     /// Two ranks, and then four, which exchange data through host memory.
@@ -59,25 +59,25 @@ pub(super) enum CurveTransport {
     NcclTwoRanks,
 }
 
-impl CurveTransport {
+impl CurveRanks {
     /// Returns the name of the group of check parts that train with these numbers of ranks, such as
     /// `nccl`.
     pub(super) fn part_group_name(self) -> &'static str {
         match self {
-            CurveTransport::OneRank => "curves",
-            CurveTransport::SeveralRanks => "ranks",
-            CurveTransport::NcclOneRank => "nccl",
-            CurveTransport::NcclTwoRanks => "nccl-2",
+            CurveRanks::OneRank => "curves",
+            CurveRanks::SeveralRanks => "ranks",
+            CurveRanks::NcclOneRank => "nccl",
+            CurveRanks::NcclTwoRanks => "nccl-2",
         }
     }
 
     /// Returns the approximate time in seconds that a check part with these ranks takes.
     pub(super) fn expected_seconds(self) -> u64 {
         match self {
-            CurveTransport::OneRank => 3,
-            CurveTransport::SeveralRanks => 5,
-            CurveTransport::NcclOneRank => 5,
-            CurveTransport::NcclTwoRanks => 10,
+            CurveRanks::OneRank => 3,
+            CurveRanks::SeveralRanks => 5,
+            CurveRanks::NcclOneRank => 5,
+            CurveRanks::NcclTwoRanks => 10,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Trains a model for a few steps on a GPU or on the CPU, with one or several ranks, and returns
 //! the losses.
-use super::check_job::{GpuOpener, build_trainer, run_check, take_step};
+use super::check_job::{GpuOpener, build_trainer, run_check, train_one_step};
 use crate::gpu::to_unusable_nccl_error;
 use comm::{
     Comm, local,
@@ -27,8 +27,8 @@ pub(super) fn train_for_curve(
     steps: usize,
 ) -> diagnostic::Result<TrainingCurve> {
     run_check(|| {
-        let mut running = build_trainer(train, comm, ops)?.start_fresh();
-        (0..steps).map(|_| Ok(take_step(&mut running)?)).collect()
+        let mut running = build_trainer(train, comm, ops)?.start_with_random_params();
+        (0..steps).map(|_| Ok(train_one_step(&mut running)?)).collect()
     })
 }
 

@@ -2,7 +2,7 @@
 //! gpu-check`. Models have random weights, and the data are generated.
 use super::{
     check_job::{GpuOpener, build_check_job, require_train_section},
-    curve_cases::{CURVE_PRECISIONS, CurveTransport, select_curve_cases},
+    curve_cases::{CURVE_PRECISIONS, CurveRanks, select_curve_cases},
     curve_training::{TrainingCurve, train_for_curve, train_on_gpu_for_curve},
     message::{PartOutput, Row, RowResult},
     nccl_ranks::TwoRankTraining,
@@ -20,7 +20,7 @@ pub(super) fn compare_curves(
     output: &PartOutput,
     open: GpuOpener,
     (case, precision): (usize, usize),
-    transport: CurveTransport,
+    transport: CurveRanks,
     second_rank: &TwoRankTraining,
 ) -> diagnostic::Result<()> {
     let tiny = second_rank.filter.tiny;
@@ -31,8 +31,8 @@ pub(super) fn compare_curves(
         return Ok(());
     }
     let nccl = match transport {
-        CurveTransport::OneRank | CurveTransport::SeveralRanks => None,
-        CurveTransport::NcclOneRank | CurveTransport::NcclTwoRanks => {
+        CurveRanks::OneRank | CurveRanks::SeveralRanks => None,
+        CurveRanks::NcclOneRank | CurveRanks::NcclTwoRanks => {
             match open_nccl_or_skip(output, &subject("NCCL"), transport) {
                 Some(nccl) => Some(nccl),
                 None => return Ok(()),
@@ -44,7 +44,7 @@ pub(super) fn compare_curves(
     let steps = if tiny { 2 } else { 10 };
     // Training with one rank first also loads every kernel that the ranks need.
     let one_rank = match transport {
-        CurveTransport::OneRank => None,
+        CurveRanks::OneRank => None,
         _ => Some(train_on_gpu_for_curve(&spec, open, None, 1, steps)?),
     };
     if second_rank.memory.is_some() {
@@ -54,14 +54,14 @@ pub(super) fn compare_curves(
     let cpu_comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
     let cpu = train_for_curve(&spec, cpu_comm, Arc::new(Cpu::new(threads)), steps)?;
     let compared: &[(&str, usize)] = match transport {
-        CurveTransport::OneRank => &[("1 rank", 1)],
-        CurveTransport::SeveralRanks => &[("2 ranks on this GPU", 2), ("4 ranks on this GPU", 4)],
-        CurveTransport::NcclOneRank => &[("1 rank, NCCL", 1)],
-        CurveTransport::NcclTwoRanks => &[("2 ranks on this GPU, NCCL", 2)],
+        CurveRanks::OneRank => &[("1 rank", 1)],
+        CurveRanks::SeveralRanks => &[("2 ranks on this GPU", 2), ("4 ranks on this GPU", 4)],
+        CurveRanks::NcclOneRank => &[("1 rank, NCCL", 1)],
+        CurveRanks::NcclTwoRanks => &[("2 ranks on this GPU, NCCL", 2)],
     };
     for (ranks, world) in compared {
         let curve = match transport {
-            CurveTransport::NcclTwoRanks => second_rank.train_as_rank_zero(&spec, open, nccl.as_ref(), steps),
+            CurveRanks::NcclTwoRanks => second_rank.train_as_rank_zero(&spec, open, nccl.as_ref(), steps),
             _ => train_on_gpu_for_curve(&spec, open, nccl.as_ref(), *world, steps),
         };
         output.send_row(match curve {
@@ -76,10 +76,10 @@ pub(super) fn compare_curves(
 
 /// Opens NCCL, or reports the row `subject` of the result table as skipped and returns `None` if
 /// NCCL cannot be used for these ranks.
-fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveTransport) -> Option<NcclLibrary> {
+fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveRanks) -> Option<NcclLibrary> {
     let directories = collect_library_search_paths(&[], Path::new("")).list_directories(CudaLibrary::Nccl);
     let reason = match NcclLibrary::open(&directories) {
-        Ok(nccl) if transport == CurveTransport::NcclTwoRanks && !nccl.supports_gpu_sharing() => {
+        Ok(nccl) if transport == CurveRanks::NcclTwoRanks && !nccl.supports_gpu_sharing() => {
             format!("{} does not support two ranks on one GPU", nccl.describe())
         }
         Ok(nccl) => return Some(nccl),
@@ -98,7 +98,7 @@ fn compare_losses(
     cpu: &TrainingCurve,
     one_rank: Option<&TrainingCurve>,
 ) -> Row {
-    let error = compute_loss_error(gpu, cpu);
+    let error = compute_max_loss_difference(gpu, cpu);
     let cause = if error > tolerance || error.is_nan() {
         Some(format!("the losses differ from those of the CPU by {error:.1e}, more than {tolerance:.0e}"))
     } else if one_rank.is_some_and(|expected| expected != gpu) {
@@ -116,7 +116,7 @@ fn compare_losses(
 }
 
 /// Computes the largest relative difference between the losses of two training runs.
-fn compute_loss_error(a: &TrainingCurve, b: &TrainingCurve) -> f64 {
+fn compute_max_loss_difference(a: &TrainingCurve, b: &TrainingCurve) -> f64 {
     a.iter()
         .zip(b)
         .map(|((a, _), (b, _))| ((a - b) / b).abs())

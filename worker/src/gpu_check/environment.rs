@@ -5,7 +5,7 @@ use super::{
     message::{PartOutput, Row},
     part_process::query_nvidia_smi,
 };
-use crate::gpu::{collect_library_search_paths, probe_libraries};
+use crate::gpu::{collect_library_search_paths, probe_gpu_libraries};
 use device::{
     Cuda,
     cuda::{GpuState, KernelReport},
@@ -19,7 +19,7 @@ const VARIABLE_PREFIXES: [&str; 5] = ["CUDA_", "NCCL_", "NVIDIA_", "CUBLAS", "CU
 
 /// Reports the environment variables and libraries, and the properties of the GPU. Fails with the
 /// category `Cluster` if the GPU is not usable.
-pub(super) fn describe_environment(output: &PartOutput, open: GpuOpener) -> diagnostic::Result<()> {
+pub(super) fn report_environment(output: &PartOutput, open: GpuOpener) -> diagnostic::Result<()> {
     let is_listed = |name: &str| VARIABLE_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
     let variables =
         std::env::vars_os().map(|(name, value)| [name, value].map(|s| s.to_string_lossy().into()));
@@ -27,7 +27,7 @@ pub(super) fn describe_environment(output: &PartOutput, open: GpuOpener) -> diag
         .filter_map(|[name, value]: [String; 2]| is_listed(&name).then_some((name, Value::String(value))))
         .collect();
     output.send_details("variables", Value::Object(variables));
-    for library in probe_libraries(&collect_library_search_paths(&[], Path::new(""))) {
+    for library in probe_gpu_libraries(&collect_library_search_paths(&[], Path::new(""))) {
         output.send_row(match library.result {
             Ok((version, path)) => {
                 let data = json!({"version": version, "path": path});
@@ -61,7 +61,7 @@ pub(super) fn describe_environment(output: &PartOutput, open: GpuOpener) -> diag
 
 /// Compiles and loads every GPU kernel, and reports the time that this took and the kernels that
 /// use local memory.
-pub(super) fn load_kernels(output: &PartOutput, cuda: &Cuda) -> diagnostic::Result<()> {
+pub(super) fn report_kernel_loading(output: &PartOutput, cuda: &Cuda) -> diagnostic::Result<()> {
     let began = Instant::now();
     cuda.load_kernels()?;
     let seconds = began.elapsed().as_secs_f64();

@@ -55,7 +55,7 @@ pub(super) enum RowResult {
 
 impl RowResult {
     /// Returns the text by which the table shows this result, such as `ok`.
-    pub(super) fn name(self) -> &'static str {
+    pub(super) fn label(self) -> &'static str {
         match self {
             RowResult::Ok => "ok",
             RowResult::Measured => "measured",
@@ -92,19 +92,19 @@ pub(super) struct PartOutput;
 impl PartOutput {
     /// Sends a row of the result table to the parent process.
     pub(super) fn send_row(&self, row: Row) {
-        self.send(&PartMessage::Row(row));
+        self.print_message(&PartMessage::Row(row));
     }
 
     /// Sends values with a name to the parent process, which stores them in the JSON report but
     /// does not print them.
     pub(super) fn send_details(&self, name: &str, value: Value) {
-        self.send(&PartMessage::Details { name: name.to_owned(), value });
+        self.print_message(&PartMessage::Details { name: name.to_owned(), value });
     }
 
     /// Prints a message for the parent process to stdout as one line. The line is written at once,
     /// because stdout is line-buffered. An empty line precedes it, because a library may have
     /// printed a line without its end.
-    pub(super) fn send(&self, message: &PartMessage) {
+    pub(super) fn print_message(&self, message: &PartMessage) {
         let text = serde_json::to_string(message).unwrap_or_default();
         println!("\n{MESSAGE_PREFIX}{text}");
     }

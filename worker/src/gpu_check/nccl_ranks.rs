@@ -52,11 +52,11 @@ impl TwoRankTraining<'_> {
         nccl: Option<&NcclLibrary>,
         steps: usize,
     ) -> diagnostic::Result<TrainingCurve> {
-        let memory = MemoryFile::create().map_err(to_memory_error)?;
+        let memory = MemoryFile::create().map_err(to_shared_memory_error)?;
         let mut command = PartCommand::new(self.part, self.device, self.filter);
         command.arguments.extend(["--rank-memory".into(), memory.path().into()]);
-        let (fd, joined) = (memory.duplicate().map_err(to_memory_error)?, memory.duplicate());
-        let joined = joined.map_err(to_memory_error)?;
+        let (fd, joined) = (memory.duplicate().map_err(to_shared_memory_error)?, memory.duplicate());
+        let joined = joined.map_err(to_shared_memory_error)?;
         let connected: Mutex<Option<Arc<dyn Comm>>> = Mutex::default();
         let lock_connected = || connected.lock().unwrap_or_else(PoisonError::into_inner);
         std::thread::scope(|scope| {
@@ -89,7 +89,7 @@ impl TwoRankTraining<'_> {
         nccl: Option<&NcclLibrary>,
         steps: usize,
     ) -> diagnostic::Result<()> {
-        let memory = open_memory_file(self.memory.unwrap_or(Path::new(""))).map_err(to_memory_error)?;
+        let memory = open_memory_file(self.memory.unwrap_or(Path::new(""))).map_err(to_shared_memory_error)?;
         let hosts = join_ranks(memory.into(), 1)?;
         let curve = train_rank_for_curve(spec, open, nccl, hosts, steps, drop)?;
         output.send_details(RANK_ONE_CURVE_NAME, json!(curve));
@@ -128,6 +128,6 @@ fn run_rank_one_process(command: &PartCommand) -> diagnostic::Result<TrainingCur
 }
 
 /// Converts an error of shared memory to a diagnostic.
-fn to_memory_error(error: std::io::Error) -> Diagnostic {
+fn to_shared_memory_error(error: std::io::Error) -> Diagnostic {
     Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, format!("the ranks share no memory: {error}"))
 }

@@ -42,7 +42,7 @@ pub(super) enum SpeedGroup {
 impl SpeedGroup {
     /// The groups of operations of which models consist, with the names of the check parts that
     /// measure their speed.
-    pub(super) const OPERATIONS: [(&str, SpeedGroup); 3] = [
+    pub(super) const MODEL_OPERATION_GROUPS: [(&str, SpeedGroup); 3] = [
         ("matmul", SpeedGroup::Matmul),
         ("attention", SpeedGroup::Attention),
         ("memory", SpeedGroup::Memory),
@@ -59,12 +59,12 @@ pub(super) fn measure_op_speed(
 ) -> diagnostic::Result<()> {
     match group {
         SpeedGroup::Ceilings => {
-            measure_op(output, cuda, prepare_timed_copy(cuda)?)?;
-            measure_op(output, cuda, prepare_timed_matmul(cuda, 8192, 8192, 8192)?)?;
+            measure_and_report_op(output, cuda, prepare_timed_copy(cuda)?)?;
+            measure_and_report_op(output, cuda, prepare_timed_matmul(cuda, 8192, 8192, 8192)?)?;
         }
         SpeedGroup::Matmul => {
             for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
-                measure_op(output, cuda, prepare_timed_matmul(cuda, m, n, k)?)?;
+                measure_and_report_op(output, cuda, prepare_timed_matmul(cuda, m, n, k)?)?;
             }
         }
         SpeedGroup::Attention => {
@@ -72,14 +72,14 @@ pub(super) fn measure_op_speed(
                 for (cuda, backend) in [(Some(cuda), ""), (cudnn, " by cuDNN")] {
                     let Some(cuda) = cuda else { continue };
                     for op in prepare_timed_attention(cuda, shape, backend)? {
-                        measure_op(output, cuda, op)?;
+                        measure_and_report_op(output, cuda, op)?;
                     }
                 }
             }
         }
         SpeedGroup::Memory => {
             for op in prepare_memory_bound_ops(cuda)? {
-                measure_op(output, cuda, op)?;
+                measure_and_report_op(output, cuda, op)?;
             }
         }
     }
@@ -87,7 +87,7 @@ pub(super) fn measure_op_speed(
 }
 
 /// Measures the speed of an operation, and reports its row of the result table.
-fn measure_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> Result<(), DeviceError> {
+fn measure_and_report_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> Result<(), DeviceError> {
     for _ in 0..3 {
         (op.run)();
     }
@@ -109,11 +109,11 @@ fn measure_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> Result<(), D
 
 /// Prepares the measurement of the speed of a copy within the GPU's memory.
 fn prepare_timed_copy(cuda: &Cuda) -> Result<TimedOp<'_>, CudaError> {
-    const N: usize = 256 << 20;
-    let [mut to, from] = allocate_buffers(cuda, Dtype::F32, [N, N])?;
+    const COPIED_ELEMENTS: usize = 256 << 20;
+    let [mut to, from] = allocate_zeroed_buffers(cuda, Dtype::F32, [COPIED_ELEMENTS, COPIED_ELEMENTS])?;
     Ok(TimedOp {
-        name: format!("copy, f32, {N} elements"),
-        amount: (8 * N) as f64,
+        name: format!("copy, f32, {COPIED_ELEMENTS} elements"),
+        amount: (8 * COPIED_ELEMENTS) as f64,
         unit: "TB/s",
         run: Box::new(move || cuda.copy(to.view_mut(), from.view())),
     })
@@ -121,7 +121,7 @@ fn prepare_timed_copy(cuda: &Cuda) -> Result<TimedOp<'_>, CudaError> {
 
 /// Prepares the measurement of the speed of a bf16 matmul of `[m, k]` and `[n, k]`.
 fn prepare_timed_matmul<'a>(cuda: &'a Cuda, m: usize, n: usize, k: usize) -> Result<TimedOp<'a>, CudaError> {
-    let [mut y, x, w] = allocate_buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
+    let [mut y, x, w] = allocate_zeroed_buffers(cuda, Dtype::Bf16, [m * n, m * k, n * k])?;
     Ok(TimedOp {
         name: format!("matmul, bf16, {m} × {n} × {k}"),
         amount: 2.0 * (m * n * k) as f64,
@@ -145,11 +145,11 @@ fn prepare_timed_attention<'a>(
     let [b, t, heads, kv_heads, head_dim] = sizes;
     let shape = AttentionShape::new(b, t, heads, kv_heads, head_dim);
     let [out_len, qkv_len] = [heads, heads + 2 * kv_heads].map(|heads| b * t * heads * head_dim);
-    let [mut o, qkv] = allocate_buffers(cuda, Dtype::Bf16, [out_len, qkv_len])?;
-    let [mut lse] = allocate_buffers(cuda, Dtype::F32, [b * heads * t])?;
+    let [mut o, qkv] = allocate_zeroed_buffers(cuda, Dtype::Bf16, [out_len, qkv_len])?;
+    let [mut lse] = allocate_zeroed_buffers(cuda, Dtype::F32, [b * heads * t])?;
     let [o2, d_o, qkv2, mut dqkv] =
-        allocate_buffers(cuda, Dtype::Bf16, [out_len, out_len, qkv_len, qkv_len])?;
-    let [lse2] = allocate_buffers(cuda, Dtype::F32, [b * heads * t])?;
+        allocate_zeroed_buffers(cuda, Dtype::Bf16, [out_len, out_len, qkv_len, qkv_len])?;
+    let [lse2] = allocate_zeroed_buffers(cuda, Dtype::F32, [b * heads * t])?;
     let starts = vec![0; b * t];
     let starts2 = starts.clone();
     // Causal attention computes half of the scores.
@@ -180,12 +180,12 @@ fn prepare_timed_attention<'a>(
 /// Prepares the measurements of operations that the memory bandwidth limits: an addition, RMSNorm
 /// and AdamW.
 fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> {
-    const N: usize = 64 << 20;
+    const ADDED_ELEMENTS: usize = 64 << 20;
     let (m, d) = (8192, 4096);
-    let [mut y, x] = allocate_buffers(cuda, Dtype::Bf16, [N, N])?;
-    let [mut normed, rows, w] = allocate_buffers(cuda, Dtype::Bf16, [m * d, m * d, d])?;
-    let [mut rstd] = allocate_buffers(cuda, Dtype::F32, [m])?;
-    let [mut p, g, mut avg, mut avg_sq] = allocate_buffers(cuda, Dtype::F32, [N, N, N, N])?;
+    let [mut y, x] = allocate_zeroed_buffers(cuda, Dtype::Bf16, [ADDED_ELEMENTS, ADDED_ELEMENTS])?;
+    let [mut normed, rows, w] = allocate_zeroed_buffers(cuda, Dtype::Bf16, [m * d, m * d, d])?;
+    let [mut rstd] = allocate_zeroed_buffers(cuda, Dtype::F32, [m])?;
+    let [mut p, g, mut avg, mut avg_sq] = allocate_zeroed_buffers(cuda, Dtype::F32, [ADDED_ELEMENTS, ADDED_ELEMENTS, ADDED_ELEMENTS, ADDED_ELEMENTS])?;
     let h = AdamWHyperparams {
         lr: 1e-3,
         beta1: 0.9,
@@ -197,8 +197,8 @@ fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> 
     };
     Ok([
         TimedOp {
-            name: format!("add, bf16, {N} elements"),
-            amount: (6 * N) as f64,
+            name: format!("add, bf16, {ADDED_ELEMENTS} elements"),
+            amount: (6 * ADDED_ELEMENTS) as f64,
             unit: "TB/s",
             run: Box::new(move || cuda.add(y.view_mut(), x.view())),
         },
@@ -211,8 +211,8 @@ fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> 
             }),
         },
         TimedOp {
-            name: format!("AdamW, f32, {N} elements"),
-            amount: (28 * N) as f64,
+            name: format!("AdamW, f32, {ADDED_ELEMENTS} elements"),
+            amount: (28 * ADDED_ELEMENTS) as f64,
             unit: "TB/s",
             run: Box::new(move || cuda.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &h)),
         },
@@ -220,7 +220,7 @@ fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> 
 }
 
 /// Allocates zeroed buffers of the lengths `lens` (in elements) in GPU memory.
-fn allocate_buffers<const N: usize>(
+fn allocate_zeroed_buffers<const N: usize>(
     cuda: &Cuda,
     dtype: Dtype,
     lens: [usize; N],

@@ -100,8 +100,8 @@ pub(super) fn run_part_process(
     let (mut first, mut last) = (Vec::new(), VecDeque::new());
     let end = match start_part_process(command) {
         Ok(mut child) => {
-            let lines = read_lines(&mut child);
-            let end = handle_lines_until_end(&mut child, &lines, began + limit, limit, |line| match line {
+            let lines = spawn_line_readers(&mut child);
+            let end = process_lines_until_end(&mut child, &lines, began + limit, limit, |line| match line {
                 PartLine::Message(message) => on_message(message),
                 PartLine::Other(text) if first.len() < KEPT_OUTPUT_LINES => first.push(text),
                 PartLine::Other(text) => {
@@ -170,7 +170,7 @@ fn start_part_process(part: &PartCommand) -> io::Result<Child> {
 
 /// Starts threads that read the lines of the process's stdout and stderr, and returns the channel
 /// to which they send the lines. The channel is closed when both streams have ended.
-fn read_lines(child: &mut Child) -> Receiver<PartLine> {
+fn spawn_line_readers(child: &mut Child) -> Receiver<PartLine> {
     let (sender, receiver) = sync_channel(LINE_QUEUE_CAPACITY);
     let spawn_reader = |stream: Option<Box<dyn Read + Send>>| {
         let sender: SyncSender<PartLine> = sender.clone();
@@ -178,7 +178,7 @@ fn read_lines(child: &mut Child) -> Receiver<PartLine> {
             // The thread ends with its stream, which the end of the process closes.
             thread::spawn(move || {
                 let mut reader = BufReader::new(stream);
-                while let Ok(Some(line)) = read_line(&mut reader) {
+                while let Ok(Some(line)) = read_nonempty_line(&mut reader) {
                     if sender.send(line).is_err() {
                         return;
                     }
@@ -193,7 +193,7 @@ fn read_lines(child: &mut Child) -> Receiver<PartLine> {
 
 /// Reads the next line of the process's output that is not empty, and decodes it if it is a
 /// message. Returns `None` at the end of the stream.
-fn read_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
+fn read_nonempty_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
     let mut bytes = Vec::new();
     while bytes.trim_ascii().is_empty() {
         bytes.clear();
@@ -221,7 +221,7 @@ fn read_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
 
 /// Passes the output lines of the process `child` to `on_line` until it ends or the time `deadline`
 /// is reached, and then kills its process group.
-fn handle_lines_until_end(
+fn process_lines_until_end(
     child: &mut Child,
     lines: &Receiver<PartLine>,
     deadline: Instant,
@@ -282,7 +282,7 @@ mod tests {
     /// Decodes the lines of a text. Messages become `None`.
     fn decode(bytes: &[u8]) -> Vec<Option<String>> {
         let mut reader = BufReader::with_capacity(16, bytes);
-        let lines = std::iter::from_fn(|| read_line(&mut reader).expect("no error"));
+        let lines = std::iter::from_fn(|| read_nonempty_line(&mut reader).expect("no error"));
         let text = |line| if let PartLine::Other(text) = line { Some(text) } else { None };
         lines.map(text).collect()
     }

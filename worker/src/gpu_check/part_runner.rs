@@ -6,8 +6,8 @@ use super::{
     part_filter::PartFilter,
     part_process::{PartCommand, PartEnd, PartOutcome, find_sanitizer, run_part_process},
     parts::{ENVIRONMENT_PART, Part},
-    report_file::{PartRecord, Report},
-    table::Table,
+    report_file::{PartRecord, GpuCheckReport},
+    table::ResultTable,
 };
 use device::cuda::read_launch_log;
 use diagnostic::{Category, Diagnostic};
@@ -33,7 +33,7 @@ const MIN_REPEAT_TIME: Duration = Duration::from_secs(2);
 const MAX_REPORTED_LAUNCHES: usize = 32;
 
 /// The options with which the parts of a GPU check run, such as the device and the time limit.
-pub(super) struct RunOptions<'a> {
+pub(super) struct CheckRunOptions<'a> {
     pub(super) device: usize,
     pub(super) filter: PartFilter,
     /// The time for all parts together.
@@ -46,7 +46,7 @@ pub(super) struct RunOptions<'a> {
 
 /// Whether a check part runs normally, with blocking kernel launches, or under compute-sanitizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum RunMode {
+enum PartRunMode {
     Normal,
     /// Each launch waits for its end, so that the failing launch reports the failure.
     Blocking,
@@ -54,23 +54,23 @@ enum RunMode {
     Sanitized,
 }
 
-impl RunMode {
+impl PartRunMode {
     /// Returns the name that the table shows for a run of the part `part` in this mode.
-    fn repetition_name(self, part: &str) -> String {
+    fn display_name_of_part(self, part: &str) -> String {
         match self {
-            RunMode::Normal => part.to_owned(),
-            RunMode::Blocking => format!("{part}, blocking launches"),
-            RunMode::Sanitized => format!("{part}, compute-sanitizer"),
+            PartRunMode::Normal => part.to_owned(),
+            PartRunMode::Blocking => format!("{part}, blocking launches"),
+            PartRunMode::Sanitized => format!("{part}, compute-sanitizer"),
         }
     }
 }
 
 /// Runs the parts of a GPU check, and collects their results within the time limit.
 struct PartRunner<'a> {
-    options: RunOptions<'a>,
+    options: CheckRunOptions<'a>,
     began: Instant,
-    table: Table,
-    report: Report,
+    table: ResultTable,
+    report: GpuCheckReport,
     /// The error because of which the GPU is not usable.
     unusable: Option<Diagnostic>,
 }
@@ -82,11 +82,11 @@ struct PartRunner<'a> {
 ///
 /// Fails with the category `Cluster` if the GPU is not usable, and if the JSON file cannot be read
 /// or written.
-pub(super) fn run_parts(options: RunOptions, parts: &[Part]) -> diagnostic::Result<bool> {
+pub(super) fn run_parts(options: CheckRunOptions, parts: &[Part]) -> diagnostic::Result<bool> {
     let tiny = options.filter.tiny;
-    let earlier = options.resume.map(|path| Report::read(path, tiny)).transpose()?;
+    let earlier = options.resume.map(|path| GpuCheckReport::read(path, tiny)).transpose()?;
     let began = Instant::now();
-    let (table, report) = (Table::new(began), Report::new(tiny));
+    let (table, report) = (ResultTable::new(began), GpuCheckReport::new(tiny));
     let mut runner = PartRunner { options, began, table, report, unusable: None };
     for part in parts {
         let record = match earlier.as_ref().and_then(|report| report.find_passed_part(&part.name)) {
@@ -106,14 +106,14 @@ pub(super) fn run_parts(options: RunOptions, parts: &[Part]) -> diagnostic::Resu
 
 impl PartRunner<'_> {
     /// Returns the time that is left for further parts of the check.
-    fn time_left(&self) -> Duration {
+    fn remaining_check_time(&self) -> Duration {
         Duration::from_secs(self.options.seconds).saturating_sub(self.began.elapsed())
     }
 
     /// Runs a check part, or skips it if the GPU is not usable or too little time is left. Repeats
     /// a part that fails soon.
     fn run_or_skip_part(&mut self, part: &Part) -> PartRecord {
-        let left = self.time_left().as_secs();
+        let left = self.remaining_check_time().as_secs();
         let cause = if self.unusable.is_some() {
             Some("the GPU is not usable".to_owned())
         } else if left < part.expected_seconds {
@@ -127,13 +127,13 @@ impl PartRunner<'_> {
             return PartRecord::new_skipped(&part.name, self.began.elapsed().as_secs_f64(), row);
         }
         let limit = Duration::from_secs(part.limit_seconds);
-        let mut record = self.run_part_in_process(part, RunMode::Normal, limit);
+        let mut record = self.run_part_in_process(part, PartRunMode::Normal, limit);
         let has_failed = record.result == RowResult::Failed && self.unusable.is_none();
         // A part that hangs would hang again, so its repetition comes after the other parts.
         let is_quick = record.seconds < MAX_QUICK_FAILURE_TIME.min(limit).as_secs_f64();
         if has_failed && is_quick {
             let limit = Duration::from_secs_f64(5.0 + 3.0 * record.seconds);
-            record.repeats.extend(self.repeat_part(part, RunMode::Blocking, limit));
+            record.repeats.extend(self.repeat_part(part, PartRunMode::Blocking, limit));
         }
         record
     }
@@ -143,18 +143,18 @@ impl PartRunner<'_> {
     /// repeated under compute-sanitizer.
     fn repeat_failures(&mut self, parts: &[Part]) -> diagnostic::Result<()> {
         let sanitizer = find_sanitizer();
-        for mode in [RunMode::Blocking, RunMode::Sanitized] {
+        for mode in [PartRunMode::Blocking, PartRunMode::Sanitized] {
             for number in 0..self.report.parts.len() {
                 let record = &self.report.parts[number];
                 let has_failed = record.result == RowResult::Failed && self.unusable.is_none();
-                let is_repeated = mode == RunMode::Blocking && !record.repeats.is_empty();
-                let is_possible = mode == RunMode::Blocking || sanitizer.is_some();
+                let is_repeated = mode == PartRunMode::Blocking && !record.repeats.is_empty();
+                let is_possible = mode == PartRunMode::Blocking || sanitizer.is_some();
                 let Some(part) = parts.iter().find(|part| part.name == record.name) else { continue };
                 if !has_failed || is_repeated || !is_possible {
                     continue;
                 }
                 let limit = match mode {
-                    RunMode::Sanitized => MAX_SANITIZED_REPEAT_TIME,
+                    PartRunMode::Sanitized => MAX_SANITIZED_REPEAT_TIME,
                     _ => MAX_REPEAT_TIME.min(Duration::from_secs(part.limit_seconds)),
                 };
                 if let Some(repeat) = self.repeat_part(part, mode, limit) {
@@ -167,19 +167,19 @@ impl PartRunner<'_> {
     }
 
     /// Repeats a failed check part in the mode `mode`. Returns `None` if too little time is left.
-    fn repeat_part(&mut self, part: &Part, mode: RunMode, limit: Duration) -> Option<PartRecord> {
-        (self.time_left() >= MIN_REPEAT_TIME).then(|| self.run_part_in_process(part, mode, limit))
+    fn repeat_part(&mut self, part: &Part, mode: PartRunMode, limit: Duration) -> Option<PartRecord> {
+        (self.remaining_check_time() >= MIN_REPEAT_TIME).then(|| self.run_part_in_process(part, mode, limit))
     }
 
     /// Runs a check part in a new process, and prints its rows of the result table as they arrive.
     /// Prints the last launches and the output of a part that fails.
-    fn run_part_in_process(&mut self, part: &Part, mode: RunMode, limit: Duration) -> PartRecord {
-        let name = mode.repetition_name(&part.name);
+    fn run_part_in_process(&mut self, part: &Part, mode: PartRunMode, limit: Duration) -> PartRecord {
+        let name = mode.display_name_of_part(&part.name);
         let launch_log = MemoryFile::create();
-        let command = self.build_command(part, mode, launch_log.as_ref().ok());
+        let command = self.build_part_command(part, mode, launch_log.as_ref().ok());
         let (mut rows, mut details, mut end) = (Vec::new(), Map::new(), None);
         let began_at = self.began.elapsed().as_secs_f64();
-        let limit = limit.min(self.time_left());
+        let limit = limit.min(self.remaining_check_time());
         let outcome = run_part_process(&command, limit, |message| match message {
             PartMessage::Row(row) => {
                 self.table.print_row(&name, &row);
@@ -198,7 +198,7 @@ impl PartRunner<'_> {
             rows.push(row);
         }
         let mut record = PartRecord::new(&name, began_at, seconds, rows, details);
-        if record.result == RowResult::Failed || mode == RunMode::Sanitized {
+        if record.result == RowResult::Failed || mode == PartRunMode::Sanitized {
             record.output = output;
             record.launches = launch_log
                 .and_then(|log| read_last_launches(&log))
@@ -254,16 +254,16 @@ impl PartRunner<'_> {
     }
 
     /// Builds the command line of the process that runs a check part in the mode `mode`.
-    fn build_command(&self, part: &Part, mode: RunMode, launch_log: Option<&MemoryFile>) -> PartCommand {
+    fn build_part_command(&self, part: &Part, mode: PartRunMode, launch_log: Option<&MemoryFile>) -> PartCommand {
         let mut command = PartCommand::new(&part.name, self.options.device, self.options.filter);
         if let Some(log) = launch_log {
             command.arguments.extend(["--launch-log".into(), log.path().into()]);
         }
-        command.variables = part.environment_variables();
-        if mode == RunMode::Blocking {
+        command.variables = part.list_environment_variables();
+        if mode == PartRunMode::Blocking {
             command.variables.push((env::CUDA_LAUNCH_BLOCKING, "1".into()));
         }
-        let sanitizer = if mode == RunMode::Sanitized { find_sanitizer() } else { None };
+        let sanitizer = if mode == PartRunMode::Sanitized { find_sanitizer() } else { None };
         command.wrapper = sanitizer.unwrap_or_default();
         command
     }

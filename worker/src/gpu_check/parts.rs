@@ -1,7 +1,7 @@
 //! [`Part`]: a piece of `launch gpu-check` that runs in a separate process, and the list of all
 //! parts in the order in which they run: the most valuable results come first.
 use super::{
-    curve_cases::{CURVE_PRECISIONS, CurveTransport, select_curve_cases},
+    curve_cases::{CURVE_PRECISIONS, CurveRanks, select_curve_cases},
     op_speed::SpeedGroup,
     part_filter::PartFilter,
     timed_models::select_timed_models,
@@ -34,7 +34,7 @@ pub(super) enum PartWork {
     /// Compares cuDNN's attention with the CPU.
     CudnnAttention,
     /// Compares training with the CPU, for a case and a precision given by their numbers.
-    Curve { case: usize, precision: usize, transport: CurveTransport },
+    Curve { case: usize, precision: usize, transport: CurveRanks },
     /// Times the training of the model with this number.
     Model(usize),
     /// Times each operation of a training step of the model with this number.
@@ -57,9 +57,9 @@ pub(super) struct Part {
 
 impl Part {
     /// Returns the environment variables that the process of this check part needs.
-    pub(super) fn environment_variables(&self) -> Vec<(&'static str, OsString)> {
+    pub(super) fn list_environment_variables(&self) -> Vec<(&'static str, OsString)> {
         match self.work {
-            PartWork::Curve { transport: CurveTransport::NcclTwoRanks, .. } => vec![
+            PartWork::Curve { transport: CurveRanks::NcclTwoRanks, .. } => vec![
                 (env::NCCL_MULTI_RANK_GPU_ENABLE, "1".into()),
                 // A kernel of NCCL that waits for another rank must not prevent that rank from
                 // loading kernels, and must leave it multiprocessors.
@@ -96,7 +96,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
         for (number, shape) in conformance::REALISTIC_SHAPE_NAMES.iter().enumerate() {
             add(format!("shapes/{}", to_part_name(shape)), PartWork::Shape(number), 5, 90);
         }
-        for (name, group) in SpeedGroup::OPERATIONS {
+        for (name, group) in SpeedGroup::MODEL_OPERATION_GROUPS {
             add(format!("speed/{name}"), PartWork::Speed(group), 4, 60);
         }
     }
@@ -117,7 +117,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
 
 /// Passes the check parts that train models to the callback `add`.
 fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64)) {
-    let add_curves = |add: &mut dyn FnMut(String, PartWork, u64, u64), transport: CurveTransport| {
+    let add_curves = |add: &mut dyn FnMut(String, PartWork, u64, u64), transport: CurveRanks| {
         for (case, curve) in select_curve_cases(tiny).iter().enumerate() {
             for (precision, (name, _)) in CURVE_PRECISIONS.iter().enumerate() {
                 let name = format!("{}/{}-{name}", transport.part_group_name(), curve.part_name);
@@ -135,15 +135,15 @@ fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64
             add(format!("models/{name}"), PartWork::Model(number), seconds, 60 + 2 * seconds);
         }
     };
-    add_curves(add, CurveTransport::OneRank);
+    add_curves(add, CurveRanks::OneRank);
     add_models(add, false);
-    add_curves(add, CurveTransport::SeveralRanks);
-    add_curves(add, CurveTransport::NcclOneRank);
+    add_curves(add, CurveRanks::SeveralRanks);
+    add_curves(add, CurveRanks::NcclOneRank);
     for (number, model) in models.iter().enumerate().filter(|(_, model)| model.saves) {
         add(format!("saves/{}", model.part_name), PartWork::Save(number), model.expected_seconds + 15, 120);
     }
     add_models(add, true);
-    add_curves(add, CurveTransport::NcclTwoRanks);
+    add_curves(add, CurveRanks::NcclTwoRanks);
 }
 
 /// Converts the name of a family of operations to the name of its check part: `norms, bias` becomes

@@ -17,7 +17,7 @@ const MAX_FILE_BYTES: u64 = 256 << 20;
 
 /// All results of one run of `launch gpu-check`, as its JSON file contains them.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Report {
+pub(super) struct GpuCheckReport {
     format: u32,
     /// The version of launch.
     launch: String,
@@ -83,11 +83,11 @@ fn combine_row_results(rows: &[Row]) -> RowResult {
     }
 }
 
-impl Report {
+impl GpuCheckReport {
     /// Creates a report of a GPU check that contains no results yet.
-    pub(super) fn new(tiny: bool) -> Report {
+    pub(super) fn new(tiny: bool) -> GpuCheckReport {
         let launch = env!("CARGO_PKG_VERSION").to_owned();
-        Report { format: FORMAT_VERSION, launch, tiny, seconds: 0.0, parts: Vec::new() }
+        GpuCheckReport { format: FORMAT_VERSION, launch, tiny, seconds: 0.0, parts: Vec::new() }
     }
 
     /// Returns the results of the check part `name`, if the report contains them and the part
@@ -98,12 +98,12 @@ impl Report {
     }
 
     /// Reads the JSON report of an earlier GPU check, to continue that check.
-    pub(super) fn read(path: &Path, tiny: bool) -> diagnostic::Result<Report> {
+    pub(super) fn read(path: &Path, tiny: bool) -> diagnostic::Result<GpuCheckReport> {
         let fail = |reason: String| {
             let message = format!("cannot continue the check in {}: {reason}", path.display());
             Diagnostic::error(codes::command::USAGE, message).with_subject(path.display().to_string())
         };
-        let report: Report = read_limited(path)
+        let report: GpuCheckReport = read_report_bytes(path)
             .map_err(|error| fail(error.to_string()))
             .and_then(|bytes| serde_json::from_slice(&bytes).map_err(|error| fail(error.to_string())))?;
         if report.format != FORMAT_VERSION {
@@ -119,7 +119,7 @@ impl Report {
     pub(super) fn write(&self, path: &Path) -> diagnostic::Result<()> {
         let mut bytes = serde_json::to_vec_pretty(self).unwrap_or_default();
         bytes.push(b'\n');
-        replace_file(path, &bytes).map_err(|error| {
+        replace_file_atomically(path, &bytes).map_err(|error| {
             let message = format!("cannot write {}: {error}", path.display());
             Diagnostic::error(codes::command::OUTPUT_FAILED, message).with_subject(path.display().to_string())
         })
@@ -127,7 +127,7 @@ impl Report {
 }
 
 /// Reads the bytes of a report file, of at most [`MAX_FILE_BYTES`] bytes.
-fn read_limited(path: &Path) -> io::Result<Vec<u8>> {
+fn read_report_bytes(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
@@ -138,7 +138,7 @@ fn read_limited(path: &Path) -> io::Result<Vec<u8>> {
 
 /// Replaces a file by one with the content `bytes`, so that after a crash or a loss of power the
 /// file has its old or its new content.
-fn replace_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
+fn replace_file_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut name = path.file_name().map(OsString::from).unwrap_or_default();
     name.push(format!(".{}.new", std::process::id()));
     let new = path.with_file_name(name);
@@ -159,8 +159,8 @@ mod tests {
     use super::*;
 
     /// Creates a report with a part that passed and one that failed.
-    fn create_report() -> Report {
-        let mut report = Report::new(true);
+    fn create_report() -> GpuCheckReport {
+        let mut report = GpuCheckReport::new(true);
         let passed = Row { result: RowResult::Ok, ..Row::measured("add", "", Value::Null) };
         for (name, row) in [("ops/a", passed), ("ops/b", Row::failed("add", "a reason"))] {
             report.parts.push(PartRecord::new(name, 0.5, 1.0, vec![row], Map::new()));
@@ -176,7 +176,7 @@ mod tests {
         for _ in 0..2 {
             create_report().write(&path).expect("written");
         }
-        let report = Report::read(&path, true).expect("a report");
+        let report = GpuCheckReport::read(&path, true).expect("a report");
         assert_eq!(report.find_passed_part("ops/a").map(|part| part.seconds), Some(1.0));
         // neither failed nor skipped parts count as passed
         assert!(["ops/b", "ops/c", "ops/d"].iter().all(|name| report.find_passed_part(name).is_none()));
@@ -190,9 +190,9 @@ mod tests {
     fn invalid_reports_are_rejected() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("report.json");
-        assert!(Report::read(&path, true).is_err(), "no file");
+        assert!(GpuCheckReport::read(&path, true).is_err(), "no file");
         create_report().write(&path).expect("written");
-        assert!(Report::read(&path, false).is_err(), "another size of models");
+        assert!(GpuCheckReport::read(&path, false).is_err(), "another size of models");
         let text = fs::read_to_string(&path).expect("a report");
         for wrong in [
             text.replace("\"format\": 1", "\"format\": 2"),
@@ -200,7 +200,7 @@ mod tests {
             text[..50].to_owned(),
         ] {
             fs::write(&path, wrong).expect("written");
-            let error = Report::read(&path, true).err().map(|error| error.code());
+            let error = GpuCheckReport::read(&path, true).err().map(|error| error.code());
             assert_eq!(error, Some(codes::command::USAGE));
         }
     }

@@ -2,14 +2,14 @@
 use super::{
     check_job::catch_panic,
     curves::compare_curves,
-    environment::{describe_environment, load_kernels, report_used_kernels},
+    environment::{report_environment, report_kernel_loading, report_used_kernels},
     memory_file::open_memory_file,
     message::{PartMessage, PartOutput, Row, RowResult},
     nccl_ranks::TwoRankTraining,
     op_speed::measure_op_speed,
     part_filter::PartFilter,
     parts::{PartWork, list_parts, select_parts},
-    throughput::{profile_model, time_model, time_save},
+    throughput::{report_model_profile, report_model_speed, report_save_cost},
 };
 use crate::gpu::{collect_library_search_paths, find_kernel_cache_directory, to_unusable_gpu_error};
 use device::{
@@ -49,9 +49,9 @@ pub(super) fn run_part(
         })?;
     }
     let output = PartOutput;
-    let result = catch_panic(|| run_named_part(&output, name, device, filter, rank_memory));
+    let result = catch_panic(|| do_part_work(&output, name, device, filter, rank_memory));
     let is_ok = result.is_ok();
-    output.send(&match result {
+    output.print_message(&match result {
         Ok(()) => PartMessage::Done,
         Err(error) => PartMessage::Failed { error: Box::new(error) },
     });
@@ -68,7 +68,7 @@ pub(super) fn open_gpu(device: usize) -> diagnostic::Result<Arc<Cuda>> {
 
 /// Does the work of the check part `name`, and sends its rows of the result table to the parent
 /// process.
-fn run_named_part(
+fn do_part_work(
     output: &PartOutput,
     name: &str,
     device: usize,
@@ -80,8 +80,8 @@ fn run_named_part(
     let rounds = if filter.quick { QUICK_RANDOM_SHAPES } else { RANDOM_SHAPES };
     for part in parts {
         match part.work {
-            PartWork::Environment => describe_environment(output, &open)?,
-            PartWork::Kernels => load_kernels(output, &*open()?)?,
+            PartWork::Environment => report_environment(output, &open)?,
+            PartWork::Kernels => report_kernel_loading(output, &*open()?)?,
             PartWork::Speed(group) => {
                 let (cuda, cudnn) = (open()?, open_gpu_with_cudnn(device));
                 measure_op_speed(output, group, &cuda, cudnn.ok().as_ref())?;
@@ -90,7 +90,7 @@ fn run_named_part(
             PartWork::Family(number) => {
                 let (name, cuda) = (conformance::FAMILY_NAMES[number], open()?);
                 output.send_row(match conformance::compare_family_with_cpu(&cuda, number, 1, rounds) {
-                    Some(report) => to_row(&report),
+                    Some(report) => to_family_row(&report),
                     None => Row::skipped(name, format!("{} has no fp8", cuda.describe_gpu())),
                 });
             }
@@ -100,12 +100,12 @@ fn run_named_part(
                 let report = conformance::compare_realistic_shape_with_cpu(&cuda, number, divisor, threads);
                 output.send_row(report.as_ref().map_or_else(
                     || Row::skipped(conformance::REALISTIC_SHAPE_NAMES[number], "the GPU has no fp8"),
-                    to_row,
+                    to_family_row,
                 ));
                 report_used_kernels(output, &cuda)?;
             }
             PartWork::CudnnAttention => output.send_row(match open_gpu_with_cudnn(device) {
-                Ok(cudnn) => to_row(&conformance::compare_cudnn_attention_with_cpu(&cudnn, 1, rounds)),
+                Ok(cudnn) => to_family_row(&conformance::compare_cudnn_attention_with_cpu(&cudnn, 1, rounds)),
                 Err(error @ CudaError::LibraryNotFound { .. }) => {
                     Row::skipped(conformance::CUDNN_ATTENTION_FAMILY, error.to_string())
                 }
@@ -115,9 +115,9 @@ fn run_named_part(
                 let second_rank = TwoRankTraining { part: name, device, filter, memory: rank_memory };
                 compare_curves(output, &open, (case, precision), transport, &second_rank)?;
             }
-            PartWork::Model(number) => time_model(output, &open, filter.tiny, number)?,
-            PartWork::Profile(number) => profile_model(output, &open, filter.tiny, number)?,
-            PartWork::Save(number) => time_save(output, &open, filter.tiny, number)?,
+            PartWork::Model(number) => report_model_speed(output, &open, filter.tiny, number)?,
+            PartWork::Profile(number) => report_model_profile(output, &open, filter.tiny, number)?,
+            PartWork::Save(number) => report_save_cost(output, &open, filter.tiny, number)?,
         }
     }
     Ok(())
@@ -133,7 +133,7 @@ fn open_gpu_with_cudnn(device: usize) -> Result<Cuda, CudaError> {
 
 /// Converts the result of comparing a family of operations between GPU and CPU to a row of the
 /// result table.
-fn to_row(report: &FamilyReport) -> Row {
+fn to_family_row(report: &FamilyReport) -> Row {
     let MaxErrors { f32, bf16, f16 } = report.max_errors;
     let failure = report.failure.clone().map(Diagnostic::from);
     Row {

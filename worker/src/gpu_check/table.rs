@@ -3,16 +3,16 @@ use super::message::Row;
 use std::time::Instant;
 
 /// Prints the result table of `launch gpu-check` row by row, with the elapsed time.
-pub(super) struct Table {
+pub(super) struct ResultTable {
     began: Instant,
     /// Whether the next row needs the header of the table.
     needs_header: bool,
 }
 
-impl Table {
+impl ResultTable {
     /// Creates a table whose elapsed times count from `began`.
-    pub(super) fn new(began: Instant) -> Table {
-        Table { began, needs_header: true }
+    pub(super) fn new(began: Instant) -> ResultTable {
+        ResultTable { began, needs_header: true }
     }
 
     /// Prints a row of the result table, which belongs to the check part `part`.
@@ -21,10 +21,10 @@ impl Table {
             println!("| at, s | part | subject | values | result |\n|---|---|---|---|---|");
         }
         let result = match &row.cause {
-            Some(cause) => format!("{}: {cause}", row.result.name()),
-            None => row.result.name().to_owned(),
+            Some(cause) => format!("{}: {cause}", row.result.label()),
+            None => row.result.label().to_owned(),
         };
-        let [subject, values, result] = [&row.subject, &row.values, &result].map(|text| to_cell(text));
+        let [subject, values, result] = [&row.subject, &row.values, &result].map(|text| to_table_cell(text));
         let elapsed = self.began.elapsed().as_secs_f64();
         println!("| {elapsed:.1} | {part} | {subject} | {values} | {result} |");
     }
@@ -45,7 +45,7 @@ const MAX_CELL_CHARS: usize = 400;
 
 /// Converts a text to the content of a table cell. The end of a long text, which the JSON file
 /// contains, is cut off.
-fn to_cell(text: &str) -> String {
+fn to_table_cell(text: &str) -> String {
     let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
     let line = diagnostic::terminal_text::filter_line(&line).replace('|', "/");
     match line.char_indices().nth(MAX_CELL_CHARS) {

@@ -1,7 +1,7 @@
 //! Measures the speed of training on a GPU with random weights and generated data, for `launch
 //! gpu-check`.
 use super::{
-    check_job::{GpuOpener, build_trainer, run_check, take_step},
+    check_job::{GpuOpener, build_trainer, run_check, train_one_step},
     environment::{query_clocks, report_used_kernels},
     message::{PartOutput, Row},
     timed_models::{TimedModel, find_model_by_number, select_timed_models},
@@ -34,7 +34,7 @@ const PEAK_BF16_FLOPS: [(&str, f64); 4] =
 
 /// Measures the training speed of model number `number` and the time of each operation of one of
 /// its steps, and reports the rows.
-pub(super) fn time_model(
+pub(super) fn report_model_speed(
     output: &PartOutput,
     open: GpuOpener,
     tiny: bool,
@@ -52,13 +52,13 @@ pub(super) fn time_model(
     while let Some(notice) = model.cuda.record_step_duration(Duration::ZERO) {
         output.send_row(Row::measured(format!("- {notice}"), "", Value::Null));
     }
-    profile_step(output, timed, &mut model, MIN_PRINTED_TIME_SHARE)?;
+    report_step_profile(output, timed, &mut model, MIN_PRINTED_TIME_SHARE)?;
     report_used_kernels(output, &model.cuda)
 }
 
 /// Measures the time of each operation of a training step of model number `number`, and reports a
 /// row for each.
-pub(super) fn profile_model(
+pub(super) fn report_model_profile(
     output: &PartOutput,
     open: GpuOpener,
     tiny: bool,
@@ -69,12 +69,12 @@ pub(super) fn profile_model(
     let seconds = time_steps(&mut model.running, &mut |steps, _| steps >= 5)?;
     let values = format!("one step takes {:.2} ms", 1e3 * seconds);
     output.send_row(Row::measured(timed.name, values, json!({"step_seconds": seconds})));
-    profile_step(output, timed, &mut model, 0.0)
+    report_step_profile(output, timed, &mut model, 0.0)
 }
 
 /// Measures how long saving a checkpoint of model number `number` blocks and slows down training,
 /// and reports a row.
-pub(super) fn time_save(
+pub(super) fn report_save_cost(
     output: &PartOutput,
     open: GpuOpener,
     tiny: bool,
@@ -83,7 +83,7 @@ pub(super) fn time_save(
     let timed = find_model_by_number(tiny, number)?;
     let Some(mut model) = warm_up_if_it_fits(output, timed, open()?)? else { return Ok(()) };
     let seconds = time_steps(&mut model.running, &mut |steps, _| steps >= 3)?;
-    let save = measure_save(&mut model.running, &model.job, seconds)?;
+    let save = measure_save_cost(&mut model.running, &model.job, seconds)?;
     let values = format!(
         "blocked {:.0} ms, written in {:.1} s, training {:.1} % slower meanwhile",
         1e3 * save.blocked_seconds,
@@ -103,7 +103,7 @@ fn warm_up_if_it_fits(
     output: &PartOutput,
     timed: &TimedModel,
     cuda: Arc<Cuda>,
-) -> diagnostic::Result<Option<WarmModel>> {
+) -> diagnostic::Result<Option<WarmedUpModel>> {
     let free_gib = cuda.query_memory_info()?.0 as f64 / f64::from(1 << 30);
     if free_gib < f64::from(timed.min_gib) {
         let cause = format!("needs {} GiB of GPU memory, and {free_gib:.1} GiB are free", timed.min_gib);
@@ -123,7 +123,7 @@ pub(super) fn measure_model(open: GpuOpener, tiny: bool, number: usize) -> diagn
 }
 
 /// The measured values of one model's training: speed, peak memory and cost of saving.
-struct Measurement {
+struct TrainingMeasurement {
     tokens_per_s: f64,
     /// Floating-point operations per second.
     flops: f64,
@@ -133,18 +133,18 @@ struct Measurement {
     memory: u64,
 }
 
-impl Measurement {
+impl TrainingMeasurement {
     /// Formats the measurement of a model's training as the values of a row of the result table.
     fn to_text(&self) -> String {
         let mfu = self.mfu.map_or_else(String::new, |mfu| format!(", MFU {:.1} %", 100.0 * mfu));
         let memory = self.memory as f64 / f64::from(1 << 30);
-        let Measurement { tokens_per_s, flops, .. } = self;
+        let TrainingMeasurement { tokens_per_s, flops, .. } = self;
         format!("{tokens_per_s:.0} tokens/s, {:.1} TFLOP/s{mfu}, {memory:.2} GiB", flops / 1e12)
     }
 
     /// Returns the measurement of training the model `timed` as JSON.
     fn to_json(&self, timed: &TimedModel) -> Value {
-        let Measurement { tokens_per_s, flops, mfu, memory } = self;
+        let TrainingMeasurement { tokens_per_s, flops, mfu, memory } = self;
         json!({
             "what": timed.name, "tokens_per_s": tokens_per_s, "flops": flops, "mfu": mfu, "memory": memory,
         })
@@ -152,8 +152,8 @@ impl Measurement {
 }
 
 /// Builds the model on the GPU and runs the first steps, which are slower and not measured.
-fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<WarmModel> {
-    let (job, spec) = timed.build_spec()?;
+fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<WarmedUpModel> {
+    let (job, spec) = timed.build_job()?;
     if spec.precision == Precision::Fp8 {
         cuda.require_fp8()?;
     }
@@ -168,15 +168,15 @@ fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<Warm
     cuda.set_graphs_enabled(spec.cuda_graphs == CudaGraphMode::Always);
     let comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
     let comm = Arc::new(StagedComm::new(comm, cuda.clone()));
-    let mut running = build_trainer(&spec, comm, cuda.clone())?.start_fresh();
+    let mut running = build_trainer(&spec, comm, cuda.clone())?.start_with_random_params();
     for _ in 0..3 {
-        take_step(&mut running)?;
+        train_one_step(&mut running)?;
     }
-    Ok(WarmModel { job, spec, cuda, running })
+    Ok(WarmedUpModel { job, spec, cuda, running })
 }
 
 /// A trainer that has already run the first steps, which are slower, on an open GPU.
-struct WarmModel {
+struct WarmedUpModel {
     job: JobSpec,
     spec: TrainSpec,
     cuda: Arc<Cuda>,
@@ -185,14 +185,14 @@ struct WarmModel {
 
 /// Measures the time of each operation of a training step. Reports a row for each operation that
 /// takes at least the share `min_share` of the step, and all operations in the JSON file.
-fn profile_step(
+fn report_step_profile(
     output: &PartOutput,
     timed: &TimedModel,
-    model: &mut WarmModel,
+    model: &mut WarmedUpModel,
     min_share: f64,
 ) -> diagnostic::Result<()> {
     model.cuda.start_profiling();
-    take_step(&mut model.running)?;
+    train_one_step(&mut model.running)?;
     let profile = model.cuda.stop_profiling()?;
     let sum: f64 = profile.iter().map(|spent| spent.seconds).sum();
     let entry = |spent: &ProfileEntry| json!([spent.name, spent.calls, spent.seconds]);
@@ -212,15 +212,15 @@ fn profile_step(
 }
 
 /// Runs training steps for `duration`, and measures their speed and the peak GPU memory.
-fn measure_training(model: &mut WarmModel, duration: Duration) -> diagnostic::Result<Measurement> {
-    let WarmModel { spec, cuda, running, .. } = model;
+fn measure_training(model: &mut WarmedUpModel, duration: Duration) -> diagnostic::Result<TrainingMeasurement> {
+    let WarmedUpModel { spec, cuda, running, .. } = model;
     let is_enough = &mut |steps, elapsed| steps >= 3 && elapsed >= duration;
     let seconds = time_steps(running, is_enough)?;
-    let tokens_per_s = running.trainer.global_batch() as f64 * f64::from(spec.data.seq_len) / seconds;
+    let tokens_per_s = running.trainer.global_batch_size() as f64 * f64::from(spec.data.seq_len) / seconds;
     let flops = tokens_per_s * running.trainer.model.compute_flops_per_token(spec.data.seq_len as usize);
     let peak = PEAK_BF16_FLOPS.iter().find(|(name, _)| cuda.properties().name.contains(name));
     let mfu = peak.map(|(_, peak)| flops / peak);
-    Ok(Measurement { tokens_per_s, flops, mfu, memory: cuda.peak_memory_bytes() })
+    Ok(TrainingMeasurement { tokens_per_s, flops, mfu, memory: cuda.peak_memory_bytes() })
 }
 
 /// Runs training steps until `is_enough` accepts their number and total time. Returns the mean
@@ -231,7 +231,7 @@ fn time_steps(
 ) -> Result<f64, Error> {
     let (began, mut steps) = (Instant::now(), 0);
     while !is_enough(steps, began.elapsed()) {
-        take_step(running)?;
+        train_one_step(running)?;
         steps += 1;
     }
     running.trainer.ops.synchronize()?;
@@ -260,7 +260,7 @@ struct SaveCost {
 
 /// Saves one checkpoint while training continues, and measures how long training is blocked and how
 /// much it is slowed down. `step_seconds` is the time of a step without saving.
-fn measure_save(
+fn measure_save_cost(
     running: &mut RunningTrainer,
     job: &JobSpec,
     step_seconds: f64,
@@ -277,7 +277,7 @@ fn measure_save(
     let began = Instant::now();
     saver.begin_save(running)?;
     let blocked = began.elapsed().as_secs_f64();
-    let during = time_steps(running, &mut |steps, _| steps > 0 && !saver.is_writing())?;
+    let during = time_steps(running, &mut |steps, _| steps > 0 && !saver.is_writing_in_background())?;
     let saved = saver.finish_save(running)?.ok_or_else(|| {
         Diagnostic::error(codes::training::CHECKPOINT_WRITER_FAILED, "no checkpoint was saved")
     })?;

@@ -1,6 +1,6 @@
 //! [`TimedModel`]: a model whose training `launch gpu-check` times, and the list of these models.
 use super::check_job::{build_check_job, require_train_section};
-use crate::{model, trainer_stages::resolve_model};
+use crate::{model, trainer_stages::resolve_model_section};
 use diagnostic::{Diagnostic, codes};
 use jobspec::{JobSpec, OffloadTarget, RecomputeMode, TrainSpec, ZeroSpec};
 use serde_json::{Value, json};
@@ -223,8 +223,8 @@ pub(super) fn find_model_by_number(tiny: bool, number: usize) -> diagnostic::Res
 /// train the models.
 pub(super) fn describe_timed_models_as_json(tiny: bool) -> diagnostic::Result<Value> {
     let models = select_timed_models(tiny).0.iter().map(|timed| {
-        let spec = timed.build_spec()?.1;
-        let model = resolve_model(&spec.model, spec.model.vocab_size, spec.data.seq_len)?;
+        let spec = timed.build_job()?.1;
+        let model = resolve_model_section(&spec.model, spec.model.vocab_size, spec.data.seq_len)?;
         let model = model::build_model(&model, spec.data.seq_len).map_err(Diagnostic::from)?;
         Ok(json!({
             "what": timed.name,
@@ -245,7 +245,7 @@ pub(super) fn describe_timed_models_as_json(tiny: bool) -> diagnostic::Result<Va
 
 impl TimedModel {
     /// Builds the job that trains this model, and returns it with its `train` section.
-    pub(super) fn build_spec(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
+    pub(super) fn build_job(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
         let job = build_check_job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
         let mut spec = require_train_section(&job)?.clone();
         spec.zero = ZeroSpec { offload: self.offload.then_some(OffloadTarget::Cpu), ..spec.zero };

@@ -71,7 +71,7 @@ impl ActivationBuffers {
     /// # Panics
     ///
     /// Panics if there are fewer buffers than fields.
-    pub(super) fn borrow_set<'a, S: BufferSet<&'a Buf>>(&'a self) -> S {
+    pub(super) fn borrow_buffer_set<'a, S: BufferSet<&'a Buf>>(&'a self) -> S {
         S::from_values(&mut self.buffers.iter())
     }
 
@@ -81,13 +81,13 @@ impl ActivationBuffers {
     /// # Panics
     ///
     /// Panics if there are fewer buffers than fields.
-    pub(super) fn borrow_set_mut<'a, S: BufferSet<&'a mut Buf>>(&'a mut self) -> S {
+    pub(super) fn borrow_buffer_set_mut<'a, S: BufferSet<&'a mut Buf>>(&'a mut self) -> S {
         S::from_values(&mut self.buffers.iter_mut())
     }
 }
 
 /// Returns the declarations of the buffers in a buffer set, each with the name of its field.
-pub(super) fn list_buffers<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> {
+pub(super) fn list_buffer_specs<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> {
     let (mut specs, mut names) = (Vec::new(), Vec::new());
     set.append_fields(&mut specs);
     S::append_names(&mut names);
@@ -173,7 +173,7 @@ mod tests {
 
     #[test]
     fn buffers_have_the_declared_names_lengths_and_types() {
-        let specs = list_buffers(OuterBuffers {
+        let specs = list_buffer_specs(OuterBuffers {
             first: BufferSpec::in_compute_dtype(3),
             second: BufferSpec::in_f32(4),
             inner: InnerBuffers { third: BufferSpec::in_compute_dtype(5) },
@@ -187,9 +187,9 @@ mod tests {
             assert_eq!(buffers.find_buffer(name).map(describe), Some(expected), "{name}");
         }
         assert!(buffers.find_buffer("inner").is_none());
-        let OuterBuffers { first, second, inner } = buffers.borrow_set();
+        let OuterBuffers { first, second, inner } = buffers.borrow_buffer_set();
         assert_eq!([first, second, inner.third].map(Buf::len), [3, 4, 5]);
-        let OuterBuffers { second, .. } = buffers.borrow_set_mut();
+        let OuterBuffers { second, .. } = buffers.borrow_buffer_set_mut();
         second.host_slice_mut()[3] = 1.0;
         assert_eq!(buffers.find_buffer("second").map(|b| b.host_slice()[3]), Some(1.0));
     }

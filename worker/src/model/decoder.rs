@@ -15,8 +15,8 @@ mod norms;
 mod row_norm;
 
 pub(super) use decoder_config::{
-    Activation, DECODER_KEY_NAMES, DecoderConfig, DropoutConfig, LayerNorms, LearnedPositions, NormKind,
-    QkNorm, TensorNames, build_decoder_config_json,
+    Activation, DECODER_KEY_NAMES, DecoderConfig, DropoutConfig, NormModuleNames, LearnedPositions, NormKind,
+    QkNormExtent, TensorNames, build_decoder_config_json,
 };
 pub(super) use decoder_moe_config::{DecoderMoeConfig, ExpertTensorNames};
 pub use model::Model;

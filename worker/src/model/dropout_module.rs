@@ -27,21 +27,21 @@ impl DropoutModule {
 
     /// Returns the number of the first sample in `batch`, or `None` if the module drops no
     /// elements.
-    fn first_sample_if_dropout(&self, batch: &MicroBatch) -> Option<u64> {
+    fn first_sample_if_active(&self, batch: &MicroBatch) -> Option<u64> {
         batch.first_sample.filter(|_| self.rate > 0.0)
     }
 
     /// Returns the parameters with which attention ops drop probabilities, or `None` if no element
     /// is dropped.
     pub(super) fn create_attention_dropout(&self, batch: &MicroBatch) -> Option<AttentionDropout> {
-        let first = self.first_sample_if_dropout(batch)?;
+        let first = self.first_sample_if_active(batch)?;
         Some(AttentionDropout { key: self.stream.key(), probability: self.rate, first_sequence: first })
     }
 
     /// Returns the parameters with which ops drop elements of rows of width `width`, or `None` if
     /// no element is dropped.
     fn create_row_dropout(&self, batch: &MicroBatch, width: usize) -> Option<SampleDropout> {
-        let first = self.first_sample_if_dropout(batch)?;
+        let first = self.first_sample_if_active(batch)?;
         Some(SampleDropout {
             key: self.stream.key(),
             probability: self.rate,

@@ -79,13 +79,13 @@ pub enum ModelError {
         other: &'static str,
     },
     /// config.json has keys that are not known for the architecture and may change its computation.
-    #[error("the model config has unsupported keys: {}", format_entries(entries))]
+    #[error("the model config has unsupported keys: {}", format_config_entries(entries))]
     KeysUnknown {
         /// The first few of these keys with their values as JSON, shortened.
         entries: Vec<(String, String)>,
     },
     /// `architectures` of config.json names no supported architecture.
-    #[error("architecture {} is not supported", join_items_or(architectures, "(none)"))]
+    #[error("architecture {} is not supported", join_or_default(architectures, "(none)"))]
     ArchitectureUnsupported {
         /// The names in `architectures` of config.json, shortened.
         architectures: Vec<String>,
@@ -151,12 +151,12 @@ pub enum ModelError {
 pub type Result<T> = std::result::Result<T, ModelError>;
 
 /// Formats configuration entries for a message, as keys with their values, separated by commas.
-fn format_entries(entries: &[(String, String)]) -> String {
+fn format_config_entries(entries: &[(String, String)]) -> String {
     entries.iter().map(|(key, value)| format!("`{key}: {value}`")).collect::<Vec<_>>().join(", ")
 }
 
 /// Joins `items` with commas, or returns `empty` if there are no items.
-fn join_items_or(items: &[String], empty: &str) -> String {
+fn join_or_default(items: &[String], empty: &str) -> String {
     if items.is_empty() { empty.into() } else { items.join(", ") }
 }
 

@@ -99,7 +99,7 @@ pub(super) fn parse_hf_config(text: &[u8], path: &Path) -> Result<Map<String, Va
 }
 
 /// The largest number of layers that a config may declare.
-const LAYERS_MAX: usize = 1 << 14;
+const MAX_LAYERS: usize = 1 << 14;
 
 /// The names of config keys that differ between model families.
 #[derive(Clone, Copy)]
@@ -115,7 +115,7 @@ pub(super) struct ConfigKeyNames {
 }
 
 /// Returns the entries of a JSON object, or no entries for any other value.
-pub(super) fn take_entries(value: Value) -> Map<String, Value> {
+pub(super) fn into_object_entries(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(map) => map,
         _ => Map::new(),
@@ -139,7 +139,7 @@ pub(super) struct HfConfigFields<'a> {
 }
 
 /// The largest width, count or vocabulary that a config may declare.
-const SIZE_MAX: u64 = 1 << 24;
+const MAX_SIZE_VALUE: u64 = 1 << 24;
 
 /// Builds the error for a config key whose value is not one of the `expected` values.
 pub(super) fn invalid_value_error(
@@ -147,7 +147,7 @@ pub(super) fn invalid_value_error(
     value: &Value,
     expected: impl Into<String>,
 ) -> ModelError {
-    ModelError::ValueInvalid { key: key.into(), value: format_short_value(value), expected: expected.into() }
+    ModelError::ValueInvalid { key: key.into(), value: format_shortened_value(value), expected: expected.into() }
 }
 
 impl<'a> HfConfigFields<'a> {
@@ -178,9 +178,9 @@ impl<'a> HfConfigFields<'a> {
     /// value is not from 1 to [`SIZE_MAX`].
     pub(super) fn read_optional_size(&self, key: &'static str) -> Result<Option<u32>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
-        match v.as_u64().filter(|n| (1..=SIZE_MAX).contains(n)).and_then(|n| u32::try_from(n).ok()) {
+        match v.as_u64().filter(|n| (1..=MAX_SIZE_VALUE).contains(n)).and_then(|n| u32::try_from(n).ok()) {
             Some(n) => Ok(Some(n)),
-            None => Err(invalid_value_error(key, v, format!("an integer from 1 to {SIZE_MAX}"))),
+            None => Err(invalid_value_error(key, v, format!("an integer from 1 to {MAX_SIZE_VALUE}"))),
         }
     }
 
@@ -219,8 +219,8 @@ impl<'a> HfConfigFields<'a> {
     /// [`LAYERS_MAX`].
     pub(super) fn read_layer_count(&self, key: &'static str) -> Result<usize> {
         let layers = self.read_size(key)?;
-        if layers as usize > LAYERS_MAX {
-            return Err(invalid_value_error(key, &layers.into(), format!("at most {LAYERS_MAX}")));
+        if layers as usize > MAX_LAYERS {
+            return Err(invalid_value_error(key, &layers.into(), format!("at most {MAX_LAYERS}")));
         }
         Ok(layers as usize)
     }
@@ -231,7 +231,7 @@ impl<'a> HfConfigFields<'a> {
         self.read_keys.borrow_mut().insert(key);
         let Some(v) = self.map.get(key) else { return Ok(default) };
         let rate = v.as_f64().filter(|rate| (0.0..1.0).contains(rate));
-        rate.ok_or_else(|| ModelError::DropoutRateInvalid { key, value: format_short_value(v) })
+        rate.ok_or_else(|| ModelError::DropoutRateInvalid { key, value: format_shortened_value(v) })
     }
 
     /// Rejects every value of the key `key` of config.json that is not in `supported`. Accepts an
@@ -242,7 +242,7 @@ impl<'a> HfConfigFields<'a> {
             None => Ok(()),
             Some(v) => Err(ModelError::ValueUnsupported {
                 key: key.into(),
-                value: format_short_value(v),
+                value: format_shortened_value(v),
                 supported: supported.iter().filter(|s| !s.is_null()).map(Value::to_string).collect(),
             }),
         }
@@ -250,18 +250,18 @@ impl<'a> HfConfigFields<'a> {
 
     /// Rejects the keys that were not read, except [`IGNORED_KEYS`] and keys with value null.
     pub(super) fn reject_unknown_keys(&self) -> Result<()> {
-        const LISTED: usize = 8;
+        const MAX_LISTED_KEYS: usize = 8;
         let read_keys = self.read_keys.borrow();
         let is_known = |key: &str| read_keys.contains(key) || IGNORED_KEYS.contains(&key);
         let unknown = self.map.iter().filter(|(key, v)| !v.is_null() && !is_known(key));
         let entries: Vec<(String, String)> =
-            unknown.take(LISTED).map(|(key, v)| (shorten_text(key), format_short_value(v))).collect();
+            unknown.take(MAX_LISTED_KEYS).map(|(key, v)| (shorten_text(key), format_shortened_value(v))).collect();
         if entries.is_empty() { Ok(()) } else { Err(ModelError::KeysUnknown { entries }) }
     }
 }
 
 /// Formats a value of a config.json as JSON, shortened for error messages.
-pub(super) fn format_short_value(value: &Value) -> String {
+pub(super) fn format_shortened_value(value: &Value) -> String {
     let text = value.to_string();
     match text.chars().count() > MAX_SHOWN_CHARACTERS {
         true => text.chars().take(MAX_SHOWN_CHARACTERS).chain("…".chars()).collect(),

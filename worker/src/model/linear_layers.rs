@@ -84,7 +84,7 @@ impl LinearLayers {
     /// [`LinearLayout::index`].
     pub(super) fn set_trained_params(&mut self, layers: &[ParamUnit], linears: [&LinearLayout; 4]) {
         let is_trained = |unit: &ParamUnit, linear: &LinearLayout| {
-            linear.weight.end <= unit.len() && unit.has_trained_in(linear.weight.clone())
+            linear.weight.end <= unit.len() && unit.has_trained_elements_in(linear.weight.clone())
         };
         let needs_grad = |unit| linears.iter().map(|linear| is_trained(unit, linear)).collect();
         self.needs_grad = layers.iter().map(needs_grad).collect();
@@ -117,7 +117,7 @@ impl Linear<'_> {
         let (input, layout) = (self.input, self.layout);
         let w = input.params.slice(layout.weight.clone());
         let bias = layout.bias.clone().map(|span| input.params.slice(span));
-        self.layers.format.forward(input.ops, y.reborrow(), x, w, bias, layout.matmul_sizes(input));
+        self.layers.format.forward(input.ops, y.reborrow(), x, w, bias, layout.to_matmul_sizes(input));
         if let Some(adapters) = self.adapters() {
             adapters.forward(layout.index, input, x, y, lora);
         }
@@ -127,7 +127,7 @@ impl Linear<'_> {
     /// if there is a bias.
     pub(super) fn backward_bias(&self, g: &mut ViewMut, dy: View) {
         if let Some(bias) = &self.layout.bias {
-            let (rows, outputs) = (self.input.batch.rows(), self.layout.outputs());
+            let (rows, outputs) = (self.input.batch.row_count(), self.layout.output_width());
             self.input.ops.bias_backward(g.slice_mut(bias.clone()), dy, rows, outputs);
         }
     }
@@ -138,7 +138,7 @@ impl Linear<'_> {
         let needs_grad = self.layers.needs_grad.get(input.layer).is_none_or(|needs| needs[layout.index]);
         if needs_grad {
             let dw = g.slice_mut(layout.weight.clone());
-            self.layers.format.backward_weight(input.ops, dw, dy, x, layout.matmul_sizes(input));
+            self.layers.format.backward_weight(input.ops, dw, dy, x, layout.to_matmul_sizes(input));
         }
     }
 
@@ -154,7 +154,7 @@ impl Linear<'_> {
     pub(super) fn backward_input(&self, mut dx: ViewMut, dy: View, lora: &mut LoraScratch) {
         let (input, layout) = (self.input, self.layout);
         let w = input.params.slice(layout.weight.clone());
-        self.layers.format.backward_input(input.ops, dx.reborrow(), dy, w, layout.matmul_sizes(input));
+        self.layers.format.backward_input(input.ops, dx.reborrow(), dy, w, layout.to_matmul_sizes(input));
         if let Some(adapters) = self.adapters() {
             adapters.backward_input(layout.index, input, dx, lora);
         }

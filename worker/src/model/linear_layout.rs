@@ -21,14 +21,14 @@ pub(super) struct LinearLayout {
 
 impl LinearLayout {
     /// Returns the total number of outputs of all matrices.
-    pub(super) fn outputs(&self) -> usize {
+    pub(super) fn output_width(&self) -> usize {
         self.modules.iter().map(|(_, outputs)| outputs).sum()
     }
 
     /// Returns the sizes of the matmul: the number of rows of the micro-batch, the inputs per row,
     /// and the outputs per row.
-    pub(super) fn matmul_sizes(&self, input: &LayerInput) -> MatmulSizes {
-        (input.batch.rows(), self.inputs, self.outputs())
+    pub(super) fn to_matmul_sizes(&self, input: &LayerInput) -> MatmulSizes {
+        (input.batch.row_count(), self.inputs, self.output_width())
     }
 }
 

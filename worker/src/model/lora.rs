@@ -38,10 +38,10 @@ pub struct LoraConfig {
 
 impl LoraConfig {
     /// Returns whether the matrix of the module `module`, such as `q_proj`, gets a LoRA adapter.
-    fn has_adapter(&self, module: &str) -> bool {
+    fn selects_module(&self, module: &str) -> bool {
         match &self.spec.targets {
             LoraTargets::AllLinear => true,
-            LoraTargets::Names(names) => names.iter().any(|n| matches_target(module, n)),
+            LoraTargets::Names(names) => names.iter().any(|n| target_selects_module(module, n)),
         }
     }
 
@@ -57,7 +57,7 @@ impl LoraConfig {
         has_experts: bool,
     ) -> Result<()> {
         let LoraTargets::Names(names) = &self.spec.targets else { return Ok(()) };
-        let Some(unknown) = names.iter().find(|n| !modules.clone().any(|m| matches_target(m, n))) else {
+        let Some(unknown) = names.iter().find(|n| !modules.clone().any(|m| target_selects_module(m, n))) else {
             return Ok(());
         };
         let mut supported: Vec<String> =
@@ -71,7 +71,7 @@ impl LoraConfig {
 /// Returns whether the LoRA target `name`, such as `q_proj`, selects the module `module`. This is
 /// the case if the names are equal, or the module's name ends with a dot and the target's name, as
 /// in PEFT.
-fn matches_target(module: &str, name: &str) -> bool {
+fn target_selects_module(module: &str, name: &str) -> bool {
     module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
@@ -173,7 +173,7 @@ impl LayerAdapters {
                 let columns = width..width + outputs;
                 width = columns.end;
                 let module = format!("{}{name}", layer.prefix);
-                if !lora.has_adapter(&module) {
+                if !lora.selects_module(&module) {
                     continue;
                 }
                 let mut add = |part: &str, shape: [usize; 2], init| {
@@ -214,7 +214,7 @@ impl LayerAdapters {
         mut y: ViewMut,
         s: &mut LoraScratch,
     ) {
-        let (ops, g, m) = (input.ops, &self.groups[group], input.batch.rows());
+        let (ops, g, m) = (input.ops, &self.groups[group], input.batch.row_count());
         for ad in &g.adapters {
             self.compute_low_rank_activation(g, ad, input, x, s);
             self.write_scaled_padded_b(ops, g, ad, input.params, s.padded_b);
@@ -236,7 +236,7 @@ impl LayerAdapters {
         (x, dy): (View, View),
         s: &mut LoraScratch,
     ) {
-        let (ops, g, m, r) = (input.ops, &self.groups[group], input.batch.rows(), self.rank);
+        let (ops, g, m, r) = (input.ops, &self.groups[group], input.batch.row_count(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
             let has_dropout = self.compute_low_rank_activation(g, ad, input, x, s);
             let low = s.low_rank.view().slice(0..m * r);
@@ -265,7 +265,7 @@ impl LayerAdapters {
         mut dx: ViewMut,
         s: &mut LoraScratch,
     ) {
-        let (ops, g, m, r) = (input.ops, &self.groups[group], input.batch.rows(), self.rank);
+        let (ops, g, m, r) = (input.ops, &self.groups[group], input.batch.row_count(), self.rank);
         for (i, ad) in g.adapters.iter().enumerate() {
             let (a, d_low) =
                 (input.params.slice(ad.a.clone()), s.d_low_rank.view().slice(i * m * r..(i + 1) * m * r));
@@ -291,7 +291,7 @@ impl LayerAdapters {
         x: View,
         s: &mut LoraScratch,
     ) -> bool {
-        let (ops, m, has_dropout) = (input.ops, input.batch.rows(), self.has_dropout(input.batch));
+        let (ops, m, has_dropout) = (input.ops, input.batch.row_count(), self.has_dropout(input.batch));
         let x = match has_dropout {
             false => x,
             true => {

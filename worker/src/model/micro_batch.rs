@@ -25,7 +25,7 @@ pub struct MicroBatch {
 
 impl MicroBatch {
     /// Returns the number of tokens, which is the number of rows of every activation.
-    pub fn rows(&self) -> usize {
+    pub fn row_count(&self) -> usize {
         self.sequences * self.seq_len
     }
 

@@ -110,7 +110,7 @@ impl RouterOutput {
 
     /// Returns the total number of elements of the router's output buffers for micro-batches of `m`
     /// tokens.
-    pub fn count_elements(shape: ExpertShape, m: usize) -> usize {
+    pub fn count_output_elements(shape: ExpertShape, m: usize) -> usize {
         m * (shape.experts + 2 * shape.per_token + 1)
     }
 
@@ -288,7 +288,7 @@ pub struct ExpertGradInputs<'a> {
 /// Overwrites `grads`, which has the layout of the experts' flat vector of parameters. Does not
 /// write the gradient of a matrix if `is_needed` returns false for the matrix's range in this
 /// vector.
-pub fn compute_expert_gradients(
+pub fn compute_expert_param_gradients(
     ops: &dyn Ops,
     shape: ExpertShape,
     expert_ranges: &[Range<usize>],
@@ -375,7 +375,7 @@ impl RouterStats {
 
     /// Returns the number of sums in device memory from which the router losses of all layers are
     /// computed.
-    fn count_sums(&self) -> usize {
+    fn count_device_sums(&self) -> usize {
         self.layers.len() * (self.shape.experts + 1)
     }
 
@@ -400,7 +400,7 @@ impl RouterStats {
     /// Enqueues on the device the sums for the router losses of MoE layer number `index` over the
     /// tokens of the micro-batch.
     fn sum_layer_on_device(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
-        let (experts, sums) = (self.shape.experts, self.count_sums());
+        let (experts, sums) = (self.shape.experts, self.count_device_sums());
         if self.device_sums.len() < sums {
             self.device_sums = ops.zeroed(Dtype::F32, sums);
         }
@@ -419,7 +419,7 @@ impl RouterStats {
         if ops.is_host() {
             return PendingRouterLoss::Known(self.compute_loss());
         }
-        let sums = self.count_sums();
+        let sums = self.count_device_sums();
         if self.host_sums.len() < capacity * sums {
             self.host_sums = ops.alloc_staging(Dtype::F32, capacity * sums);
         }
@@ -444,12 +444,12 @@ impl RouterStats {
         if !self.copied.is_reached() {
             self.copied.synchronize()?;
         }
-        let sums = self.count_sums();
+        let sums = self.count_device_sums();
         let layers = self.host_sums.view().host_slice()[copy * sums..(copy + 1) * sums]
             .chunks_exact(self.shape.experts + 1);
         let column = |e: usize| layers.clone().map(|layer| f64::from(layer[e])).sum::<f64>();
         let prob_sums: Vec<f64> = (0..self.shape.experts).map(column).collect();
-        Ok(self.combine_losses(mean_selections, &prob_sums, column(self.shape.experts)))
+        Ok(self.compute_loss_from_sums(mean_selections, &prob_sums, column(self.shape.experts)))
     }
 
     /// Returns for each MoE layer how often each expert was selected.
@@ -459,7 +459,7 @@ impl RouterStats {
 
     /// Returns for how many rows routers selected experts: the tokens of the micro-batch times the
     /// number of MoE layers.
-    fn total_rows(&self) -> f64 {
+    fn count_routed_rows(&self) -> f64 {
         (self.rows * self.layers.len()) as f64
     }
 
@@ -467,7 +467,7 @@ impl RouterStats {
     /// sum over all experts is the number of experts per token.
     fn mean_selections_by_expert(&self) -> impl Iterator<Item = f64> {
         let selections = |e: usize| self.layers.iter().map(|t| t.selection_counts[e]).sum::<u64>() as f64;
-        (0..self.shape.experts).map(move |e| selections(e) / self.total_rows())
+        (0..self.shape.experts).map(move |e| selections(e) / self.count_routed_rows())
     }
 
     /// Computes the sum of the router losses on the host. Training adds this sum to the mean loss.
@@ -475,16 +475,16 @@ impl RouterStats {
         let prob_sum = |e: usize| self.layers.iter().map(|t| t.prob_sums[e]).sum::<f64>();
         let prob_sums: Vec<f64> = (0..self.shape.experts).map(prob_sum).collect();
         let selections: Vec<f64> = self.mean_selections_by_expert().collect();
-        self.combine_losses(&selections, &prob_sums, self.layers.iter().map(|t| t.lse_squares).sum())
+        self.compute_loss_from_sums(&selections, &prob_sums, self.layers.iter().map(|t| t.lse_squares).sum())
     }
 
     /// Computes the sum of the router losses from the average number of selections of each expert,
     /// the sums of its probabilities, and the sum of the squared log-sum-exp.
-    fn combine_losses(&self, mean_selections: &[f64], prob_sums: &[f64], squares: f64) -> f64 {
-        let mean_probs = prob_sums.iter().map(|sum| sum / self.total_rows());
+    fn compute_loss_from_sums(&self, mean_selections: &[f64], prob_sums: &[f64], squares: f64) -> f64 {
+        let mean_probs = prob_sums.iter().map(|sum| sum / self.count_routed_rows());
         let balance: f64 = mean_selections.iter().zip(mean_probs).map(|(share, mean)| share * mean).sum();
         self.coefficients.aux * self.shape.experts as f64 * balance
-            + self.coefficients.z * squares / self.total_rows()
+            + self.coefficients.z * squares / self.count_routed_rows()
     }
 
     /// Computes the gradients of the load-balancing loss and the z-loss, for the backward pass of a
@@ -492,9 +492,9 @@ impl RouterStats {
     /// the probabilities of a row, which is equal for all rows. The second is the factor of Σ lse²
     /// in the scaled loss.
     pub fn compute_loss_gradient(&self, scale: f64) -> (Vec<f32>, f32) {
-        let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.total_rows();
+        let factor = scale * self.coefficients.aux * self.shape.experts as f64 / self.count_routed_rows();
         let balance = self.mean_selections_by_expert().map(|share| (factor * share) as f32).collect();
-        (balance, (scale * self.coefficients.z / self.total_rows()) as f32)
+        (balance, (scale * self.coefficients.z / self.count_routed_rows()) as f32)
     }
 }
 

@@ -3,7 +3,7 @@
 //! sin.
 use super::{
     error::{ModelError, Result},
-    hf_config::{HfConfigFields, format_short_value, invalid_value_error, shorten_text},
+    hf_config::{HfConfigFields, format_shortened_value, invalid_value_error, shorten_text},
 };
 use device::{Buf, Ops, View};
 use serde_json::{Map, Value};
@@ -79,7 +79,7 @@ impl RopeConfig {
     /// `rope_parameters`. `theta` is the default of `rope_theta`.
     pub(super) fn parse_config_value(key: &str, value: &Value, theta: f64) -> Result<Self> {
         const COMMON_KEYS: [&str; 3] = ["rope_type", "type", "rope_theta"];
-        const TYPES: [&str; 5] = ["default", "dynamic", "linear", "llama3", "yarn"];
+        const ROPE_TYPES: [&str; 5] = ["default", "dynamic", "linear", "llama3", "yarn"];
         let Value::Object(map) = value else { return Err(invalid_value_error(key, value, "a mapping")) };
         let number = |name: &str| match map.get(name).and_then(Value::as_f64) {
             Some(x) if x > 0.0 && (x as f32).is_finite() => Ok(x),
@@ -106,8 +106,8 @@ impl RopeConfig {
             _ => {
                 return Err(ModelError::ValueUnsupported {
                     key: format!("{key}.rope_type"),
-                    value: format_short_value(rope_type.unwrap_or(&Value::Null)),
-                    supported: TYPES.map(String::from).to_vec(),
+                    value: format_shortened_value(rope_type.unwrap_or(&Value::Null)),
+                    supported: ROPE_TYPES.map(String::from).to_vec(),
                 });
             }
         };
@@ -117,7 +117,7 @@ impl RopeConfig {
         match map.iter().find(|(k, v)| !v.is_null() && !is_known(k) && !is_full_rotation(k, v)) {
             Some((k, v)) => Err(ModelError::ValueUnsupported {
                 key: format!("{key}.{}", shorten_text(k)),
-                value: format_short_value(v),
+                value: format_shortened_value(v),
                 supported: Vec::new(),
             }),
             None => Ok(RopeConfig { theta, scaling }),

@@ -120,7 +120,7 @@ impl Optimizer {
         offload: Option<&OffloadTarget>,
         rounding_seed: Option<u64>,
     ) -> Result<Self, Vec<Diagnostic>> {
-        let ParamGroups { hyperparams, group_indices } = param_groups::assign_groups(spec, units, ties)?;
+        let ParamGroups { hyperparams, group_indices } = param_groups::assign_param_groups(spec, units, ties)?;
         let roles = list_state_roles(spec);
         let states =
             ranges.zip(units).map(|(range, unit)| UnitStates::zeroed(ops, &roles, unit, range, offload));
@@ -238,7 +238,7 @@ impl Optimizer {
     ///
     /// If the range is not the whole unit, the caller must afterwards gather the changed `grad` of
     /// all ranks, and pass it to [`Optimizer::update_unit`].
-    pub fn prepare_gradient(
+    pub fn prepare_whole_tensor_gradient(
         &mut self,
         ops: &dyn Ops,
         u: usize,
@@ -284,7 +284,7 @@ impl Optimizer {
     ) {
         let range = self.units[u].range.clone();
         assert!(
-            params.len() == range.len() && grad.len() == unit.compute_trained_range(range.clone()).len(),
+            params.len() == range.len() && grad.len() == unit.to_trained_range(range.clone()).len(),
             "parameters and gradient have the lengths of the optimizer's range"
         );
         let mut states = self.staging.fetch_to_device(ops, u, &mut self.units[u]);
@@ -298,7 +298,7 @@ impl Optimizer {
                 param.build_update_inputs(&self.spec, &self.groups, &unit.params[seg.param].shape, step);
             let UpdateMethod { direction, update } = param.method;
             let direction = direction.map(|direction| {
-                let whole = whole_grad.slice(unit.compute_trained_range(unit.tensor_range(seg.param)));
+                let whole = whole_grad.slice(unit.to_trained_range(unit.tensor_range(seg.param)));
                 direction.compute_direction(ops, whole, states.select_replicated_states(seg.param), &inputs)
             });
             let g =

@@ -28,22 +28,22 @@ pub fn compute_learning_rate(spec: &ScheduleSpec, base_lr: f64, total_steps: u64
     }
     match spec.name {
         ScheduleName::Constant => base_lr,
-        ScheduleName::Linear => above(spec.min_lr, 1.0 - compute_progress(step, warm, total_steps)),
+        ScheduleName::Linear => above(spec.min_lr, 1.0 - compute_progress_fraction(step, warm, total_steps)),
         ScheduleName::Cosine => {
-            above(spec.min_lr, compute_half_cosine(compute_progress(step, warm, total_steps)))
+            above(spec.min_lr, compute_half_cosine(compute_progress_fraction(step, warm, total_steps)))
         }
         ScheduleName::Wsd => {
             let decay_from = total_steps.saturating_sub(spec.decay_steps);
             if step < decay_from {
                 return base_lr;
             }
-            above(spec.min_lr, compute_half_cosine(compute_progress(step, decay_from, total_steps)))
+            above(spec.min_lr, compute_half_cosine(compute_progress_fraction(step, decay_from, total_steps)))
         }
     }
 }
 
 /// Returns which fraction of the way from step `from` to step `to` is done at `step`, at most 1.
-fn compute_progress(step: u64, from: u64, to: u64) -> f64 {
+fn compute_progress_fraction(step: u64, from: u64, to: u64) -> f64 {
     if step >= to {
         return 1.0;
     }

@@ -39,7 +39,7 @@ impl StateLayout {
         let (mut sharded, mut replicated) = (Vec::new(), Vec::new());
         for part in unit.list_trained_segments(range) {
             let param = &unit.params[part.param];
-            match role.state_shape(&param.shape) {
+            match role.tensor_shape_for_weight(&param.shape) {
                 Some(_) if is_sharded(role, param) => sharded.push(part),
                 Some(shape) => {
                     let elements = 0..shape.iter().product();
@@ -81,7 +81,7 @@ impl StateLayout {
 /// Returns whether a state of the kind `role` is sharded like its parameter, and not replicated on
 /// every rank.
 fn is_sharded(role: TensorRole, param: &ParamSpec) -> bool {
-    role.state_shape(&param.shape).is_some_and(|shape| shape.len() == param.shape.len())
+    role.tensor_shape_for_weight(&param.shape).is_some_and(|shape| shape.len() == param.shape.len())
 }
 
 impl UnitStates {
@@ -108,13 +108,13 @@ impl UnitStates {
     }
 
     /// Returns the optimizer states of the unit, one item for each kind (role) of state.
-    pub fn by_role(&self) -> &[RoleStates] {
+    pub fn states_by_role(&self) -> &[RoleStates] {
         &self.roles
     }
 
     /// Returns the optimizer states of the unit for modification, one item for each kind (role) of
     /// state.
-    pub fn by_role_mut(&mut self) -> &mut [RoleStates] {
+    pub fn states_by_role_mut(&mut self) -> &mut [RoleStates] {
         &mut self.roles
     }
 
@@ -168,7 +168,7 @@ impl RoleStates {
     /// Copies the optimizer states of the range `shard` that are sharded among ranks to a new
     /// vector, in the order of the trained elements of this range.
     pub fn pack_trained(&self, ops: &dyn Ops, unit: &ParamUnit, shard: Range<usize>) -> Buf {
-        let trained = unit.compute_trained_range(shard.clone());
+        let trained = unit.to_trained_range(shard.clone());
         let mut packed = ops.zeroed(Dtype::F32, trained.len());
         for s in self.layout.list_sharded_segments(unit, shard) {
             let start = find_trained_offset(unit, &s) - trained.start;
@@ -192,7 +192,7 @@ impl RoleStates {
 /// Returns the position of the first element of `s`, a part of a tensor, among the unit's trained
 /// elements.
 fn find_trained_offset(unit: &ParamUnit, s: &Segment) -> usize {
-    unit.compute_trained_offset(unit.tensor_range(s.param).start + s.elements.start)
+    unit.to_trained_offset(unit.tensor_range(s.param).start + s.elements.start)
 }
 
 /// Counts the elements of the optimizer states of the kinds `roles` for a range of the unit's flat

@@ -3,7 +3,7 @@ use super::memory_estimator::MemoryEstimator;
 use crate::{
     runtime::STAGING_BYTES,
     zero::{
-        ShardingPolicy, micro_batch_sums::merge_into_aligned_ranges, owner_collectives, partition::Partition,
+        ShardingPolicy, micro_batch_sums::split_into_tree_ranges, owner_collectives, partition::Partition,
     },
 };
 use device::Dtype;
@@ -19,8 +19,8 @@ impl MemoryEstimator<'_> {
         let schedule = self.build_micro_batch_schedule(policy);
         let (mut gathered, mut sent, mut received) = (0, 0, 0);
         for unit in self.units {
-            let shard = Partition::new(unit, self.world).range(rank);
-            let lengths = (shard.len(), unit.compute_trained_range(shard).len());
+            let shard = Partition::new(unit, self.world).shard_range(rank);
+            let lengths = (shard.len(), unit.to_trained_range(shard).len());
             let of_unit = owner_collectives::compute_exchange_buffer_lengths(unit, &schedule, rank, lengths);
             gathered = gathered.max(of_unit.0);
             (sent, received) = (sent.max(of_unit.1), received.max(of_unit.2));
@@ -34,7 +34,7 @@ impl MemoryEstimator<'_> {
 
     /// Computes the number of elements in the copy of an updated shard that a rank sends to other
     /// ranks. Returns 0 if parameters are sharded or there is one rank.
-    pub(super) fn count_shard_elements_in_flight(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+    pub(super) fn count_sent_shard_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let is_sent = !policy.shard_parameters && self.world > 1;
         let largest = self.list_shard_lengths(rank).into_iter().max().unwrap_or(0) as u64;
         if is_sent { largest } else { 0 }
@@ -43,13 +43,13 @@ impl MemoryEstimator<'_> {
     /// Computes the bytes by which collectives increase a rank's resident memory. These are the
     /// shared memory that the rank reads and writes, and the private buffer in which a reduction
     /// assembles pieces that are larger than a staging slot.
-    pub(super) fn count_collective_staging_bytes(&self, policy: ShardingPolicy, rank: usize) -> u64 {
+    pub(super) fn count_collective_resident_bytes(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         if self.world == 1 {
             return 0;
         }
         // This rank's two slots, and as many bytes of its peers' slots, which hold pieces for this
         // rank. An all-gather reads whole chunks of the peers' slots.
-        let gathers = !(policy.shard_parameters && self.shares_parameters());
+        let gathers = !(policy.shard_parameters && self.shares_params_in_memory());
         let chunks = if gathers { (self.world - 1) * PEER_CHUNK_BYTES } else { 0 };
         let shared = 2 * STAGING_BYTES + chunks.max(2 * STAGING_BYTES);
         let schedule = self.build_micro_batch_schedule(policy);
@@ -61,15 +61,15 @@ impl MemoryEstimator<'_> {
         let partial_sums = |r: usize| match list_micro_batches(r)[..] {
             [] => 0,
             [first, .., last] if !policy.shard_gradients && !policy.sums_in_arrival_order => {
-                merge_into_aligned_ranges(first..last + 1).len()
+                split_into_tree_ranges(first..last + 1).len()
             }
             _ => 1,
         };
         let partial_sums: Vec<usize> = (0..self.world).map(partial_sums).collect();
-        let private = self.units.iter().filter(|u| u.owners.includes_all()).map(|u| {
+        let private = self.units.iter().filter(|u| u.owners.includes_all_ranks()).map(|u| {
             let partition = Partition::new(u, self.world);
             let counts: Vec<usize> =
-                (0..self.world).map(|r| u.compute_trained_range(partition.range(r)).len()).collect();
+                (0..self.world).map(|r| u.to_trained_range(partition.shard_range(r)).len()).collect();
             comm::shm::count_assembly_elements(rank, &partial_sums, &counts, STAGING_BYTES)
         });
         (shared + 4 * private.max().unwrap_or(0)) as u64

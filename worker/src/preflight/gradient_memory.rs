@@ -73,13 +73,13 @@ impl MemoryEstimator<'_> {
         in_flight: usize,
         has_buffer: impl Fn(&ParamUnit) -> bool,
     ) -> usize {
-        let mut buffers = GradientBufferEstimate { in_flight, ..GradientBufferEstimate::default() };
-        let (head, layers) = self.list_head_and_layer_units(rank);
+        let mut buffers = GradientBufferSimulation { in_flight, ..GradientBufferSimulation::default() };
+        let (head, layers) = self.find_head_and_layer_units(rank);
         let is_trained = |u: usize| self.units[u].has_any_trained();
         let schedule = self.build_micro_batch_schedule(policy);
         // In the second round the last gradient of the first round is still being reduced.
         for _ in 0..schedule.count_rounds().min(2) {
-            let take = |b: &mut GradientBufferEstimate, u: usize| {
+            let take = |b: &mut GradientBufferSimulation, u: usize| {
                 has_buffer(&self.units[u]).then(|| b.pool.take(self.units[u].len()))
             };
             let of_head = take(&mut buffers, head);
@@ -91,7 +91,7 @@ impl MemoryEstimator<'_> {
                 layers[find_first_backward_layer(self.units)..].iter().rev().flat_map(|l| l.iter().rev())
             {
                 let unit = &self.units[u];
-                if unit.owners.includes_all() {
+                if unit.owners.includes_all_ranks() {
                     // Frozen experts have no gradient.
                     let has_gradient = is_trained(u) || !unit.holds_experts();
                     let gradient = if has_gradient { take(&mut buffers, u) } else { None };
@@ -117,7 +117,7 @@ impl MemoryEstimator<'_> {
 
 /// Simulates which buffers exist while gradients are written and reduced, for the memory estimate.
 #[derive(Default)]
-struct GradientBufferEstimate {
+struct GradientBufferSimulation {
     pool: BufferPoolEstimate,
     /// The number of gradients that may be reduced while the next one is written.
     in_flight: usize,
@@ -131,7 +131,7 @@ struct GradientBufferEstimate {
     free_stacks: usize,
 }
 
-impl GradientBufferEstimate {
+impl GradientBufferSimulation {
     /// Simulates that the gradient in the buffer `gradient` is computed, which starts its reduction
     /// or frees its buffer. Does nothing if there is no gradient.
     fn release_gradient(&mut self, gradient: Option<usize>, is_reduced: bool) {

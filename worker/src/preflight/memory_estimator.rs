@@ -43,7 +43,7 @@ impl MemoryEstimator<'_> {
     /// memory if the rank trains on a GPU, otherwise host memory.
     pub(super) fn estimate_rank_memory(&self, rank: u32) -> MemoryEstimate {
         let policy = ShardingPolicy::for_job(self.train);
-        let mut parts = self.list_common_memory(policy, rank as usize);
+        let mut parts = self.list_memory_of_any_device(policy, rank as usize);
         parts.extend(match self.job.cluster.trains_on_gpus() {
             true => self.list_gpu_only_memory(),
             false => self.list_cpu_only_memory(policy, rank as usize),
@@ -65,7 +65,7 @@ impl MemoryEstimator<'_> {
     fn list_state_lengths(&self, rank: usize, sharded: bool) -> Vec<usize> {
         let roles = list_state_roles(&self.train.optimizer);
         let range = |u: &ParamUnit| match sharded {
-            true => Partition::new(u, self.world).range(rank),
+            true => Partition::new(u, self.world).shard_range(rank),
             false => 0..u.len(),
         };
         let units = self.units.iter().filter(|u| sharded || u.owners.contains(rank));
@@ -73,14 +73,14 @@ impl MemoryEstimator<'_> {
     }
 
     /// Lists the memory that a rank needs on both CPUs and GPUs, in bytes by purpose.
-    fn list_common_memory(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
+    fn list_memory_of_any_device(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let sum = |lengths: Vec<usize>| lengths.iter().sum::<usize>() as u64;
         let shards = sum(self.list_shard_lengths(rank));
         let full: u64 = self.list_units_of_rank(rank).map(|u| u.len() as u64).sum();
         let parameters = match policy.shard_parameters {
-            true if self.casts_on_gather(policy) => 0,
+            true if self.casts_params_on_gather(policy) => 0,
             true => shards,
             false => full,
         };
@@ -120,13 +120,13 @@ impl MemoryEstimator<'_> {
         let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
         let (b, t) = self.micro_batch_shape();
-        let widened = if dtype == Dtype::F32 { 0 } else { self.count_widened_result_bytes(b, t) };
-        let saved = self.count_saved_bytes(rank);
+        let widened = if dtype == Dtype::F32 { 0 } else { self.count_fp32_accumulation_bytes(b, t) };
+        let saved = self.count_checkpoint_shard_bytes(rank);
         let in_background = self.job.checkpoint.r#async;
         let has_copy = in_background && self.train.zero.offload.is_none();
         // Mapped shards of peers are unmapped before a checkpoint is written in the foreground, so
         // the write buffers can take their place.
-        let unmapped = match self.shares_parameters() && !in_background {
+        let unmapped = match self.shares_params_in_memory() && !in_background {
             true => bytes * self.estimate_peak_gathered_elements(policy, rank),
             false => 0,
         };
@@ -134,8 +134,8 @@ impl MemoryEstimator<'_> {
         vec![
             ("fp8 operands", bytes * self.count_fp8_operand_elements(b * t)),
             ("operator workspace", self.count_cpu_workspace_bytes(b, t) + widened),
-            ("collective staging buffers", self.count_collective_staging_bytes(policy, rank)),
-            ("updated shard in flight", bytes * self.count_shard_elements_in_flight(policy, rank)),
+            ("collective staging buffers", self.count_collective_resident_bytes(policy, rank)),
+            ("updated shard in flight", bytes * self.count_sent_shard_elements(policy, rank)),
             ("checkpoint copy (async)", if has_copy { saved } else { 0 }),
             ("checkpoint I/O buffers", CHECKPOINT_BUFFER_BYTES.min(saved).saturating_sub(unmapped)),
             ("token cache (mapped)", self.tokens * token_bytes),
@@ -145,7 +145,7 @@ impl MemoryEstimator<'_> {
 
     /// Computes the size in bytes of the weights and optimizer states that a rank saves in a
     /// checkpoint.
-    pub(super) fn count_saved_bytes(&self, rank: usize) -> u64 {
+    pub(super) fn count_checkpoint_shard_bytes(&self, rank: usize) -> u64 {
         let shards = self.list_shard_lengths(rank).iter().sum::<usize>() as u64;
         let states = self.list_state_lengths(rank, true).iter().sum::<usize>() as u64;
         ParamDtypes::for_job(self.train).updated.size() as u64 * shards + 4 * states
@@ -158,7 +158,7 @@ impl MemoryEstimator<'_> {
             return 0;
         }
         let updated = |u: &ParamUnit| match policy.shard_optimizer {
-            true => Partition::new(u, self.world).range(rank),
+            true => Partition::new(u, self.world).shard_range(rank),
             false => 0..u.len(),
         };
         compute_update_chunk_len(self.list_units_of_rank(rank).map(|u| (u, updated(u)))) as u64
@@ -177,13 +177,13 @@ impl MemoryEstimator<'_> {
 
     /// Computes, for each parameter unit, the number of elements of the rank's shard.
     pub(super) fn list_shard_lengths(&self, rank: usize) -> Vec<usize> {
-        self.units.iter().map(|u| Partition::new(u, self.world).range(rank).len()).collect()
+        self.units.iter().map(|u| Partition::new(u, self.world).shard_range(rank).len()).collect()
     }
 
     /// Computes, for each parameter unit, the number of trained elements of the rank's shard.
     pub(super) fn list_trained_shard_lengths(&self, rank: usize) -> Vec<usize> {
         let trained =
-            |u: &ParamUnit| u.compute_trained_range(Partition::new(u, self.world).range(rank)).len();
+            |u: &ParamUnit| u.to_trained_range(Partition::new(u, self.world).shard_range(rank)).len();
         self.units.iter().map(trained).collect()
     }
 
@@ -232,8 +232,8 @@ impl MemoryEstimator<'_> {
     ///
     /// For a matmul, the buffer contains 256 rows or 2²⁰ elements of the result at a time,
     /// whichever are more. For the gradient of q, k and v, the buffer contains the whole result.
-    fn count_widened_result_bytes(&self, b: usize, t: usize) -> u64 {
-        let largest = self.model.scratch_buffers(b, t).iter().map(|buffer| buffer.len).max().unwrap_or(0);
+    fn count_fp32_accumulation_bytes(&self, b: usize, t: usize) -> u64 {
+        let largest = self.model.declare_scratch_buffers(b, t).iter().map(|buffer| buffer.len).max().unwrap_or(0);
         let rows = largest.div_ceil((b * t).max(1)) * 256;
         4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.sizes().qkv_width()) as u64
     }
@@ -268,7 +268,7 @@ impl MemoryEstimator<'_> {
         let padded = rows.next_multiple_of(FP8_COLUMN_MULTIPLE);
         let operands =
             |(inp, out): (usize, usize)| (rows * inp.max(out) + inp * out).max(padded * (inp + out));
-        self.model.linear_shapes().into_iter().map(operands).max().unwrap_or(0) as u64
+        self.model.list_matmul_sizes().into_iter().map(operands).max().unwrap_or(0) as u64
     }
 
     /// Computes the size in bytes of the temporary memory of the CPU backend: tiles, packed

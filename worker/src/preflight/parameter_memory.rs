@@ -7,7 +7,7 @@ use crate::{
     zero::{
         ShardingPolicy,
         buffer_pool::BufferPoolEstimate,
-        engine::{ParamDtypes, casts_on_gather},
+        engine::{ParamDtypes, casts_params_on_gather},
         gather_retention::{self, PlannedFetch},
     },
 };
@@ -17,7 +17,7 @@ use std::collections::{HashMap, VecDeque};
 impl MemoryEstimator<'_> {
     /// Returns the index of the output layer's parameter unit, and for each layer the indices of
     /// its unit and of the unit of experts with a shard of this rank.
-    pub(super) fn list_head_and_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
+    pub(super) fn find_head_and_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
         let head = self.model.sizes().layers + 1;
         let is_moe = |l: usize| MoeModel::from_model(self.model).is_some_and(|s| s.is_moe_layer(l));
         let mut experts =
@@ -30,7 +30,7 @@ impl MemoryEstimator<'_> {
     /// Returns the indices of the parameter units in the order in which a training step gathers
     /// them.
     fn list_units_in_gather_order(&self, rank: usize) -> Vec<usize> {
-        let (head, layers) = self.list_head_and_layer_units(rank);
+        let (head, layers) = self.find_head_and_layer_units(rank);
         let forward = layers.iter().flatten().copied();
         let backward = layers[find_first_backward_layer(self.units)..].iter().rev().flatten().copied();
         let tied = self.model.has_tied_embeddings().then_some(0);
@@ -41,7 +41,7 @@ impl MemoryEstimator<'_> {
     /// one time. Simulates the gathers of a step with the prefetch and the gather retention of the
     /// engine.
     pub(super) fn estimate_peak_gathered_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
-        let casts = self.casts_on_gather(policy);
+        let casts = self.casts_params_on_gather(policy);
         if !policy.shard_parameters || (self.world == 1 && !casts) {
             return 0;
         }
@@ -54,9 +54,9 @@ impl MemoryEstimator<'_> {
         } else {
             one_micro_batch
         };
-        let order = order.into_iter().filter(|&u| casts || self.units[u].owners.count_below(self.world) > 1);
+        let order = order.into_iter().filter(|&u| casts || self.units[u].owners.count_owners_below(self.world) > 1);
         let fetches = gather_retention::plan_fetches(order, len, self.train.zero.max_live_parameters);
-        if self.shares_parameters() {
+        if self.shares_params_in_memory() {
             return self.count_mapped_peer_elements(&fetches, |u| len(u) - shards[u]);
         }
         let mut ahead: VecDeque<usize> = fetches.iter().filter(|f| !f.is_retained).map(|f| f.unit).collect();
@@ -103,13 +103,13 @@ impl MemoryEstimator<'_> {
 
     /// Returns whether parameters are converted from fp32 master weights to 16 bits when they are
     /// gathered.
-    pub(super) fn casts_on_gather(&self, policy: ShardingPolicy) -> bool {
-        casts_on_gather(policy, ParamDtypes::for_job(self.train), !self.job.cluster.trains_on_gpus())
+    pub(super) fn casts_params_on_gather(&self, policy: ShardingPolicy) -> bool {
+        casts_params_on_gather(policy, ParamDtypes::for_job(self.train), !self.job.cluster.trains_on_gpus())
     }
 
     /// Returns whether ranks read each other's parameters in shared memory, because they are on one
     /// host.
-    pub(super) fn shares_parameters(&self) -> bool {
+    pub(super) fn shares_params_in_memory(&self) -> bool {
         let cluster = &self.job.cluster;
         let one_host = match cluster.workers_per_host {
             WorkersPerHost::Exactly(n) => self.world <= n as usize,

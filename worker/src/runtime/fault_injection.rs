@@ -34,7 +34,7 @@ fn read_injected_fault(init: &WorkerInit) -> Result<Option<InjectedFault>> {
 
 /// Makes this process kill itself at a numbered place in the code (fault point) if the test
 /// variable `LAUNCH_FAULT` requests it.
-pub(super) fn arm_fault_point(init: &WorkerInit) -> Result<()> {
+pub(super) fn arm_requested_fault_point(init: &WorkerInit) -> Result<()> {
     if let Some(InjectedFault::KilledAt(n)) = read_injected_fault(init)? {
         ckpt::fault_points::arm_fault_points(n);
     }
@@ -52,7 +52,7 @@ pub(super) fn read_endless_loop_step(init: &WorkerInit) -> Result<Option<u64>> {
 
 /// Appends this rank and the number of fault points (places where a test can kill it) that it
 /// passed to the file that `LAUNCH_FAULT_COUNT` names.
-pub(super) fn record_fault_points(init: &WorkerInit) {
+pub(super) fn append_passed_fault_points(init: &WorkerInit) {
     let Some(path) = std::env::var_os(env::LAUNCH_FAULT_COUNT) else { return };
     let line = format!("{} {}\n", init.rank, ckpt::fault_points::count_passed_points());
     let file = std::fs::OpenOptions::new().create(true).append(true).open(path);

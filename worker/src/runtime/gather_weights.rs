@@ -23,16 +23,16 @@ pub(super) fn gather_last_checkpoint_weights(
     let Some(path) = saver.last_checkpoint() else { return Ok(true) };
     let is_leader = queue.comm().rank() == 0;
     let gathered = match layout.is_shared() {
-        true if is_leader => gather_shared_checkpoint(session, path, root),
+        true if is_leader => gather_shared_checkpoint_weights(session, path, root),
         true => Ok(true),
         false => {
             let opened = HostLocalCheckpoint::open(queue, layout, path, None)?;
             if is_leader {
-                let written = write_weights(session, &opened, opened.local_view().run_facts().step, root);
+                let written = write_weights_directory(session, &opened, opened.local_checkpoint_view().run_facts().step, root);
                 opened.end_serving()?;
                 written
             } else {
-                opened.serve_blocks()?;
+                opened.serve_blocks_to_rank_zero()?;
                 Ok(true)
             }
         }
@@ -42,14 +42,14 @@ pub(super) fn gather_last_checkpoint_weights(
 
 /// Writes the weights of the checkpoint at `path` to the directory `weights` below `root`, if this
 /// rank can read every shard.
-fn gather_shared_checkpoint(session: &AgentSession, path: &Path, root: &Path) -> Result<bool> {
+fn gather_shared_checkpoint_weights(session: &AgentSession, path: &Path, root: &Path) -> Result<bool> {
     let checkpoint = Checkpoint::open(path).map_err(to_unreadable_checkpoint_error)?;
-    write_weights(session, &checkpoint, checkpoint.run_facts().step, root)
+    write_weights_directory(session, &checkpoint, checkpoint.run_facts().step, root)
 }
 
 /// Writes the weights of `source` to the directory `weights` below `root`, and reports to the
 /// controller that the weights were written. Returns false after a stop request.
-fn write_weights(
+fn write_weights_directory(
     session: &AgentSession,
     source: &dyn ckpt::TensorSource,
     step: u64,

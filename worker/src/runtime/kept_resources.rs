@@ -39,7 +39,7 @@ impl KeptResources {
     /// attempt in this process has done so.
     pub(super) fn open_device_and_tokenizer(&mut self, init: &WorkerInit, train: &TrainSpec) -> Result<()> {
         if self.device.is_none() {
-            limit_threads(init.threads as usize)?;
+            limit_cpu_threads(init.threads as usize)?;
             self.device = Some(RankDevice::open(init)?);
         }
         if self.tokenizer.is_none() {
@@ -51,7 +51,7 @@ impl KeptResources {
 }
 
 /// Limits parallel work outside of the device (initialisation, tokenizing) to `threads` threads.
-fn limit_threads(threads: usize) -> Result<()> {
+fn limit_cpu_threads(threads: usize) -> Result<()> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|e| {
         Diagnostic::error(codes::training::WORKER_THREAD_FAILED, "cannot start the thread pool")
             .with_field("threads", threads)

@@ -119,12 +119,12 @@ fn find_listen_address(wanted: &InterfaceSelector) -> Result<(IpAddr, String)> {
         })
         .collect();
     let ssh = std::env::var_os(env::SSH_CONNECTION).and_then(|v| v.into_string().ok());
-    Ok(select_address(wanted, ssh.as_deref(), &addresses)?)
+    Ok(select_listen_address(wanted, ssh.as_deref(), &addresses)?)
 }
 
 /// Selects from this host's addresses the one on which the rank listens for connections of other
 /// ranks. Also returns the reason for the selection. `ssh` is the value of `SSH_CONNECTION`.
-fn select_address(
+fn select_listen_address(
     wanted: &InterfaceSelector,
     ssh: Option<&str>,
     addresses: &[InterfaceAddress],
@@ -194,7 +194,7 @@ mod tests {
             "auto" => InterfaceSelector::Auto,
             name => InterfaceSelector::Named(name.into()),
         };
-        select_address(&wanted, ssh, addresses).map(|(address, reason)| (address.to_string(), reason))
+        select_listen_address(&wanted, ssh, addresses).map(|(address, reason)| (address.to_string(), reason))
     }
 
     /// Returns the listen address that `wanted`, a value of `cluster.interface`, selects. Panics if

@@ -4,7 +4,7 @@ use super::session::AgentSession;
 use crate::{
     error::Result,
     gpu::{
-        HOST_MEMORY_HELP, collect_library_search_paths, find_kernel_cache_directory,
+        NCCL_FALLBACK_HELP, collect_library_search_paths, find_kernel_cache_directory,
         select_attention_backend, to_unusable_gpu_error, to_unusable_nccl_error,
     },
 };
@@ -102,7 +102,7 @@ impl RankDevice {
             return Err(Diagnostic::error(codes::device::DEVICE_LIBRARY_TOO_OLD, message)
                 .with_subject("cluster.workers_per_gpu")
                 .with_field("workers_per_gpu", cluster.workers_per_gpu)
-                .with_help(HOST_MEMORY_HELP)
+                .with_help(NCCL_FALLBACK_HELP)
                 .into());
         }
         let comm = Arc::new(

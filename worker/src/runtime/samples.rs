@@ -168,7 +168,7 @@ fn build_generation_request<'a>(
             .into());
     }
     let decode = move |tokens: &[u32]| {
-        let end = tokens.iter().position(|t| *t == tokenizer.eod()).unwrap_or(tokens.len());
+        let end = tokens.iter().position(|t| *t == tokenizer.eod_token()).unwrap_or(tokens.len());
         let text = tokenizer.decode(&tokens[..end]).map_err(Diagnostic::from)?;
         Ok((spec.prompt.clone(), text))
     };

@@ -96,12 +96,12 @@ impl AgentRequests {
     }
 
     /// Returns whether values of a changed job file are waiting to be taken.
-    pub(super) fn has_reload(&self) -> bool {
+    pub(super) fn has_reload_values(&self) -> bool {
         self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     /// Takes the newest values of a changed job file, or returns `None` if there are none.
-    pub(super) fn take_reload(&self) -> Option<ReloadValues> {
+    pub(super) fn take_reload_values(&self) -> Option<ReloadValues> {
         self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
@@ -109,11 +109,11 @@ impl AgentRequests {
     fn clear(&self) {
         self.stop.store(false, Relaxed);
         self.save.store(false, Relaxed);
-        self.take_reload();
+        self.take_reload_values();
     }
 
     /// Stores the values of a changed job file until the next step.
-    fn store_reload(&self, values: ReloadValues) {
+    fn store_reload_values(&self, values: ReloadValues) {
         *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
     }
 }
@@ -262,7 +262,7 @@ impl AgentSession {
         let reader = std::thread::Builder::new().name("session".into()).spawn(move || {
             loop {
                 match receive_message(&mut read) {
-                    Ok(Some(message)) => session.handle_message(message),
+                    Ok(Some(message)) => session.dispatch_message(message),
                     Ok(None) | Err(_) => {
                         session.call_abort_handlers(AGENT_ENDED_REASON, false);
                         std::process::exit(WorkerExit::Aborted.exit_code().into());
@@ -285,11 +285,11 @@ impl AgentSession {
 
     /// Dispatches a message of the agent: records a request, aborts the attempt, or passes the
     /// message to the training thread.
-    fn handle_message(&self, message: ToWorker) {
+    fn dispatch_message(&self, message: ToWorker) {
         match message {
-            ToWorker::Stop => self.handle_stop_request(),
+            ToWorker::Stop => self.record_stop_or_exit(),
             ToWorker::Save => self.requests.save.store(true, Relaxed),
-            ToWorker::Reload(values) => self.requests.store_reload(values),
+            ToWorker::Reload(values) => self.requests.store_reload_values(values),
             ToWorker::Abort { reason, keep } => self.call_abort_handlers(&reason, keep),
             ToWorker::Peers(peers) => {
                 self.lock_inbox().peers = Some(peers);
@@ -350,7 +350,7 @@ impl AgentSession {
     /// attempt that failed with `error` and waits for the next one, and returns the decision.
     ///
     /// Only a rank on a CPU leaves, and only if `error` is the consequence of another failure.
-    pub(super) fn waits_to_leave_attempt(&self, error: &Error, init: &WorkerInit) -> bool {
+    pub(super) fn wait_for_leave_decision(&self, error: &Error, init: &WorkerInit) -> bool {
         let keeps_workers = init.job.checkpoint.memory.as_ref().is_some_and(|memory| memory.keep_workers);
         let can_leave = self.attempts.is_some() && keeps_workers && !init.job.cluster.trains_on_gpus();
         if !can_leave || error.to_worker_exit() != WorkerExit::Aborted {
@@ -395,7 +395,7 @@ impl AgentSession {
         };
         let socket = self.attempts.as_ref().ok_or_else(|| failed(std::io::ErrorKind::NotConnected.into()))?;
         socket.set_read_timeout(Some(MESSAGE_TIMEOUT)).map_err(failed)?;
-        receive_descriptor(socket).map_err(failed)
+        receive_file_descriptor(socket).map_err(failed)
     }
 
     /// Records that the agent requested to save and stop. Ends the process if this rank still
@@ -403,7 +403,7 @@ impl AgentSession {
     ///
     /// The preparation may take long (tokenizing, reading a checkpoint), and no part of it is lost
     /// that a kill would not lose. The other ranks get the same request.
-    fn handle_stop_request(&self) {
+    fn record_stop_or_exit(&self) {
         let readiness = self.readiness.lock().unwrap_or_else(PoisonError::into_inner);
         self.requests.request_stop();
         if *readiness != FirstStepReadiness::Preparing {
@@ -498,7 +498,7 @@ impl AgentSession {
             inbox.peers.take().filter(|peers| peers.attempt == attempt)
         });
         peers.ok_or_else(|| match self.find_abort_reason() {
-            Some(reason) => Error::aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, reason)),
+            Some(reason) => Error::new_aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, reason)),
             None => build_peers_not_listening_error(),
         })
     }
@@ -551,7 +551,7 @@ impl AgentSession {
 
 /// Receives a file descriptor and one byte over a Unix socket. Fails after the socket's read
 /// timeout.
-fn receive_descriptor(socket: &UnixStream) -> std::io::Result<OwnedFd> {
+fn receive_file_descriptor(socket: &UnixStream) -> std::io::Result<OwnedFd> {
     let mut byte = [0];
     let mut buffers = [IoSliceMut::new(&mut byte)];
     let mut space = nix::cmsg_space!(RawFd);
@@ -596,7 +596,7 @@ fn build_invalid_message_error(error: frame::FrameError) -> Error {
 /// root cause.
 fn build_connection_lost_error(error: std::io::Error) -> Error {
     let message = "the control connection to the agent failed";
-    Error::aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))
+    Error::new_aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))
 }
 
 #[cfg(test)]

@@ -41,7 +41,7 @@ fn no_rank_begins_the_first_step_if_one_of_them_has_to_stop() {
 
 #[test]
 fn a_failed_collective_is_a_stop_if_the_request_follows_before_the_first_step() {
-    let aborted = Error::aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, "rank 1 is gone"));
+    let aborted = Error::new_aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, "rank 1 is gone"));
     let failed = Error::new(codes::run::INTERNAL, "not a consequence");
     let (session, _, _agent) = create_ranks(1).remove(0);
     std::thread::scope(|scope| {
@@ -90,24 +90,24 @@ fn create_lasting_session() -> (AgentSession, UnixStream, UnixStream) {
 
 #[test]
 fn a_rank_leaves_only_a_failed_attempt_and_only_if_the_agent_allows_it() {
-    let aborted = Error::aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, "rank 1 is gone"));
+    let aborted = Error::new_aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, "rank 1 is gone"));
     let failed = Error::new(codes::run::INTERNAL, "not a consequence");
     let abort = |keep| ToWorker::Abort { reason: "rank 1 failed".into(), keep };
     let (session, _agent, _memory) = create_lasting_session();
-    session.handle_message(abort(true));
-    assert!(session.waits_to_leave_attempt(&aborted, &build_init(0)));
-    assert!(!session.waits_to_leave_attempt(&failed, &build_init(0)));
+    session.dispatch_message(abort(true));
+    assert!(session.wait_for_leave_decision(&aborted, &build_init(0)));
+    assert!(!session.wait_for_leave_decision(&failed, &build_init(0)));
     let mut init = build_init(0);
     init.job.checkpoint.memory = None;
-    assert!(!session.waits_to_leave_attempt(&aborted, &init));
+    assert!(!session.wait_for_leave_decision(&aborted, &init));
     let (session, _agent, _memory) = create_lasting_session();
-    session.handle_message(abort(false));
-    assert!(!session.waits_to_leave_attempt(&aborted, &build_init(0)));
+    session.dispatch_message(abort(false));
+    assert!(!session.wait_for_leave_decision(&aborted, &build_init(0)));
     let (stream, _agent) = UnixStream::pair().unwrap();
     let session = AgentSession::new(stream);
-    session.handle_message(abort(true));
+    session.dispatch_message(abort(true));
     assert!(
-        !session.waits_to_leave_attempt(&aborted, &build_init(0)),
+        !session.wait_for_leave_decision(&aborted, &build_init(0)),
         "the process has no socket for later attempts"
     );
 }
@@ -116,10 +116,10 @@ fn a_rank_leaves_only_a_failed_attempt_and_only_if_the_agent_allows_it() {
 fn a_rank_that_left_gets_the_memory_and_the_requests_of_the_next_attempt() {
     use nix::sys::socket::{ControlMessage, sendmsg};
     let (session, _agent, memory) = create_lasting_session();
-    session.handle_message(ToWorker::Init(Box::new(build_init(1))));
+    session.dispatch_message(ToWorker::Init(Box::new(build_init(1))));
     assert!(session.lock_inbox().init.is_none(), "the rank has not left its attempt");
     session.requests.request_stop();
-    session.handle_message(ToWorker::Abort { reason: "rank 1 failed".into(), keep: true });
+    session.dispatch_message(ToWorker::Abort { reason: "rank 1 failed".into(), keep: true });
     let next = std::thread::scope(|scope| {
         let next = scope.spawn(|| session.wait_for_next_attempt(0).unwrap());
         while !session.lock_inbox().has_left {
@@ -135,8 +135,8 @@ fn a_rank_that_left_gets_the_memory_and_the_requests_of_the_next_attempt() {
             None,
         )
         .unwrap();
-        session.handle_message(ToWorker::Init(Box::new(build_init(1))));
-        session.handle_message(ToWorker::Save);
+        session.dispatch_message(ToWorker::Init(Box::new(build_init(1))));
+        session.dispatch_message(ToWorker::Save);
         next.join().unwrap()
     });
     assert_eq!(next.attempt, 1);

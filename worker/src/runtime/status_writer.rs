@@ -19,12 +19,12 @@ use std::{
 /// Writes the status of this rank (phase, step, collectives) to memory that its agent reads, to
 /// find out where a rank hangs.
 #[derive(Default)]
-pub(super) struct StatusWriter(Mutex<StatusSlot>);
+pub(super) struct StatusWriter(Mutex<RankStatusSlot>);
 
 /// The part of the agent's memory that contains the status of this rank, and the status that was
 /// written last.
 #[derive(Default)]
-struct StatusSlot {
+struct RankStatusSlot {
     /// The memory; `None` if the process inherited none.
     memory: Option<File>,
     /// The position of this rank's status in the memory.
@@ -34,7 +34,7 @@ struct StatusSlot {
     status: WorkerStatus,
 }
 
-impl StatusSlot {
+impl RankStatusSlot {
     /// Writes the status of this rank to the memory that its agent reads. Without it, the agent has
     /// less evidence about a hang.
     fn write(&self) {
@@ -48,17 +48,17 @@ impl StatusWriter {
     /// Creates a writer of this rank's status to `memory`, which the agent reads. With `None`, the
     /// status is not written.
     pub(super) fn new(memory: Option<OwnedFd>) -> Self {
-        StatusWriter(Mutex::new(StatusSlot { memory: memory.map(File::from), ..StatusSlot::default() }))
+        StatusWriter(Mutex::new(RankStatusSlot { memory: memory.map(File::from), ..RankStatusSlot::default() }))
     }
 
     /// Locks the mutex of this rank's status.
-    fn lock(&self) -> MutexGuard<'_, StatusSlot> {
+    fn lock_status(&self) -> MutexGuard<'_, RankStatusSlot> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins the status of a new attempt, before this rank connects to the other ranks.
     pub(super) fn begin_attempt(&self, init: &WorkerInit) {
-        let mut slot = self.lock();
+        let mut slot = self.lock_status();
         slot.offset = u64::from(init.local_rank) * STATUS_BYTES as u64;
         slot.is_asynchronous = init.job.cluster.trains_on_gpus();
         slot.status = WorkerStatus {
@@ -73,7 +73,7 @@ impl StatusWriter {
     /// Sets the current work of the training thread in the status, as a phrase such as `reading
     /// samples`.
     pub(super) fn set_task(&self, task: &'static str) {
-        let mut slot = self.lock();
+        let mut slot = self.lock_status();
         slot.status.task = task.into();
         slot.write();
     }
@@ -85,7 +85,7 @@ impl StatusWriter {
 
     /// Sets the number of completed optimizer steps in the status of this rank.
     pub(super) fn set_step(&self, step: u64) {
-        let mut slot = self.lock();
+        let mut slot = self.lock_status();
         slot.status.step = step;
         slot.write();
     }
@@ -106,14 +106,14 @@ fn describe_phase(phase: WorkerPhase) -> &'static str {
 
 impl CallObserver for StatusWriter {
     fn on_enter(&self, kind: CollectiveKind) {
-        let mut slot = self.lock();
+        let mut slot = self.lock_status();
         slot.status.entered += 1;
         slot.status.collective = kind.name().into();
         slot.write();
     }
 
     fn on_return(&self) {
-        let mut slot = self.lock();
+        let mut slot = self.lock_status();
         if !slot.is_asynchronous {
             slot.status.completed = Some(slot.status.entered);
             slot.write();
@@ -122,7 +122,7 @@ impl CallObserver for StatusWriter {
 }
 
 /// A source of samples that reports in the status of this rank when it is reading samples.
-pub(super) struct ReportedSamples<'a> {
+pub(super) struct StatusReportingSamples<'a> {
     /// The samples.
     pub(super) source: &'a dyn SampleSource,
     /// The status of the rank.
@@ -131,10 +131,10 @@ pub(super) struct ReportedSamples<'a> {
     pub(super) loops_after: Option<u64>,
 }
 
-impl SampleSource for ReportedSamples<'_> {
+impl SampleSource for StatusReportingSamples<'_> {
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()> {
         self.status.set_task("reading samples");
-        while self.loops_after.is_some_and(|steps| self.status.lock().status.step == steps) {
+        while self.loops_after.is_some_and(|steps| self.status.lock_status().status.step == steps) {
             std::hint::spin_loop();
         }
         let result = self.source.fill(first, batch);

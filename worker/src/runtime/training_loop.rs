@@ -65,7 +65,7 @@ pub(super) fn train_until_done(
     saver: &mut CheckpointSaver,
 ) -> Result<WorkerExit> {
     let mut values = ReloadValues::from_job(run.job);
-    saver.allocate_staging(running)?;
+    saver.start_staging_allocation(running)?;
     let mut last_save = Instant::now();
     // A save that was requested during a skipped step follows the next completed step.
     let mut deferred_flags = 0;
@@ -74,11 +74,11 @@ pub(super) fn train_until_done(
         return Ok(WorkerExit::Stopped);
     }
     let mut clock = StepClock::default();
-    let mut collector = create_collector(run);
+    let mut collector = create_times_collector(run);
     while !running.is_done() {
         let mut report = build_step_report(run, &values, saver, last_save);
         report.flags |= deferred_flags;
-        let report = clock.begin_step(running.trainer.engine.queue(), report);
+        let report = clock.add_times_to_report(running.trainer.engine.queue(), report);
         let began = Instant::now();
         let (outcome, lr) = running.run_step(run.source, report)?;
         let took = began.elapsed();
@@ -90,7 +90,7 @@ pub(super) fn train_until_done(
             continue;
         }
         deferred_flags = 0;
-        if !is_finite(&outcome) {
+        if !has_finite_loss_and_norm(&outcome) {
             // complete the checkpoint in progress before the run ends
             finish_save(running, run, saver)?;
             return Err(build_non_finite_error(&outcome, running, saver));
@@ -101,11 +101,11 @@ pub(super) fn train_until_done(
         }
         report_backend_notice(running, run, took)?;
         let flags = outcome.report.flags;
-        if saver.is_pending() && flags & WRITING == 0 {
+        if saver.has_pending_save() && flags & WRITING == 0 {
             finish_save(running, run, saver)?;
         }
         if flags & RELOAD != 0 {
-            apply_reload(running, run, &mut values)?;
+            apply_reloaded_job_values(running, run, &mut values)?;
         }
         copy_and_evaluate(running, run, saver, &values)?;
         let mut stop = flags & STOP != 0 || running.position.is_evaluation_due;
@@ -142,8 +142,8 @@ fn complete_resumed_step(
     // If the run resumed at the last step, the evaluation is complete now, or this is the first
     // native checkpoint after an external one. A run that stops must not lose copies in memory.
     let saves = match is_stopped {
-        true => saver.is_resumed_from_memory(),
-        false => running.is_done() && (had_evaluation_due || saver.has_unsaved_state()),
+        true => saver.is_unsaved_since_memory_resume(),
+        false => running.is_done() && (had_evaluation_due || saver.must_save_without_new_step()),
     };
     if saves {
         save_checkpoint(running, run, saver, true)?;
@@ -201,19 +201,19 @@ fn build_step_report(
     // a request reaches the ranks at different steps; only the leader acts on it, so that it is
     // served once
     let save = run.is_leader && (run.session.requests.take_save_request() || timed);
-    let changed = run.is_leader && run.session.requests.has_reload();
+    let changed = run.is_leader && run.session.requests.has_reload_values();
     let bits = [
         (STOP, run.session.requests.is_stop_requested()),
         (SAVE, save),
-        (WRITING, saver.is_writing()),
+        (WRITING, saver.is_writing_in_background()),
         (RELOAD, changed),
     ];
     let flags = bits.iter().filter(|(_, on)| *on).map(|(bit, _)| bit).sum();
-    RankStepReport { flags, peak_rss: read_peak_rss(), ..RankStepReport::default() }
+    RankStepReport { flags, peak_rss: read_peak_resident_bytes(), ..RankStepReport::default() }
 }
 
 /// Creates the collector of the step times of all ranks, on rank 0 only.
-fn create_collector(run: &RunContext) -> Option<StepTimesCollector> {
+fn create_times_collector(run: &RunContext) -> Option<StepTimesCollector> {
     let spec = &run.job.run.straggler;
     let rules = spec.share.map(|share| StragglerRules { share, steps: spec.steps });
     run.is_leader.then(|| StepTimesCollector::new(rules, Instant::now()))
@@ -233,8 +233,8 @@ fn report_step_times(
 
 /// Applies on every rank the values that rank 0 has reloaded from the job file. Collective: every
 /// rank must call it.
-fn apply_reload(running: &mut RunningTrainer, run: &RunContext, values: &mut ReloadValues) -> Result<()> {
-    let mine = if run.is_leader { run.session.requests.take_reload() } else { None };
+fn apply_reloaded_job_values(running: &mut RunningTrainer, run: &RunContext, values: &mut ReloadValues) -> Result<()> {
+    let mine = if run.is_leader { run.session.requests.take_reload_values() } else { None };
     let reloaded = all_gather_results(running.trainer.engine.queue(), Ok(&mine))?;
     let Some(first) = reloaded.into_iter().next().transpose()?.flatten() else { return Ok(()) };
     if let Some(train) = &first.train {
@@ -267,13 +267,13 @@ fn is_save_due(values: &ReloadValues, step: u64) -> bool {
 }
 
 /// Returns whether the loss and the gradient norm are finite.
-fn is_finite(outcome: &StepOutcome) -> bool {
+fn has_finite_loss_and_norm(outcome: &StepOutcome) -> bool {
     outcome.loss.is_finite() && outcome.grad_norm.is_finite()
 }
 
 /// Reports a step that was skipped because a gradient overflowed fp16.
 fn report_overflow(running: &RunningTrainer, run: &RunContext, outcome: &StepOutcome) -> Result<()> {
-    match running.trainer.loss_scale.state() {
+    match running.trainer.loss_scale.checkpoint_state() {
         Some(state) if run.is_leader => run.session.send_event(Event::Overflow {
             step: running.position.step + 1,
             loss: outcome.loss,
@@ -287,7 +287,7 @@ fn report_overflow(running: &RunningTrainer, run: &RunContext, outcome: &StepOut
 /// Reports how many steps of the run were skipped because fp16 gradients overflowed, at the end of
 /// the run.
 fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()> {
-    match running.trainer.loss_scale.state() {
+    match running.trainer.loss_scale.checkpoint_state() {
         Some(LossScaleState { skipped, scale, .. }) if run.is_leader && skipped > 0 => {
             let steps = if skipped == 1 { "step" } else { "steps" };
             let message = format!(
@@ -301,7 +301,7 @@ fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()
 
 /// Returns the advice in the error message for a loss or gradient that is not finite.
 fn describe_non_finite_remedy(running: &RunningTrainer) -> String {
-    match running.trainer.loss_scale.state() {
+    match running.trainer.loss_scale.checkpoint_state() {
         Some(state) => {
             let scale = state.scale;
             format!(
@@ -339,7 +339,7 @@ fn build_non_finite_error(outcome: &StepOutcome, running: &RunningTrainer, saver
 
 /// Builds the event that reports a completed step, which took `took`.
 fn build_step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, took: Duration) -> Event {
-    let tokens_per_step = running.trainer.global_batch() * u64::from(running.train_spec().data.seq_len);
+    let tokens_per_step = running.trainer.global_batch_size() * u64::from(running.train_spec().data.seq_len);
     Event::Step {
         step: running.position.step,
         loss: outcome.loss,
@@ -430,7 +430,7 @@ fn is_stopping_after_save(
     saver: &CheckpointSaver,
 ) -> Result<bool> {
     let is_requested = run.session.requests.is_stop_requested();
-    Ok(!saver.is_pending() && is_any_true(running.trainer.engine.queue(), is_requested)?)
+    Ok(!saver.has_pending_save() && is_any_true(running.trainer.engine.queue(), is_requested)?)
 }
 
 /// Before a stopping run saves its last checkpoint, cancels the background save in progress if it
@@ -465,7 +465,7 @@ fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut Checkpoin
 
 /// Reads the largest resident set of this process so far, in bytes. Returns 0 if the size is
 /// unknown.
-pub fn read_peak_rss() -> u64 {
+pub fn read_peak_resident_bytes() -> u64 {
     // VmHWM counts this program only; the figure of getrusage survives exec and includes the
     // parent's
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

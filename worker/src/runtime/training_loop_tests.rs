@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     checkpoint::{
-        resume::{CheckpointDirs, resume_from_checkpoint},
+        resume::{CheckpointLocations, resume_from_checkpoint},
         save::{CheckpointSaver, RunMetadata},
         storage_topology::StorageTopology,
     },
@@ -59,7 +59,7 @@ impl SampleSource for StoppingSamples<'_> {
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()> {
         let at = |i: usize| (first as usize * batch.seq_len + i) as u64;
         let token = |i: usize| (at(i).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % VOCAB;
-        let rows = batch.rows();
+        let rows = batch.row_count();
         batch.tokens = (0..rows).map(token).collect();
         batch.labels = (1..=rows).map(token).collect();
         batch.starts.fill(0);
@@ -137,14 +137,14 @@ fn run_rank(
     let (job, rank, world) = (load_test_job(root, settings), comm.rank(), comm.world_size());
     let spec = ResolvedSpec::new(job.train.as_ref().unwrap(), VOCAB).unwrap();
     let sharded = spec.build_model().unwrap().shard_model(comm, Arc::new(Cpu::new(1))).unwrap();
-    let mut ready = sharded.create_optimizer().unwrap();
+    let mut ready = sharded.into_uninitialized_trainer().unwrap();
     let layout = StorageTopology::for_shared_directory(world);
-    let dirs = CheckpointDirs { root, workdir: root, layout: &layout, memory: None };
+    let dirs = CheckpointLocations { root, workdir: root, layout: &layout, memory: None };
     let resumed = resume_from_checkpoint(&mut ready, &job, &dirs, "digest", &mut |_| Ok(())).unwrap();
     let last = resumed.as_ref().map(|resumed| resumed.path.clone());
     let mut running = match resumed {
         Some(resumed) => ready.start_at_position(resumed.cursor),
-        None => ready.start_fresh(),
+        None => ready.start_with_random_params(),
     };
     let stops = |moment: Option<StopAt>, evaluates: bool| match moment {
         Some(StopAt::Evaluated { rank: r, micro_batch }) if r == rank && evaluates => Some(micro_batch),

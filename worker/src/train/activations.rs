@@ -41,8 +41,8 @@ impl ActivationPlan {
             stream_len: b * t * sizes.hidden,
             layers: sizes.layers,
             saved_sets,
-            saved: model.saved_buffers(b, t),
-            scratch: model.scratch_buffers(b, t),
+            saved: model.declare_saved_buffers(b, t),
+            scratch: model.declare_scratch_buffers(b, t),
             first_backward_layer,
         }
     }
@@ -109,7 +109,7 @@ impl MicroBatchActivations {
 
     /// Returns the activation buffers that the forward and backward pass of layer number `l` use.
     /// Layers without a backward pass share the saved buffers of the first layer that has one.
-    pub fn select_layer(&mut self, l: usize) -> LayerActivations<'_> {
+    pub fn select_layer_buffers(&mut self, l: usize) -> LayerActivations<'_> {
         let set = l.saturating_sub(self.first_backward_layer).min(self.saved.len() - 1);
         let (before, after) = self.layer_inputs.split_at_mut(l + 1);
         LayerActivations {

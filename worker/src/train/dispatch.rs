@@ -123,7 +123,7 @@ impl TokenDispatcher {
     }
 
     /// Returns whether this rank has every expert, so that no rows are exchanged.
-    pub(super) fn is_local(&self) -> bool {
+    pub(super) fn has_every_expert(&self) -> bool {
         self.group.len() == 1
     }
 
@@ -141,7 +141,7 @@ impl TokenDispatcher {
     /// Collective: every rank must call it.
     pub(super) fn exchange_row_counts(&self, layer: &MoeLayerPlan, sending: &SendPlan) -> Result<RecvPlan> {
         let owned = layer.per_rank[self.rank - self.group.start];
-        if self.is_local() {
+        if self.has_every_expert() {
             return Ok(RecvPlan::new(owned, sending.expert_rows.clone()));
         }
         let send: Vec<u64> = sending.expert_rows.iter().map(|&n| n as u64).collect();
@@ -178,7 +178,7 @@ impl TokenDispatcher {
         to: &mut Buf,
         fill: impl FnOnce(ViewMut),
     ) {
-        let (local, queue, (sending, receiving)) = (self.is_local(), self.queue.clone(), plan);
+        let (local, queue, (sending, receiving)) = (self.has_every_expert(), self.queue.clone(), plan);
         let ops = self.ops.clone();
         let (buffers, width) = self.select_buffers(payload);
         if local {
@@ -199,7 +199,7 @@ impl TokenDispatcher {
         payload: Payload,
         to: &mut Buf,
     ) -> Result<()> {
-        if self.is_local() {
+        if self.has_every_expert() {
             return Ok(());
         }
         let ops = self.ops.clone();
@@ -225,7 +225,7 @@ impl TokenDispatcher {
         payload: Payload,
         from: &Buf,
     ) {
-        if self.is_local() {
+        if self.has_every_expert() {
             return;
         }
         let (queue, (sending, receiving)) = (self.queue.clone(), plan);
@@ -255,7 +255,7 @@ impl TokenDispatcher {
         payload: Payload,
         from: &'a Buf,
     ) -> Result<View<'a>> {
-        let local = self.is_local();
+        let local = self.has_every_expert();
         let (buffers, width) = self.select_buffers(payload);
         buffers.wait_for_exchange()?;
         let combined = if local { from } else { &buffers.packed };

@@ -19,11 +19,11 @@ impl Trainer {
         let (rank, world) = (self.engine.rank(), self.engine.world());
         let rounds = micro_batches.div_ceil(world);
         self.batch.first_sample = None;
-        let order: Vec<usize> = (0..rounds).flat_map(|_| self.plan_pass_order(false)).collect();
+        let order: Vec<usize> = (0..rounds).flat_map(|_| self.list_units_in_pass_order(false)).collect();
         self.engine.begin_pass(order);
         let mut mine = Vec::new();
         for round in 0..rounds {
-            if self.cancel_pass_if_any(is_stopping())? {
+            if self.cancel_pass_if_stopping_on_any_rank(is_stopping())? {
                 return Ok(None);
             }
             let micro_batch = Some(round * world + rank).filter(|&s| s < micro_batches);
@@ -42,7 +42,7 @@ impl Trainer {
     /// Cancels the forward pass in progress if `is_stopping` is true on any rank, and returns on
     /// every rank whether it did. Collective: every rank must call it between the same two forward
     /// passes.
-    pub(super) fn cancel_pass_if_any(&mut self, is_stopping: bool) -> Result<bool> {
+    pub(super) fn cancel_pass_if_stopping_on_any_rank(&mut self, is_stopping: bool) -> Result<bool> {
         let is_cancelled = is_any_true(self.engine.queue(), is_stopping)?;
         if is_cancelled {
             self.engine.cancel_pass()?;

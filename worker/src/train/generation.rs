@@ -36,7 +36,7 @@ impl GenerationRequest {
 
     /// Selects the generated token number `i` from its `logits`, at random if the temperature is
     /// above 0. `step` is the step of the run.
-    fn choose_token(&self, logits: &[f32], i: u64, step: u64) -> u32 {
+    fn select_next_token(&self, logits: &[f32], i: u64, step: u64) -> u32 {
         let better = |best: usize, x: usize| if logits[x] > logits[best] { x } else { best };
         let likeliest = (1..logits.len()).fold(0, better);
         if self.temperature == 0.0 {
@@ -46,7 +46,7 @@ impl GenerationRequest {
         let share = |l: &f32| libm::exp((f64::from(*l) - most) / self.temperature);
         let total: f64 = logits.iter().map(share).sum();
         // one random number selects the token whose interval of the cumulative weights contains it
-        let word = self.stream.compute_words(i, 0, step)[0];
+        let word = self.stream.compute_random_words(i, 0, step)[0];
         let mut left = (f64::from(word) + 0.5) / 4_294_967_296.0 * total;
         for (token, l) in logits.iter().enumerate() {
             left -= share(l);
@@ -70,19 +70,19 @@ impl GenerationRequest {
         is_stopping: &dyn Fn() -> bool,
     ) -> Result<Option<Vec<u32>>> {
         let (is_leader, seq_len) = (trainer.engine.rank() == 0, trainer.batch.seq_len);
-        let order: Vec<usize> = (0..self.tokens).flat_map(|_| trainer.plan_pass_order(false)).collect();
+        let order: Vec<usize> = (0..self.tokens).flat_map(|_| trainer.list_units_in_pass_order(false)).collect();
         trainer.engine.begin_pass(order);
         trainer.batch.first_sample = None;
         let (mut tokens, mut logits) =
             (self.prompt.clone(), trainer.ops.zeroed(Dtype::F32, trainer.model.sizes().vocab));
         let mut host_logits = Buf::default();
         for i in 0..u64::from(self.tokens) {
-            if trainer.cancel_pass_if_any(is_stopping())? {
+            if trainer.cancel_pass_if_stopping_on_any_rank(is_stopping())? {
                 return Ok(None);
             }
             let context = tokens.len().min(seq_len);
             if is_leader {
-                set_prompt(trainer, &tokens[tokens.len() - context..]);
+                set_prompt_batch(trainer, &tokens[tokens.len() - context..]);
             }
             trainer.run_forward(is_leader)?;
             trainer.with_head_params(|trainer, head| {
@@ -93,7 +93,7 @@ impl GenerationRequest {
             if is_leader {
                 let logits = trainer.ops.to_host(logits.view(), &mut host_logits);
                 trainer.ops.status()?;
-                tokens.push(self.choose_token(logits.host_slice(), i, step));
+                tokens.push(self.select_next_token(logits.host_slice(), i, step));
             }
         }
         Ok(Some(tokens.split_off(self.prompt.len())))
@@ -102,7 +102,7 @@ impl GenerationRequest {
 
 /// Replaces the trainer's micro-batch by one whose first sequence begins with `tokens`. The tokens
 /// do not attend to the padding that follows.
-fn set_prompt(trainer: &mut Trainer, tokens: &[u32]) {
+fn set_prompt_batch(trainer: &mut Trainer, tokens: &[u32]) {
     let b = &mut trainer.batch;
     b.tokens.fill(0);
     b.labels.fill(IGNORE_LABEL);
@@ -121,7 +121,7 @@ fn compute_row_logits(trainer: &mut Trainer, guards: HeadGuards, row: usize, out
     let x = w.layer_inputs.last().expect("the last element is the input of the head").view();
     let x = x.slice(row * d..(row + 1) * d);
     trainer.engine.with_params_of_units(guards, |params, embedding| {
-        model.compute_logits(&HeadInput { ops, params, embedding, x }, out.view_mut(), &mut w.scratch);
+        model.compute_single_row_logits(&HeadInput { ops, params, embedding, x }, out.view_mut(), &mut w.scratch);
     });
 }
 
@@ -133,20 +133,20 @@ mod tests {
     fn tokens_are_sampled_with_their_probabilities() {
         let logits = [0.0, 1.0, -2.0, 1.5, f32::NEG_INFINITY];
         let greedy = GenerationRequest::new(vec![0], 1, 0.0, 7);
-        assert_eq!(greedy.choose_token(&logits, 5, 9), 3);
-        assert_eq!(greedy.choose_token(&[2.0, 2.0], 0, 0), 0, "the first of equal logits");
+        assert_eq!(greedy.select_next_token(&logits, 5, 9), 3);
+        assert_eq!(greedy.select_next_token(&[2.0, 2.0], 0, 0), 0, "the first of equal logits");
         let warm = GenerationRequest { temperature: 0.8, ..greedy };
         let mut counts = [0u32; 5];
         for i in 0..20_000 {
-            counts[warm.choose_token(&logits, i, 3) as usize] += 1;
+            counts[warm.select_next_token(&logits, i, 3) as usize] += 1;
         }
         let shares: Vec<f64> = logits.iter().map(|l| (f64::from(*l) / 0.8).exp()).collect();
         let total: f64 = shares.iter().sum();
         for (count, share) in counts.iter().zip(&shares) {
             assert!((f64::from(*count) / 20_000.0 - share / total).abs() < 0.01, "{counts:?}");
         }
-        assert_eq!(warm.choose_token(&logits, 11, 3), warm.choose_token(&logits, 11, 3));
-        let at = |step| (0..50).map(|i| warm.choose_token(&logits, i, step)).collect::<Vec<_>>();
+        assert_eq!(warm.select_next_token(&logits, 11, 3), warm.select_next_token(&logits, 11, 3));
+        let at = |step| (0..50).map(|i| warm.select_next_token(&logits, i, step)).collect::<Vec<_>>();
         assert_ne!(at(3), at(4), "tokens depend on the step");
     }
 }

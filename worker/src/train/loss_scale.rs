@@ -44,13 +44,13 @@ impl LossScale {
     }
 
     /// Returns whether a gradient overflow skips the step instead of ending the run.
-    pub fn is_dynamic(&self) -> bool {
+    pub fn skips_step_on_overflow(&self) -> bool {
         self.spec.is_some()
     }
 
     /// Returns the loss scale and its counters for a checkpoint, or `None` for a precision without
     /// loss scale.
-    pub fn state(&self) -> Option<LossScaleState> {
+    pub fn checkpoint_state(&self) -> Option<LossScaleState> {
         self.spec.is_some().then_some(self.state)
     }
 
@@ -75,7 +75,7 @@ impl LossScale {
 
     /// Records a step whose gradients did not overflow fp16. Doubles the scale after
     /// `loss_scale_window` such steps.
-    pub fn record_step(&mut self) {
+    pub fn record_step_without_overflow(&mut self) {
         let Some(spec) = &self.spec else { return };
         self.state.steps += 1;
         if self.state.steps >= spec.loss_scale_window {
@@ -111,18 +111,18 @@ mod tests {
     fn the_scale_is_halved_by_an_overflow_and_doubled_after_a_window() {
         let mut s = LossScale::new(make_spec(4, 3, 2.0));
         assert_eq!(s.factor(), 16.0);
-        s.record_step();
-        s.record_step();
+        s.record_step_without_overflow();
+        s.record_step_without_overflow();
         assert!(s.record_overflow());
-        assert_eq!(s.state(), Some(LossScaleState { scale: 8.0, steps: 0, skipped: 1 }));
-        s.record_step();
-        s.record_step();
+        assert_eq!(s.checkpoint_state(), Some(LossScaleState { scale: 8.0, steps: 0, skipped: 1 }));
+        s.record_step_without_overflow();
+        s.record_step_without_overflow();
         assert_eq!(s.factor(), 8.0, "an overflow restarts the window");
-        s.record_step();
-        assert_eq!(s.state(), Some(LossScaleState { scale: 16.0, steps: 0, skipped: 1 }));
+        s.record_step_without_overflow();
+        assert_eq!(s.checkpoint_state(), Some(LossScaleState { scale: 16.0, steps: 0, skipped: 1 }));
         assert!(s.record_overflow() && s.record_overflow() && s.record_overflow());
         assert!(!s.record_overflow(), "2 is the minimum");
-        assert_eq!(s.state(), Some(LossScaleState { scale: 2.0, steps: 0, skipped: 5 }));
+        assert_eq!(s.checkpoint_state(), Some(LossScaleState { scale: 2.0, steps: 0, skipped: 5 }));
     }
 
     #[test]
@@ -130,12 +130,12 @@ mod tests {
         let mut s = LossScale::new(make_spec(16, 2000, 1.0));
         let state = LossScaleState { scale: 256.0, steps: 7, skipped: 3 };
         assert_eq!(s.restore_state(state), Ok(()));
-        assert_eq!(s.state(), Some(state));
+        assert_eq!(s.checkpoint_state(), Some(state));
         for scale in [0.0, -2.0, 3.0, f64::NAN, f64::INFINITY, 2f64.powi(61), 2f64.powi(-200)] {
             assert!(s.restore_state(LossScaleState { scale, ..state }).is_err(), "{scale}");
         }
         let mut none = LossScale::new(None);
         assert_eq!(none.restore_state(state), Ok(()));
-        assert_eq!((none.factor(), none.state()), (1.0, None));
+        assert_eq!((none.factor(), none.checkpoint_state()), (1.0, None));
     }
 }

@@ -26,13 +26,13 @@ pub struct MoeTrainer {
     /// The router statistics of this rank's micro-batch.
     router_stats: RouterStats,
     /// The saved activations of each MoE layer. With recomputation, all layers share one set.
-    saved: Vec<SavedMoeLayer>,
-    workspace: MoeWorkspace,
+    saved: Vec<SavedMoeActivations>,
+    workspace: MoeScratchBuffers,
     dispatcher: TokenDispatcher,
 }
 
 /// The activations that the forward pass of an MoE layer saves for the backward pass.
-struct SavedMoeLayer {
+struct SavedMoeActivations {
     routing: RouterOutput,
     send_plan: SendPlan,
     recv_plan: RecvPlan,
@@ -43,7 +43,7 @@ struct SavedMoeLayer {
 
 /// The scratch buffers that all mixture-of-experts layers share, and that grow when the routers
 /// send more rows.
-struct MoeWorkspace {
+struct MoeScratchBuffers {
     /// In the forward pass, the outputs of this rank's experts. In the backward pass, the gradients
     /// of the layer's output for the tokens of these rows.
     out: Buf,
@@ -61,11 +61,11 @@ struct MoeWorkspace {
     choices: Buf,
 }
 
-impl MoeWorkspace {
+impl MoeScratchBuffers {
     /// Creates empty scratch buffers for rows with elements of type `dtype`.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
         let rows = || ops.zeroed(dtype, 0);
-        MoeWorkspace {
+        MoeScratchBuffers {
             out: rows(),
             drows: rows(),
             act: rows(),
@@ -93,7 +93,7 @@ impl MoeTrainer {
         let (shape, rank, dtype) = (moe.expert_shape(), engine.rank(), engine.param_dtypes().compute);
         let layers = plan_moe_layers(model, moe, placement, rank % placement.parallel);
         let (count, coefficients) = (moe.list_moe_layers().count(), moe.router_loss_coefficients());
-        let saved = || SavedMoeLayer {
+        let saved = || SavedMoeActivations {
             routing: RouterOutput::new(ops.as_ref(), shape, rows),
             send_plan: SendPlan::default(),
             recv_plan: RecvPlan::default(),
@@ -107,15 +107,15 @@ impl MoeTrainer {
             shape,
             router_stats: RouterStats::new(shape, coefficients, count, rows),
             layers,
-            saved: (0..count_saved_sets(count, recompute)).map(|_| saved()).collect(),
-            workspace: MoeWorkspace::new(ops.as_ref(), dtype),
+            saved: (0..count_saved_activation_sets(count, recompute)).map(|_| saved()).collect(),
+            workspace: MoeScratchBuffers::new(ops.as_ref(), dtype),
             dispatcher,
         })
     }
 
     /// Returns the index of the parameter unit with this rank's experts of layer `l`, or `None` for
     /// a layer without experts.
-    pub fn expert_unit(&self, l: usize) -> Option<usize> {
+    pub fn find_expert_unit(&self, l: usize) -> Option<usize> {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 
@@ -138,16 +138,16 @@ impl MoeTrainer {
 
     /// Returns for each MoE layer how often the most recent micro-batch of this rank selected each
     /// expert.
-    pub fn expert_counts(&self) -> Vec<Vec<u64>> {
+    pub fn expert_selection_counts(&self) -> Vec<Vec<u64>> {
         self.router_stats.selection_counts().map(<[u64]>::to_vec).collect()
     }
 
     /// Returns what the passes of layer `l` use: its plan and saved activations, and the buffers
     /// that all layers share. Panics if the layer has no experts.
-    fn select_layer(
+    fn borrow_for_layer(
         &mut self,
         l: usize,
-    ) -> (MoeLayerPlan, &mut SavedMoeLayer, &mut MoeWorkspace, &mut TokenDispatcher, &mut RouterStats) {
+    ) -> (MoeLayerPlan, &mut SavedMoeActivations, &mut MoeScratchBuffers, &mut TokenDispatcher, &mut RouterStats) {
         let layer = self.layers[l].clone().expect("a layer with experts");
         let set = layer.index.min(self.saved.len() - 1);
         (layer, &mut self.saved[set], &mut self.workspace, &mut self.dispatcher, &mut self.router_stats)
@@ -156,7 +156,7 @@ impl MoeTrainer {
 
 /// Returns for how many of `count` mixture-of-experts layers activations are saved at a time, which
 /// depends on recomputation.
-fn count_saved_sets(count: usize, recompute: RecomputeMode) -> usize {
+fn count_saved_activation_sets(count: usize, recompute: RecomputeMode) -> usize {
     if recompute == RecomputeMode::None { count } else { count.min(1) }
 }
 
@@ -169,10 +169,10 @@ pub fn count_moe_buffer_bytes(model: &Model, train: &TrainSpec, dtype: Dtype) ->
     let Some(moe) = MoeModel::from_model(model) else { return 0 };
     let (s, parallel) = (moe.expert_shape(), train.experts.expert_parallel_size);
     let rows = train.batch.micro as usize * train.data.seq_len as usize;
-    let sets = count_saved_sets(moe.list_moe_layers().count(), train.recompute);
+    let sets = count_saved_activation_sets(moe.list_moe_layers().count(), train.recompute);
     let sent = rows * s.per_token;
     let came = if parallel > 1 { sent + sent / 2 } else { sent };
-    let kept = 4 * (RouterOutput::count_elements(s, rows) + sent * 3)
+    let kept = 4 * (RouterOutput::count_output_elements(s, rows) + sent * 3)
         + came * (s.hidden + 2 * s.intermediate) * dtype.size();
     let workspace = came * ((2 * s.hidden + 4 * s.intermediate) * dtype.size() + 4 * 2) + 4 * 2 * sent;
     // exchanges between ranks need two more buffers for rows and weights

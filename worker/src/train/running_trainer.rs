@@ -53,9 +53,9 @@ impl RunningTrainer {
             self.train.steps,
             self.position.step,
         );
-        let accumulated = self.trainer.start_gradients(source, self.position.consumed_samples, report)?;
+        let accumulated = self.trainer.start_global_batch_gradients(source, self.position.consumed_samples, report)?;
         let outcome = self.trainer.update_parameters(&accumulated, lr, self.position.step)?;
-        let samples = self.trainer.global_batch();
+        let samples = self.trainer.global_batch_size();
         // At the smallest loss scale the step is not skipped. The overflowed gradient norm is then
         // an error, as in every other precision.
         let skipped = outcome.skipped && self.trainer.loss_scale.record_overflow();
@@ -63,7 +63,7 @@ impl RunningTrainer {
         if skipped {
             self.position.consumed_samples += samples;
         } else if outcome.loss.is_finite() && outcome.grad_norm.is_finite() {
-            self.trainer.loss_scale.record_step();
+            self.trainer.loss_scale.record_step_without_overflow();
             self.position.step += 1;
             self.position.consumed_samples += samples;
             self.position.tokens += samples * u64::from(self.train.data.seq_len);

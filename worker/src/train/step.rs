@@ -102,12 +102,12 @@ impl Trainer {
 
     /// Returns the index of the parameter unit of the output layer. Units of experts have higher
     /// indices.
-    pub(super) fn head_unit(&self) -> usize {
+    pub(super) fn find_head_unit(&self) -> usize {
         self.count_layers() + 1
     }
 
     /// Returns the number of samples that all ranks together process in one optimizer step.
-    pub fn global_batch(&self) -> u64 {
+    pub fn global_batch_size(&self) -> u64 {
         (self.engine.schedule.micro_batches * self.micro_batch_size) as u64
     }
 
@@ -115,13 +115,13 @@ impl Trainer {
     /// `first`, starts to reduce them, and returns the loss.
     ///
     /// Collective: every rank must call it.
-    pub fn accumulate_gradients(
+    pub fn compute_global_batch_gradients(
         &mut self,
         source: &dyn SampleSource,
         first: u64,
         report: RankStepReport,
     ) -> Result<StepOutcome> {
-        let accumulated = self.start_gradients(source, first, report)?;
+        let accumulated = self.start_global_batch_gradients(source, first, report)?;
         self.finish_losses(&accumulated)
     }
 
@@ -129,7 +129,7 @@ impl Trainer {
     /// that begins with sample `first`. Does not wait for a device.
     ///
     /// Collective: every rank must call it.
-    pub fn start_gradients(
+    pub fn start_global_batch_gradients(
         &mut self,
         source: &dyn SampleSource,
         first: u64,
@@ -137,7 +137,7 @@ impl Trainer {
     ) -> Result<AccumulatedGradients> {
         let rounds = self.engine.schedule.count_rounds();
         self.batch.first_sample = Some(first);
-        let order: Vec<usize> = (0..rounds).flat_map(|_| self.plan_pass_order(true)).collect();
+        let order: Vec<usize> = (0..rounds).flat_map(|_| self.list_units_in_pass_order(true)).collect();
         self.engine.begin_pass(order);
         let mut losses = Vec::with_capacity(rounds);
         for round in 0..rounds {
@@ -153,7 +153,7 @@ impl Trainer {
                     Some(experts) => experts.start_router_loss_copy(ops, copy, rounds),
                     None => PendingRouterLoss::Known(0.0),
                 };
-                self.start_loss_copy(copy, rounds);
+                self.start_row_loss_copy(copy, rounds);
                 losses.push(PendingLoss { micro_batch, targets: self.batch.count_targets(), router_loss });
             }
         }
@@ -166,7 +166,7 @@ impl Trainer {
     ///
     /// Collective: every rank must call it.
     fn finish_losses(&mut self, accumulated: &AccumulatedGradients) -> Result<StepOutcome> {
-        let sums = self.read_copied_losses(accumulated.losses.len())?;
+        let sums = self.sum_copied_losses(accumulated.losses.len())?;
         let mut mine = Vec::with_capacity(sums.len());
         for (pending, sum) in accumulated.losses.iter().zip(sums) {
             let router_loss = match &self.experts {
@@ -193,9 +193,9 @@ impl Trainer {
 
     /// Lists the parameter units in the order in which one forward pass, and one backward pass if
     /// `backward` is set, gathers them.
-    pub(super) fn plan_pass_order(&self, backward: bool) -> Vec<usize> {
-        let (head, tied) = (self.head_unit(), self.model.has_tied_embeddings());
-        let layer = |l: usize| std::iter::once(l + 1).chain(self.expert_unit(l));
+    pub(super) fn list_units_in_pass_order(&self, backward: bool) -> Vec<usize> {
+        let (head, tied) = (self.find_head_unit(), self.model.has_tied_embeddings());
+        let layer = |l: usize| std::iter::once(l + 1).chain(self.find_expert_unit(l));
         let mut order = vec![0];
         order.extend((0..self.count_layers()).flat_map(layer));
         order.push(head);
@@ -230,7 +230,7 @@ impl Trainer {
         }
         self.engine.release_params(guard);
         for l in 0..self.count_layers() {
-            if let Some(unit) = self.expert_unit(l) {
+            if let Some(unit) = self.find_expert_unit(l) {
                 self.run_moe_layer_forward(l, unit, compute)?;
                 continue;
             }
@@ -247,7 +247,7 @@ impl Trainer {
     /// is false, only writes the saved activations.
     fn run_layer_forward(&mut self, l: usize, guard: &ParamsGuard, output: bool) {
         let (model, ops, batch) = (&self.model, self.ops.as_ref(), &self.batch);
-        let LayerActivations { x, y, mut buffers, .. } = self.activations.select_layer(l);
+        let LayerActivations { x, y, mut buffers, .. } = self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
             model.layer_forward(&input, output.then_some(y), &mut buffers);
@@ -257,7 +257,7 @@ impl Trainer {
     /// Runs the output layer with the loss and then the backward pass of the current micro-batch,
     /// and starts to reduce the gradients of every parameter unit.
     fn run_backward(&mut self, round: usize, compute: bool) -> Result<()> {
-        let head = self.head_unit();
+        let head = self.find_head_unit();
         let tied = self.model.has_tied_embeddings();
         let mut head_grad = compute.then(|| self.engine.take_gradient_buffer(head));
         let mut embedding_grad =
@@ -266,7 +266,7 @@ impl Trainer {
         self.engine.reduce_gradient(head, round, head_grad)?;
         let lowest = self.find_lowest_trained_unit();
         for l in (lowest.max(1) - 1..self.count_layers()).rev() {
-            if let Some(unit) = self.expert_unit(l) {
+            if let Some(unit) = self.find_expert_unit(l) {
                 self.run_moe_layer_backward(l, unit, round, compute)?;
                 continue;
             }
@@ -308,7 +308,7 @@ impl Trainer {
     fn run_layer_backward(&mut self, l: usize, guard: &ParamsGuard, grad: &mut Buf) {
         let (model, ops, batch) = (&self.model, self.ops.as_ref(), &self.batch);
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
-        let LayerActivations { x, residual_grad, mut buffers, .. } = self.activations.select_layer(l);
+        let LayerActivations { x, residual_grad, mut buffers, .. } = self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
             model.layer_backward(&input, g, residual_grad, &mut buffers);
@@ -333,7 +333,7 @@ impl Trainer {
     /// Gathers the parameters of the output layer, runs `run` with access to them, and releases
     /// them. Collective: every rank must call it.
     pub(super) fn with_head_params(&mut self, run: impl FnOnce(&mut Trainer, HeadGuards)) -> Result<()> {
-        let head = self.engine.fetch_params(self.head_unit())?;
+        let head = self.engine.fetch_params(self.find_head_unit())?;
         let tied = self.model.has_tied_embeddings();
         let embedding = if tied { Some(self.engine.fetch_params(0)?) } else { None };
         run(self, (&head, embedding.as_ref()));
@@ -345,9 +345,9 @@ impl Trainer {
     /// Computes the loss of every row (token) of the current micro-batch and, if `grads` contains
     /// gradient buffers, the backward pass of the output layer.
     fn compute_head_loss(&mut self, guards: HeadGuards, grads: Option<(&mut Buf, Option<&mut Buf>)>) {
-        let scale = self.loss_scale.factor() / (self.global_batch() as f32 * self.batch.seq_len as f32);
+        let scale = self.loss_scale.factor() / (self.global_batch_size() as f32 * self.batch.seq_len as f32);
         let unit_len = |u: usize| self.engine.shards[u].unit.len();
-        let (head_len, embedding_len) = (unit_len(self.head_unit()), unit_len(0));
+        let (head_len, embedding_len) = (unit_len(self.find_head_unit()), unit_len(0));
         let (w, model, ops) = (&mut self.activations, &self.model, self.ops.as_ref());
         w.losses_copied.make_stream_wait();
         let grads = grads.map(|(head, embedding)| HeadGrads {
@@ -367,14 +367,14 @@ impl Trainer {
     /// Returns the summed loss and the number of target tokens of the current micro-batch, whose
     /// loss was just computed.
     pub(super) fn sum_micro_batch_loss(&mut self) -> Result<MicroBatchLoss> {
-        self.start_loss_copy(0, 1);
-        let sum = self.read_copied_losses(1)?[0];
+        self.start_row_loss_copy(0, 1);
+        let sum = self.sum_copied_losses(1)?[0];
         Ok(MicroBatchLoss { sum, targets: self.batch.count_targets() })
     }
 
     /// Starts to copy the losses of the rows (tokens) of the current micro-batch to the host, as
     /// copy number `index` of at most `capacity`.
-    fn start_loss_copy(&mut self, index: usize, capacity: usize) {
+    fn start_row_loss_copy(&mut self, index: usize, capacity: usize) {
         let (w, ops) = (&mut self.activations, self.ops.as_ref());
         let rows = w.row_losses.len();
         if w.host_losses.len() < capacity * rows {
@@ -386,7 +386,7 @@ impl Trainer {
 
     /// Waits for the copies of row losses of the first `count` micro-batches, and returns the
     /// summed loss of each.
-    fn read_copied_losses(&mut self, count: usize) -> Result<Vec<f64>> {
+    fn sum_copied_losses(&mut self, count: usize) -> Result<Vec<f64>> {
         let w = &self.activations;
         if !w.losses_copied.is_reached() {
             w.losses_copied.synchronize()?;
@@ -419,7 +419,7 @@ impl Trainer {
         let (mut combined, mut rank_times) = (RankStepReport::default(), Vec::with_capacity(gathered.len()));
         for words in &gathered {
             let Some((report, records)) = words.split_first_chunk() else {
-                return Err(invalid_report_error("a rank reported no losses"));
+                return Err(build_invalid_report_error("a rank reported no losses"));
             };
             let records = records.as_chunks::<3>().0;
             let report = RankStepReport::decode(report, records.len());
@@ -427,7 +427,7 @@ impl Trainer {
             rank_times.push(report.times);
             for [micro_batch, sum, targets] in records {
                 let to = losses.get_mut(*micro_batch as usize).ok_or_else(|| {
-                    invalid_report_error("a rank reported a micro-batch that does not exist")
+                    build_invalid_report_error("a rank reported a micro-batch that does not exist")
                 })?;
                 *to = MicroBatchLoss { sum: f64::from_bits(*sum), targets: *targets };
             }
@@ -440,8 +440,8 @@ impl Trainer {
 
     /// Computes the factor that converts the gradient of the summed loss to that of the mean loss
     /// over `targets` tokens.
-    fn compute_mean_scale(&self, targets: u64) -> f64 {
-        let positions = self.global_batch() * self.batch.seq_len as u64;
+    fn compute_mean_loss_factor(&self, targets: u64) -> f64 {
+        let positions = self.global_batch_size() * self.batch.seq_len as u64;
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
     }
 
@@ -467,10 +467,10 @@ impl Trainer {
         self.experts.iter().for_each(|experts| experts.router_stats().make_stream_wait_for_copies());
         let blocks = self.sum_squares_of_gradients(&grads)?;
         let outcome = self.finish_losses(accumulated)?;
-        let mean = self.compute_mean_scale(outcome.targets) / f64::from(self.loss_scale.factor());
+        let mean = self.compute_mean_loss_factor(outcome.targets) / f64::from(self.loss_scale.factor());
         let outcome = StepOutcome { grad_norm: self.compute_gradient_norm(&blocks)? * mean, ..outcome };
         let finite = outcome.loss.is_finite() && outcome.grad_norm.is_finite();
-        let skipped = !finite && outcome.loss.is_finite() && self.loss_scale.is_dynamic();
+        let skipped = !finite && outcome.loss.is_finite() && self.loss_scale.skips_step_on_overflow();
         let outcome = StepOutcome { skipped, ..outcome };
         let clip = self.clip_norm.map_or(1.0, |limit| (limit / (outcome.grad_norm + 1e-6)).min(1.0));
         let step_params = StepInputs { lr, step: step + 1, grad_scale: (mean * clip) as f32 };
@@ -479,10 +479,10 @@ impl Trainer {
             if finite {
                 self.update_unit_parameters(u, owned, step_params)?;
             } else {
-                self.engine.recycle_gradient(u, owned);
+                self.engine.recycle_gradient_buffer(u, owned);
             }
         }
-        self.engine.wait_param_gather()?;
+        self.engine.wait_for_updated_param_gathers()?;
         self.ops.status()?;
         Ok(outcome)
     }
@@ -498,7 +498,7 @@ impl Trainer {
         self.optimizer.prefetch_states(ops.as_ref(), u);
         self.optimizer.prefetch_states(ops.as_ref(), u + 1);
         let mut grad = if replicated { self.engine.gather_gradient(u, owned)? } else { owned };
-        let whole = self.gather_prepared_gradient(u, &mut grad, step_params)?;
+        let whole = self.gather_whole_tensor_gradient(u, &mut grad, step_params)?;
         let whole_grad = whole.as_ref().map_or(grad.view(), Buf::view);
         let base = self.engine.resident_range(u).start;
         let range = self.optimizer.states(u).range.clone();
@@ -508,10 +508,10 @@ impl Trainer {
             optimizer.update_unit(ops.as_ref(), u, unit, p, grad.view(), whole_grad, step_params);
         });
         self.optimizer.write_back_states(ops.as_ref(), u);
-        self.engine.recycle_gradient(u, grad);
+        self.engine.recycle_gradient_buffer(u, grad);
         match replicated {
             true => self.engine.refresh_compute_copy(u),
-            false => self.engine.start_param_gather(u),
+            false => self.engine.start_updated_param_gather(u),
         }
         Ok(())
     }
@@ -522,7 +522,7 @@ impl Trainer {
     /// no update needs the vector.
     ///
     /// Collective: every rank must call it.
-    fn gather_prepared_gradient(
+    fn gather_whole_tensor_gradient(
         &mut self,
         u: usize,
         grad: &mut Buf,
@@ -532,13 +532,13 @@ impl Trainer {
         if !self.optimizer.needs_whole_gradient(u, unit) {
             return Ok(None);
         }
-        self.optimizer.prepare_gradient(ops, u, unit, grad.view_mut(), step_params);
+        self.optimizer.prepare_whole_tensor_gradient(ops, u, unit, grad.view_mut(), step_params);
         if !self.engine.policy.shard_optimizer || self.engine.world() == 1 {
             return Ok(None);
         }
         let owner = unit.owners.contains(self.engine.rank());
         let whole = ops.zeroed(Dtype::F32, if owner { unit.trained_len() } else { 0 });
-        Ok(Some(self.engine.gather_trained(u, ops.clone_to_device(grad.view()), whole)?))
+        Ok(Some(self.engine.gather_trained_vector(u, ops.clone_to_device(grad.view()), whole)?))
     }
 
     /// Computes the sums of squares of the gradient blocks of this rank's shards, for the gradient
@@ -579,11 +579,11 @@ impl Trainer {
             units.iter().map(|u| vec![Vec::new(); u.params.len()]).collect();
         for (s, sums) in self.engine.shards.iter().zip(&mut by_param) {
             for (rank, reader) in readers.iter_mut().enumerate() {
-                for g in s.unit.list_trained_segments(s.partition.range(rank)) {
+                for g in s.unit.list_trained_segments(s.partition.shard_range(rank)) {
                     for _ in 0..g.flat.len().div_ceil(device::ops::NORM_BLOCK_LEN) {
                         let word = reader
                             .next()
-                            .ok_or_else(|| invalid_report_error("a rank reported too few block sums"))?;
+                            .ok_or_else(|| build_invalid_report_error("a rank reported too few block sums"))?;
                         sums[g.param].push(f64::from_le_bytes(word.try_into().expect("8 bytes")));
                     }
                 }
@@ -595,6 +595,6 @@ impl Trainer {
 }
 
 /// Builds the error which reports that a peer's step report does not have the expected form.
-fn invalid_report_error(message: &str) -> Error {
+fn build_invalid_report_error(message: &str) -> Error {
     Error::new(codes::training::PEER_REPORT_INVALID, message)
 }

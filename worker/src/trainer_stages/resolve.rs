@@ -12,12 +12,12 @@ use jobspec::{LoraSpec, LoraTargets, ModelSpec};
 ///
 /// Fails if the directory is unusable, or if its model is too small for the tokenizer or the
 /// samples. The subject of the error is the key `train.model.from`.
-pub(crate) fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::Result<ModelSpec> {
-    const FROM: &str = "train.model.from";
+pub(crate) fn resolve_model_section(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::Result<ModelSpec> {
+    const MODEL_FROM_KEY: &str = "train.model.from";
     let mut resolved = spec.clone();
     if let Some(directory) = &spec.from {
         let config = model::read_model_config_summary(directory)
-            .map_err(|e| Diagnostic::from(e).with_subject(FROM))?;
+            .map_err(|e| Diagnostic::from(e).with_subject(MODEL_FROM_KEY))?;
         resolved.family = config.family.into();
         (resolved.vocab_size, resolved.max_position_embeddings) = (config.vocab_size, config.max_positions);
     }
@@ -25,7 +25,7 @@ pub(crate) fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagn
     let too_small = |code, name: &str, why: String| match &spec.from {
         Some(directory) => {
             let message = format!("{name} in {} {why}", directory.join("config.json").display());
-            Diagnostic::error(code, message).with_subject(FROM)
+            Diagnostic::error(code, message).with_subject(MODEL_FROM_KEY)
         }
         None => {
             let key = format!("train.model.{name}");
@@ -68,7 +68,7 @@ pub(crate) fn resolve_model(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagn
 /// # Errors
 ///
 /// Fails if the configuration cannot be read. The subject of the error is `train.lora.from`.
-pub(crate) fn resolve_lora(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSpec>> {
+pub(crate) fn resolve_lora_section(spec: Option<&LoraSpec>) -> diagnostic::Result<Option<LoraSpec>> {
     let Some(spec) = spec else { return Ok(None) };
     let Some(directory) = &spec.from else { return Ok(Some(spec.clone())) };
     let AdapterConfig { rank, alpha, use_rslora: rslora, dropout, targets, .. } =

@@ -31,7 +31,7 @@ type CollectiveJob = Box<dyn FnOnce(&dyn Comm) + Send>;
 pub struct CollectiveQueue {
     comm: Arc<dyn Comm>,
     ops: Arc<dyn Ops>,
-    waits: Arc<ExposedWaits>,
+    waits: Arc<ExposedWaitTimes>,
     jobs: Option<mpsc::SyncSender<CollectiveJob>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -41,7 +41,7 @@ pub struct PendingCollective<T> {
     result: mpsc::Receiver<Result<(T, Event)>>,
     /// Counts the time for which [`PendingCollective::wait`] delays computation; `None` if the
     /// collective ran on the caller's thread.
-    waits: Option<Arc<ExposedWaits>>,
+    waits: Option<Arc<ExposedWaitTimes>>,
 }
 
 impl<T> PendingCollective<T> {
@@ -58,7 +58,7 @@ impl<T> PendingCollective<T> {
 
 /// Counts for how long this rank's computation waited for collectives, and for how long collectives
 /// ran.
-struct ExposedWaits {
+struct ExposedWaitTimes {
     ops: Arc<dyn Ops>,
     /// The counted time in nanoseconds if operations are synchronous. Otherwise the backend counts
     /// the time.
@@ -67,7 +67,7 @@ struct ExposedWaits {
     collective_nanoseconds: AtomicU64,
 }
 
-impl ExposedWaits {
+impl ExposedWaitTimes {
     /// Makes this thread's later work wait for the event `done` of a collective. If the backend
     /// computes synchronously, adds the time since `began` to the counted waiting time.
     fn wait_and_count_time(&self, began: Instant, done: &Event) {
@@ -94,7 +94,7 @@ impl CollectiveQueue {
     /// Creates the queue and starts the thread that runs collectives. With a single rank, no thread
     /// is started.
     pub fn new(comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> std::io::Result<Self> {
-        let waits = Arc::new(ExposedWaits {
+        let waits = Arc::new(ExposedWaitTimes {
             ops: ops.clone(),
             host_nanoseconds: AtomicU64::new(0),
             collective_nanoseconds: AtomicU64::new(0),

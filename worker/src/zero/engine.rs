@@ -68,7 +68,7 @@ impl UnitShard {
         let (rank, world, dtype) = (queue.comm().rank(), queue.comm().world_size(), weights.compute);
         let parameters = |dtype, len| ops.zeroed_with_purpose("the parameters", dtype, len);
         let part = Partition::new(&unit, world);
-        let shared = match policy.shard_parameters && unit.owners.count_below(world) > 1 {
+        let shared = match policy.shard_parameters && unit.owners.count_owners_below(world) > 1 {
             true => {
                 let counts = part.shard_lengths().to_vec();
                 queue.run_and_wait(move |comm| comm.shared_window(dtype, &counts))?
@@ -77,21 +77,21 @@ impl UnitShard {
         };
         let (shared, whole) = shared.map_or((None, None), |window| (Some(window.owned), Some(window.view)));
         let whole = whole.filter(|_| unit.owners.contains(rank));
-        let owned = part.range(rank).len();
+        let owned = part.shard_range(rank).len();
         let owner_len = |len: usize| if unit.owners.contains(rank) { len } else { 0 };
         let sharded_len = |sharded: bool| if sharded { owned } else { owner_len(unit.len()) };
         let computed = || shared.unwrap_or_else(|| parameters(dtype, sharded_len(policy.shard_parameters)));
         let masters = || parameters(weights.updated, sharded_len(policy.shards_updated_params(true)));
         let (params, compute_copy) = match weights.has_master_weights() {
             false => (computed(), None),
-            true if casts_on_gather(policy, weights, ops.is_host()) => (masters(), None),
+            true if casts_params_on_gather(policy, weights, ops.is_host()) => (masters(), None),
             true => (masters(), Some(RwLock::new(computed()))),
         };
         let params = RwLock::new(params);
         let trained: Vec<usize> =
-            (0..world).map(|r| unit.compute_trained_range(part.range(r)).len()).collect();
+            (0..world).map(|r| unit.to_trained_range(part.shard_range(r)).len()).collect();
         let summed = if policy.shard_gradients { trained[rank] } else { owner_len(unit.trained_len()) };
-        let grads = Mutex::new(policy.new_gradient_sums(summed));
+        let grads = Mutex::new(policy.new_gradient_sum(summed));
         Ok(UnitShard {
             unit,
             partition: part,
@@ -137,7 +137,7 @@ impl ParamDtypes {
 ///
 /// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. Casting
 /// saves two bytes per parameter, and takes little time compared with the gather.
-pub fn casts_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_host: bool) -> bool {
+pub fn casts_params_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_host: bool) -> bool {
     policy.shard_parameters && weights.has_master_weights() && !on_host
 }
 
@@ -263,7 +263,7 @@ impl ZeroEngine {
 
     /// Returns the range of parameter unit `u`'s flat vector that this rank owns (its shard).
     pub fn owned_range(&self, u: usize) -> Range<usize> {
-        self.shards[u].partition.range(self.rank)
+        self.shards[u].partition.shard_range(self.rank)
     }
 
     /// Returns the number of trained elements in this rank's shard of parameter unit `u`. This is
@@ -384,14 +384,14 @@ impl ZeroEngine {
     /// from the master weights, before each use.
     fn needs_gather(&self, u: usize) -> bool {
         let is_shared =
-            self.policy.shard_parameters && self.shards[u].unit.owners.count_below(self.world) > 1;
-        is_shared || self.casts_on_gather()
+            self.policy.shard_parameters && self.shards[u].unit.owners.count_owners_below(self.world) > 1;
+        is_shared || self.casts_params_on_gather()
     }
 
     /// Returns whether 16-bit parameters are computed from the fp32 master weights whenever they
     /// are gathered, instead of being stored.
-    fn casts_on_gather(&self) -> bool {
-        casts_on_gather(self.policy, self.weights, self.ops.is_host())
+    fn casts_params_on_gather(&self) -> bool {
+        casts_params_on_gather(self.policy, self.weights, self.ops.is_host())
     }
 
     /// Makes the whole parameters of unit `u` available on this rank. Waits for the gather of `u`
@@ -402,7 +402,7 @@ impl ZeroEngine {
         }
         while self.pending_gathers.len() <= self.prefetch {
             let Some(next) = self.gather_queue.pop_front() else { break };
-            let gather = self.submit_gather(next);
+            let gather = self.start_gather_for_use(next);
             self.pending_gathers.push_back((next, gather));
         }
         let fetch = self.upcoming.pop_front().expect("begin_pass lists every fetch");
@@ -422,12 +422,12 @@ impl ZeroEngine {
     }
 
     /// Starts to gather the whole parameters of unit `u` into a buffer.
-    fn submit_gather(&self, u: usize) -> PendingCollective<Buf> {
+    fn start_gather_for_use(&self, u: usize) -> PendingCollective<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
         let mut whole = lock_ignoring_poison(&self.param_pool).take(self.ops.as_ref(), len);
         let (ops, buffers, cast_buffer) = (self.ops.clone(), self.exchange.clone(), self.cast_buffer.clone());
         let (casts, has_one_owner) =
-            (self.casts_on_gather(), shards[u].unit.owners.count_below(self.world) == 1);
+            (self.casts_params_on_gather(), shards[u].unit.owners.count_owners_below(self.world) == 1);
         self.queue.submit(move |comm: &dyn Comm| {
             let s = &shards[u];
             let owned = lock_for_reading(s.select_compute_params());
@@ -511,7 +511,7 @@ impl ZeroEngine {
     /// unit. [`ZeroEngine::wait_param_gather`] waits for the result.
     ///
     /// Collective: every rank must call it.
-    pub fn start_param_gather(&mut self, u: usize) {
+    pub fn start_updated_param_gather(&mut self, u: usize) {
         if self.policy.shard_parameters || self.world == 1 {
             return self.refresh_compute_copy(u);
         }
@@ -523,7 +523,7 @@ impl ZeroEngine {
             let (s, buffers) = (&shards[u], &mut lock_ignoring_poison(&buffers));
             if stores_shard_only {
                 s.refresh_compute_copy(ops.as_ref(), resident, computed.clone());
-                return s.gather_in_place(
+                return s.gather_shards_in_place(
                     comm,
                     ops.as_ref(),
                     buffers,
@@ -532,7 +532,7 @@ impl ZeroEngine {
                     computed,
                 );
             }
-            s.gather_in_place(comm, ops.as_ref(), buffers, &s.params, owned, resident.clone())?;
+            s.gather_shards_in_place(comm, ops.as_ref(), buffers, &s.params, owned, resident.clone())?;
             s.refresh_compute_copy(ops.as_ref(), resident, computed);
             Ok(())
         }));
@@ -540,7 +540,7 @@ impl ZeroEngine {
 
     /// Waits until the updated parameters of all units are distributed, for which
     /// [`ZeroEngine::start_param_gather`] was called.
-    pub fn wait_param_gather(&mut self) -> Result<()> {
+    pub fn wait_for_updated_param_gathers(&mut self) -> Result<()> {
         self.pending_param_gathers.drain(..).try_for_each(PendingCollective::wait)
     }
 }
@@ -566,7 +566,7 @@ impl UnitShard {
     /// Gathers the shards of all ranks that own a part of the parameter unit into `values`, the
     /// range `stored` of the unit's flat vector. Before the call, `values` contains only this
     /// rank's shard, the range `owned`.
-    fn gather_in_place(
+    fn gather_shards_in_place(
         &self,
         comm: &dyn Comm,
         ops: &dyn Ops,
@@ -578,7 +578,7 @@ impl UnitShard {
         let mut whole = lock_for_writing(values);
         // the collective must not send from the memory that it writes
         let shard = whole.view().slice(owned.start - stored.start..owned.end - stored.start);
-        let copy = buffers.take_copy_of_shard(ops, shard);
+        let copy = buffers.copy_shard_to_reusable_buffer(ops, shard);
         let (owners, lengths, mine) =
             (self.unit.owners, self.partition.shard_lengths(), copy.view().slice(0..owned.len()));
         let gathered = buffers.gather_from_owners(comm, ops, owners, lengths, whole.view_mut(), mine);

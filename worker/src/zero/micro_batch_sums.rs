@@ -28,7 +28,7 @@ impl MicroBatchRange {
 
     /// Returns the range that covers `self` and `right`, if they are the left and the right child
     /// of one node of the summation tree. Returns `None` otherwise.
-    pub fn join_sibling_range(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
+    pub fn join_with_sibling(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let siblings = self.len == right.len
             && self.start.is_multiple_of(2 * self.len)
             && right.start == self.start + self.len;
@@ -37,7 +37,7 @@ impl MicroBatchRange {
 
     /// Returns the range that covers `self` and `right`, if `right` begins where `self` ends.
     /// Returns `None` otherwise.
-    fn join_adjacent_range(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
+    fn join_with_adjacent(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let len = self.len + right.len;
         (right.start == self.start + self.len).then_some(MicroBatchRange { start: self.start, len })
     }
@@ -45,16 +45,16 @@ impl MicroBatchRange {
 
 /// Splits `range` into the ranges of micro-batches that remain as partial sums after summing one by
 /// one in the fixed order.
-pub fn merge_into_aligned_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
+pub fn split_into_tree_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
     let mut kept = Vec::new();
-    range.for_each(|s| push_and_merge(&mut kept, MicroBatchRange::from_index(s)));
+    range.for_each(|s| push_and_merge_ranges(&mut kept, MicroBatchRange::from_index(s)));
     kept
 }
 
 /// Appends the range `top` to the ranges in `kept`, and merges siblings of the summation tree as
 /// far as possible.
-fn push_and_merge(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
-    while let Some(merged) = kept.last().and_then(|left| left.join_sibling_range(top)) {
+fn push_and_merge_ranges(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
+    while let Some(merged) = kept.last().and_then(|left| left.join_with_sibling(top)) {
         kept.pop();
         top = merged;
     }
@@ -79,15 +79,15 @@ impl MicroBatchSums {
 
     /// Creates an empty sum over micro-batches of vectors with `len` elements, which are added in
     /// the order in which they arrive.
-    pub fn with_arrival_order(len: usize) -> Self {
+    pub fn new_with_arrival_order(len: usize) -> Self {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
 
     /// Returns which micro-batches the newest partial sum will cover if the vector for `right` is
     /// added now, or `None` if that vector has to wait.
-    fn compute_merged_range(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
+    fn merged_range_if_pushed(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let (left, _) = self.stack.last()?;
-        if self.in_arrival_order { left.join_adjacent_range(right) } else { left.join_sibling_range(right) }
+        if self.in_arrival_order { left.join_with_adjacent(right) } else { left.join_with_sibling(right) }
     }
 
     /// Returns the number of elements of each summed vector.
@@ -116,9 +116,9 @@ impl MicroBatchSums {
     /// Adds `x`, the sum of vectors over the micro-batches of `range`, to this sum. If `x` cannot
     /// be merged with the newest partial sum immediately, keeps a copy of `x` until its sibling
     /// arrives.
-    pub fn push(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
+    pub fn push_copy(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
-        match self.compute_merged_range(range) {
+        match self.merged_range_if_pushed(range) {
             Some(merged) => {
                 let (_, mut sum) = self.stack.pop().expect("just seen");
                 ops.add(sum.view_mut(), x);
@@ -136,7 +136,7 @@ impl MicroBatchSums {
     /// Takes ownership of the buffer instead of copying it.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut range: MicroBatchRange, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
-        while let Some(merged) = self.compute_merged_range(range) {
+        while let Some(merged) = self.merged_range_if_pushed(range) {
             let (_, mut left) = self.stack.pop().expect("just seen");
             ops.add(left.view_mut(), sum.view());
             self.free_buffers.push(std::mem::replace(&mut sum, left));
@@ -147,13 +147,13 @@ impl MicroBatchSums {
 
     /// Returns the partial sums and the ranges of micro-batches that they cover, in the order of
     /// the micro-batches.
-    pub fn partials(&self) -> impl Iterator<Item = (MicroBatchRange, View<'_>)> {
+    pub fn partial_sums(&self) -> impl Iterator<Item = (MicroBatchRange, View<'_>)> {
         self.stack.iter().map(|(r, b)| (*r, b.view()))
     }
 
     /// Returns the sum of all vectors that were added, or `None` if there were none. Afterwards no
     /// partial sum is kept.
-    pub fn finish(&mut self, ops: &dyn Ops) -> Option<Buf> {
+    pub fn finish_sum(&mut self, ops: &dyn Ops) -> Option<Buf> {
         let (_, mut sum) = self.stack.pop()?;
         while let Some((_, mut left)) = self.stack.pop() {
             ops.add(left.view_mut(), sum.view());
@@ -180,7 +180,7 @@ pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
     let mut stack: Vec<(MicroBatchRange, f64)> = Vec::new();
     for (s, &x) in micro_batches.iter().enumerate() {
         let mut top = (MicroBatchRange::from_index(s), x);
-        while let Some(merged) = stack.last().and_then(|(left, _)| left.join_sibling_range(top.0)) {
+        while let Some(merged) = stack.last().and_then(|(left, _)| left.join_with_sibling(top.0)) {
             let (_, left) = stack.pop().expect("just seen");
             top = (merged, left + top.1);
         }
@@ -204,10 +204,10 @@ pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
 pub fn count_peak_buffers(ranges: impl IntoIterator<Item = MicroBatchRange>, owned: bool) -> usize {
     let (mut kept, mut most) = (Vec::<MicroBatchRange>::new(), 0);
     for range in ranges {
-        if owned || kept.last().and_then(|left| left.join_sibling_range(range)).is_none() {
+        if owned || kept.last().and_then(|left| left.join_with_sibling(range)).is_none() {
             most = most.max(kept.len() + 1);
         }
-        push_and_merge(&mut kept, range);
+        push_and_merge_ranges(&mut kept, range);
     }
     most
 }
@@ -238,9 +238,9 @@ mod tests {
             let one = |v: f32| Buf::from_slice(&[v]);
             let mut whole = MicroBatchSums::new(1);
             for (s, &v) in x.iter().enumerate() {
-                whole.push(&ops, MicroBatchRange::from_index(s), one(v).view());
+                whole.push_copy(&ops, MicroBatchRange::from_index(s), one(v).view());
             }
-            let expected = whole.finish(&ops).unwrap().host_slice()[0];
+            let expected = whole.finish_sum(&ops).unwrap().host_slice()[0];
             // Each rank sums a contiguous range and sends its partial sums.
             let mut cuts: Vec<usize> = cuts.into_iter().map(|c| c % x.len()).chain([0, x.len()]).collect();
             cuts.sort_unstable();
@@ -250,26 +250,26 @@ mod tests {
                 for (s, &v) in x.iter().enumerate().take(w[1]).skip(w[0]) {
                     rank.push_owned(&ops, MicroBatchRange::from_index(s), one(v));
                 }
-                let ranges: Vec<MicroBatchRange> = rank.partials().map(|(r, _)| r).collect();
-                prop_assert_eq!(ranges, merge_into_aligned_ranges(w[0]..w[1]));
-                for (range, v) in rank.partials() {
-                    owner.push(&ops, range, v);
+                let ranges: Vec<MicroBatchRange> = rank.partial_sums().map(|(r, _)| r).collect();
+                prop_assert_eq!(ranges, split_into_tree_ranges(w[0]..w[1]));
+                for (range, v) in rank.partial_sums() {
+                    owner.push_copy(&ops, range, v);
                 }
             }
-            prop_assert_eq!(owner.finish(&ops).unwrap().host_slice()[0].to_bits(), expected.to_bits());
+            prop_assert_eq!(owner.finish_sum(&ops).unwrap().host_slice()[0].to_bits(), expected.to_bits());
         }
 
         #[test]
         fn in_arrival_order_each_vector_is_added_to_the_previous_ones(x in prop::collection::vec(-1e6f32..1e6, 1..40)) {
             let ops = Cpu::new(1);
-            let mut sum = MicroBatchSums::with_arrival_order(1);
+            let mut sum = MicroBatchSums::new_with_arrival_order(1);
             for (s, &v) in x.iter().enumerate() {
                 let one = Buf::from_slice(&[v]);
-                if s % 3 == 0 { sum.push_owned(&ops, MicroBatchRange::from_index(s), one) } else { sum.push(&ops, MicroBatchRange::from_index(s), one.view()) }
-                prop_assert_eq!(sum.partials().map(|(range, _)| range).collect::<Vec<_>>(), [MicroBatchRange { start: 0, len: s + 1 }]);
+                if s % 3 == 0 { sum.push_owned(&ops, MicroBatchRange::from_index(s), one) } else { sum.push_copy(&ops, MicroBatchRange::from_index(s), one.view()) }
+                prop_assert_eq!(sum.partial_sums().map(|(range, _)| range).collect::<Vec<_>>(), [MicroBatchRange { start: 0, len: s + 1 }]);
             }
             let expected = x.iter().copied().reduce(|a, b| a + b).unwrap();
-            prop_assert_eq!(sum.finish(&ops).unwrap().host_slice()[0].to_bits(), expected.to_bits());
+            prop_assert_eq!(sum.finish_sum(&ops).unwrap().host_slice()[0].to_bits(), expected.to_bits());
         }
 
         #[test]
@@ -285,12 +285,12 @@ mod tests {
             let (mut pushed, mut owned) = (MicroBatchSums::new(1), MicroBatchSums::new(1));
             for _ in 0..3 {
                 for s in 0..micro_batches {
-                    pushed.push(&ops, MicroBatchRange::from_index(s), Buf::zeroed(1).view());
+                    pushed.push_copy(&ops, MicroBatchRange::from_index(s), Buf::zeroed(1).view());
                     let leaf = owned.take_buffer(&ops);
                     owned.push_owned(&ops, MicroBatchRange::from_index(s), leaf);
                 }
                 for (stack, direct) in [(&mut pushed, false), (&mut owned, true)] {
-                    let sum = stack.finish(&ops).unwrap();
+                    let sum = stack.finish_sum(&ops).unwrap();
                     stack.recycle_buffer(sum);
                     let estimate =
                         count_peak_buffers((0..micro_batches).map(MicroBatchRange::from_index), direct);

@@ -57,9 +57,9 @@ impl ShardingPolicy {
 
     /// Creates an empty sum of gradients with `len` elements over micro-batches, in the order of
     /// this policy.
-    fn new_gradient_sums(&self, len: usize) -> MicroBatchSums {
+    fn new_gradient_sum(&self, len: usize) -> MicroBatchSums {
         if self.sums_in_arrival_order {
-            MicroBatchSums::with_arrival_order(len)
+            MicroBatchSums::new_with_arrival_order(len)
         } else {
             MicroBatchSums::new(len)
         }

@@ -4,7 +4,7 @@
 use super::{
     MicroBatchSchedule,
     buffer_pool::resize_buffer,
-    micro_batch_sums::{MicroBatchRange, MicroBatchSums, count_peak_buffers, merge_into_aligned_ranges},
+    micro_batch_sums::{MicroBatchRange, MicroBatchSums, count_peak_buffers, split_into_tree_ranges},
     partition::Partition,
 };
 use crate::params::{OwnerRanks, ParamUnit};
@@ -35,7 +35,7 @@ impl ExchangeBuffers {
         if dtype == Dtype::F32 {
             return resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, &mut self.sent, len);
         }
-        resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, ensure_dtype(ops, &mut self.sent_rounded, dtype), len)
+        resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, replace_if_other_dtype(ops, &mut self.sent_rounded, dtype), len)
     }
 
     /// Copies `owned`, this rank's shard, to the beginning of a reusable buffer, and returns the
@@ -43,9 +43,9 @@ impl ExchangeBuffers {
     ///
     /// The buffer is reused because the allocator would keep several buffers if each unit allocated
     /// one.
-    pub(super) fn take_copy_of_shard(&mut self, ops: &dyn Ops, owned: View) -> Buf {
+    pub(super) fn copy_shard_to_reusable_buffer(&mut self, ops: &dyn Ops, owned: View) -> Buf {
         let mut buffer = std::mem::take(&mut self.owned);
-        let typed = ensure_dtype(ops, &mut buffer, owned.dtype());
+        let typed = replace_if_other_dtype(ops, &mut buffer, owned.dtype());
         ops.copy(resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, typed, owned.len()), owned);
         buffer
     }
@@ -69,7 +69,7 @@ impl ExchangeBuffers {
         whole: ViewMut,
         owned: View,
     ) -> Result<()> {
-        if owners.includes_all() {
+        if owners.includes_all_ranks() {
             return comm.all_gather(whole, owned, shard_lengths);
         }
         let world = comm.world_size();
@@ -101,14 +101,14 @@ impl ExchangeBuffers {
         sink: &mut dyn FnMut(MicroBatchRange, View),
     ) -> Result<()> {
         let (owners, world, me) = (unit.owners, comm.world_size(), comm.rank());
-        let parts: Vec<_> = (0..world).map(|r| unit.compute_trained_range(part.range(r))).collect();
+        let parts: Vec<_> = (0..world).map(|r| unit.to_trained_range(part.shard_range(r))).collect();
         let owned = parts[me].len();
-        let kept: Vec<View> = partial_sums.partials().map(|(_, v)| v).collect();
+        let kept: Vec<View> = partial_sums.partial_sums().map(|(_, v)| v).collect();
         let theirs: Vec<Vec<MicroBatchRange>> =
             (0..world)
                 .map(|r| {
                     if owners.contains(r) {
-                        list_group_ranges(schedule, owners, r, round)
+                        list_group_tree_ranges(schedule, owners, r, round)
                     } else {
                         Vec::new()
                     }
@@ -142,7 +142,7 @@ impl ExchangeBuffers {
 
 /// Replaces `buf` by an empty buffer of this backend if it is empty or its elements do not have the
 /// type `dtype`, and returns the buffer.
-fn ensure_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
+fn replace_if_other_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
     }
@@ -161,15 +161,15 @@ pub fn compute_exchange_buffer_lengths(
     rank: usize,
     (owned, own_trained): (usize, usize),
 ) -> (usize, usize, usize) {
-    if unit.owners.includes_all() || !unit.owners.contains(rank) {
+    if unit.owners.includes_all_ranks() || !unit.owners.contains(rank) {
         return (0, 0, 0);
     }
-    let owners = unit.owners.count_below(schedule.world);
+    let owners = unit.owners.count_owners_below(schedule.world);
     let most = |of: &dyn Fn(usize) -> usize| (0..schedule.count_rounds()).map(of).max().unwrap_or(0);
-    let sent = most(&|round| list_group_ranges(schedule, unit.owners, rank, round).len());
+    let sent = most(&|round| list_group_tree_ranges(schedule, unit.owners, rank, round).len());
     let ranks = || (0..schedule.world).filter(|&r| unit.owners.contains(r));
     let received =
-        most(&|round| ranks().map(|r| list_group_ranges(schedule, unit.owners, r, round).len()).sum());
+        most(&|round| ranks().map(|r| list_group_tree_ranges(schedule, unit.owners, r, round).len()).sum());
     let gathered = if owners > 1 { owners * owned } else { 0 };
     (gathered, sent * unit.trained_len(), received * own_trained)
 }
@@ -190,13 +190,13 @@ fn list_group_micro_batches(
 
 /// Returns the micro-batches that the expert-parallel group of `rank` computes in round number
 /// `round`, as ranges that are summed together.
-pub(super) fn list_group_ranges(
+pub(super) fn list_group_tree_ranges(
     schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
     rank: usize,
     round: usize,
 ) -> Vec<MicroBatchRange> {
-    merge_into_aligned_ranges(list_group_micro_batches(schedule, owners, rank, round))
+    split_into_tree_ranges(list_group_micro_batches(schedule, owners, rank, round))
 }
 
 /// Returns the largest number of buffers in which the expert-parallel group of `rank` sums a
@@ -216,7 +216,7 @@ pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
 pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks) -> usize {
     let ranks = || (0..schedule.world).filter(|&r| owners.contains(r));
     let ranges = (0..schedule.count_rounds())
-        .flat_map(|round| ranks().flat_map(move |r| list_group_ranges(schedule, owners, r, round)));
+        .flat_map(|round| ranks().flat_map(move |r| list_group_tree_ranges(schedule, owners, r, round)));
     count_peak_buffers(ranges, false)
 }
 

@@ -20,9 +20,9 @@ impl Partition {
     /// a part of it. The shards of other ranks are empty.
     pub fn new(unit: &ParamUnit, world: usize) -> Self {
         let len = unit.len();
-        let parts = unit.owners.count_below(world);
+        let parts = unit.owners.count_owners_below(world);
         assert!(parts > 0, "{} has no owner among {world} ranks", unit.name);
-        let cut = |r: usize| match unit.owners.count_below(r) {
+        let cut = |r: usize| match unit.owners.count_owners_below(r) {
             part if part == parts => len,
             part => find_nearest_cut(unit, (len as u128 * part as u128 / parts as u128) as usize),
         };
@@ -32,7 +32,7 @@ impl Partition {
     }
 
     /// Returns the range of the parameter unit's elements that `rank` owns.
-    pub fn range(&self, rank: usize) -> Range<usize> {
+    pub fn shard_range(&self, rank: usize) -> Range<usize> {
         self.cuts[rank]..self.cuts[rank + 1]
     }
 
@@ -77,7 +77,7 @@ mod tests {
             let p = Partition::new(&u, world);
             let mut at = 0;
             for r in 0..world {
-                let part = p.range(r);
+                let part = p.shard_range(r);
                 prop_assert_eq!(part.start, at);
                 prop_assert_eq!(part.len(), p.shard_lengths()[r]);
                 at = part.end;
@@ -104,8 +104,8 @@ mod tests {
                     (Partition::new(&some, world), Partition::new(&every_rank, world / stride));
                 for r in 0..world {
                     match some.owners.contains(r) {
-                        true => assert_eq!(parts.range(r), whole.range(r / stride)),
-                        false => assert!(parts.range(r).is_empty()),
+                        true => assert_eq!(parts.shard_range(r), whole.shard_range(r / stride)),
+                        false => assert!(parts.shard_range(r).is_empty()),
                     }
                 }
             }

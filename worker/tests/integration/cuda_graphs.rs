@@ -30,7 +30,7 @@ fn train_learnable(running: &mut RunningTrainer, n: u64) -> LossCurve {
 fn train_new_learnable_run(spec: &TrainSpec, world: usize, graphs: bool) -> LossCurve {
     USE_CUDA_GRAPHS.store(graphs, Relaxed);
     expect_equal_on_all_ranks(run_on_shared_gpu(world, |comm, ops| {
-        train_learnable(&mut build_trainer_on(spec, comm, ops).start_fresh(), STEPS)
+        train_learnable(&mut build_trainer_on(spec, comm, ops).start_with_random_params(), STEPS)
     }))
 }
 
@@ -147,7 +147,7 @@ fn assert_graph_share_of_two_ranks() {
         let share = run_on_ranks(2, |hosts| {
             let cuda = open_emulated_gpu();
             let comm = Arc::new(comm::staged::StagedComm::new(hosts, cuda.clone()));
-            let mut running = build_trainer_on(&spec, comm, cuda.clone()).start_fresh();
+            let mut running = build_trainer_on(&spec, comm, cuda.clone()).start_with_random_params();
             train_learnable(&mut running, STEPS);
             let before = cuda.graph_stats();
             train_learnable(&mut running, 3);
@@ -202,7 +202,7 @@ fn assert_graphs_save_calls(what: &str, spec: &TrainSpec, least_percent: i64) {
         let cuda: Arc<Cuda> = open_emulated_gpu();
         let comm = Arc::new(comm::local::create_group(1).remove(0));
         let comm = Arc::new(comm::staged::StagedComm::new(comm, cuda.clone()));
-        let mut running = build_trainer_on(spec, comm, cuda.clone()).start_fresh();
+        let mut running = build_trainer_on(spec, comm, cuda.clone()).start_with_random_params();
         train_learnable(&mut running, STEPS);
         let count = || (REPLACED_CALLS.map(call_count).iter().sum::<i64>(), OTHER_CALLS.map(call_count));
         let (replaceable, others) = count();

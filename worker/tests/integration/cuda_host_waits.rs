@@ -58,7 +58,7 @@ fn the_host_waits_once_per_step() {
             let cuda = open_emulated_gpu();
             let comm = Arc::new(comm::local::create_group(1).remove(0));
             let comm = Arc::new(comm::staged::StagedComm::new(comm, cuda.clone()));
-            let mut running = build_trainer_on(&spec, comm, cuda.clone()).start_fresh();
+            let mut running = build_trainer_on(&spec, comm, cuda.clone()).start_with_random_params();
             // with these samples, the inputs of kernels have the same sizes in every step
             let source = LearnableSamples { vocab: running.train_spec().model.vocab_size, ignored: None };
             let mut train = |steps| {

@@ -130,7 +130,7 @@ fn fp16_losses_and_skipped_steps_do_not_depend_on_world_size_and_stage() {
     };
     let run = |stage, world| {
         expect_equal_on_all_ranks(run_on_ranks(world, |c| {
-            let mut running = build_trainer(&spec(stage), c, 1).start_fresh();
+            let mut running = build_trainer(&spec(stage), c, 1).start_with_random_params();
             let source = SyntheticSamples { vocab: spec(stage).model.vocab_size };
             let outcomes: Vec<_> = (0..30)
                 .map(|_| {
@@ -139,7 +139,7 @@ fn fp16_losses_and_skipped_steps_do_not_depend_on_world_size_and_stage() {
                     (o.skipped, o.loss.to_bits(), o.grad_norm.to_bits())
                 })
                 .collect();
-            let state = running.trainer.loss_scale.state().unwrap();
+            let state = running.trainer.loss_scale.checkpoint_state().unwrap();
             let skipped = outcomes.iter().filter(|o| o.0).count() as u64;
             assert_eq!(state.skipped, skipped);
             assert_eq!((running.position.step, running.position.consumed_samples), (30 - skipped, 30 * 8));
@@ -161,7 +161,7 @@ fn fp16_overflow_at_the_smallest_loss_scale_is_reported_as_an_infinite_norm() {
     spec.loss_scale.initial_scale_power = 32;
     spec.loss_scale.min_loss_scale = 2f64.powi(31);
     run_on_ranks(2, |c| {
-        let mut running = build_trainer(&spec, c, 1).start_fresh();
+        let mut running = build_trainer(&spec, c, 1).start_with_random_params();
         let source = SyntheticSamples { vocab: spec.model.vocab_size };
         let first = running.run_step(&source, Default::default()).unwrap().0;
         assert!(first.skipped && running.position.consumed_samples == 8);
@@ -178,7 +178,7 @@ fn losses_do_not_depend_on_the_distribution_over_hosts() {
     for hosts in [&[0, 0, 1, 1][..], &[0, 1], &[0, 0, 0, 1], &[0, 1, 2, 3], &[0, 1, 0]] {
         for stage in 0..=3 {
             let curves = run_on_hosts(hosts, |c| {
-                train_steps(&mut build_trainer(&spec(stage), c, 1).start_fresh(), STEPS)
+                train_steps(&mut build_trainer(&spec(stage), c, 1).start_with_random_params(), STEPS)
             });
             assert!(curves.iter().all(|r| *r == expected), "hosts {hosts:?}, stage {stage}");
         }
@@ -187,7 +187,7 @@ fn losses_do_not_depend_on_the_distribution_over_hosts() {
     let expected = train_new_run(&bf16(0), 1, 1, STEPS);
     for stage in [1, 3] {
         let curves = run_on_hosts(&[0, 0, 1], |c| {
-            train_steps(&mut build_trainer(&bf16(stage), c, 1).start_fresh(), STEPS)
+            train_steps(&mut build_trainer(&bf16(stage), c, 1).start_with_random_params(), STEPS)
         });
         assert!(curves.iter().all(|r| *r == expected), "bf16, stage {stage}");
     }
@@ -201,7 +201,7 @@ fn a_step_with_an_infinite_loss_changes_no_parameter_and_no_position() {
     spec.schedule.warmup_steps = 0;
     spec.clip_norm = None;
     run_on_ranks(2, |c| {
-        let mut running = build_trainer(&spec, c, 1).start_fresh();
+        let mut running = build_trainer(&spec, c, 1).start_with_random_params();
         let source = SyntheticSamples { vocab: spec.model.vocab_size };
         let diverged = (0..5).find_map(|_| {
             let before =

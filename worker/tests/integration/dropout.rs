@@ -122,7 +122,7 @@ fn a_run_with_dropout_resumes_with_the_same_bits() {
         let dir = tempfile::tempdir().unwrap();
         run_on_ranks(n, |c| {
             let spec = create_dropout_spec(create_gpt2_model(), 0.1, from);
-            let mut running = build_trainer(&spec, c, 1).start_fresh();
+            let mut running = build_trainer(&spec, c, 1).start_with_random_params();
             train_steps(&mut running, 3);
             save_checkpoint(&mut running, &spec, dir.path());
         });
@@ -150,7 +150,7 @@ fn gradients_with_dropout_equal_finite_differences() {
     for (name, model, rate) in [("gpt2", create_gpt2_model(), 0.3), ("llama", create_odd_sized_model(), 0.4)]
     {
         let mut running =
-            build_trainer(&create_dropout_spec(model, rate, 0), create_single_rank_comm(), 1).start_fresh();
+            build_trainer(&create_dropout_spec(model, rate, 0), create_single_rank_comm(), 1).start_with_random_params();
         train_steps(&mut running, 4);
         let (slope, norm) = measure_slope_and_gradient_norm(&mut running, 0.01);
         assert!(
@@ -167,11 +167,11 @@ fn evaluation_has_no_dropout() {
         let loss = |rate| {
             let mut running =
                 build_trainer(&create_dropout_spec(model.clone(), rate, 0), create_single_rank_comm(), 1)
-                    .start_fresh();
+                    .start_with_random_params();
             // Training must not leave dropout enabled.
             running
                 .trainer
-                .accumulate_gradients(&source, 0, worker::train::step::RankStepReport::default())
+                .compute_global_batch_gradients(&source, 0, worker::train::step::RankStepReport::default())
                 .unwrap();
             running.trainer.evaluate(&source, 0, 3, &|| false).unwrap().unwrap().loss.to_bits()
         };
@@ -241,10 +241,10 @@ fn each_dropout_module_of_gpt2_has_its_own_mask() {
     let rate = 0.3;
     let mut spec = create_dropout_spec(create_gpt2_model(), rate, 0);
     spec.batch = BatchSpec { global: 1, micro: 1 };
-    let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
+    let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_with_random_params();
     running
         .trainer
-        .accumulate_gradients(
+        .compute_global_batch_gradients(
             &SyntheticSamples { vocab: 131 },
             0,
             worker::train::step::RankStepReport::default(),

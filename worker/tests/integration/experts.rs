@@ -171,7 +171,7 @@ fn the_eval_loss_excludes_router_losses_and_has_the_same_bits() {
 
 /// Starts a new run of one rank.
 fn start_new_run(s: &TrainSpec, comm: std::sync::Arc<dyn comm::Comm>) -> RunningTrainer {
-    build_trainer(s, comm, 1).start_fresh()
+    build_trainer(s, comm, 1).start_with_random_params()
 }
 
 #[test]
@@ -211,7 +211,7 @@ struct FixedTokenSamples(Vec<u32>);
 
 impl SampleSource for FixedTokenSamples {
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> worker::error::Result<()> {
-        let n = batch.rows();
+        let n = batch.row_count();
         let at = first as usize / batch.sequences * n;
         batch.tokens.copy_from_slice(&self.0[at..at + n]);
         batch.labels.copy_from_slice(&self.0[at..at + n]);
@@ -278,7 +278,7 @@ fn train_with_routing(
     let source = FixedTokenSamples(tokens);
     let outcomes = (0..2).map(|_| running.run_step(&source, RankStepReport::default()).unwrap().0);
     let outcomes = outcomes.map(|o| (o.loss.to_bits(), o.grad_norm.to_bits())).collect();
-    (outcomes, running.trainer.experts.as_ref().unwrap().expert_counts())
+    (outcomes, running.trainer.experts.as_ref().unwrap().expert_selection_counts())
 }
 
 /// Creates the `train` section of a tiny model with [`EXPERT_COUNT`] experts in each of two layers.
@@ -344,7 +344,7 @@ fn moe_gradients_equal_finite_differences_of_the_loss() {
     let source = SyntheticSamples { vocab: spec.model.vocab_size };
     let alone = create_single_rank_comm();
     let mut running = start_new_run(&spec, alone);
-    let outcome = running.trainer.accumulate_gradients(&source, 0, RankStepReport::default()).unwrap();
+    let outcome = running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap();
     let mean = f64::from(2 * spec.data.seq_len) / outcome.targets as f64;
     let (mut grads, mut names) = (Vec::new(), Vec::new());
     for u in 0..running.trainer.engine.shards.len() {
@@ -369,11 +369,11 @@ fn moe_gradients_equal_finite_differences_of_the_loss() {
         let mut loss = |by: f32| {
             running.trainer.engine.with_resident_params(u, |p| p.host_slice_mut()[range.start + i] += by);
             let loss =
-                running.trainer.accumulate_gradients(&source, 0, RankStepReport::default()).unwrap().loss;
+                running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap().loss;
             running.trainer.engine.with_resident_params(u, |p| p.host_slice_mut()[range.start + i] -= by);
             for u in 0..running.trainer.engine.shards.len() {
                 let spent = running.trainer.engine.finish_gradient(u).unwrap();
-                running.trainer.engine.recycle_gradient(u, spent);
+                running.trainer.engine.recycle_gradient_buffer(u, spent);
             }
             loss
         };

@@ -37,7 +37,7 @@ fn create_spec_with_precision(model: ModelSpec, stage: u8, precision: Precision)
 
 /// Trains a new run for `steps` steps on learnable samples, and returns the losses.
 fn train_and_collect_losses(spec: &TrainSpec, steps: u64) -> Vec<f64> {
-    let mut running = build_trainer(spec, create_single_rank_comm(), 2).start_fresh();
+    let mut running = build_trainer(spec, create_single_rank_comm(), 2).start_with_random_params();
     let source = LearnableSamples { vocab: spec.model.vocab_size, ignored: Some(7) };
     (0..steps).map(|_| running.run_step(&source, RankStepReport::default()).unwrap().0.loss).collect()
 }

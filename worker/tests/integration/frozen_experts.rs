@@ -97,10 +97,10 @@ fn losses_with_frozen_experts_have_the_same_bits_for_every_world_size_stage_and_
 /// Computes the gradients of the first step on one rank. Returns their bits by parameter name.
 fn compute_first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
     let alone = create_single_rank_comm();
-    let mut running = build_trainer(spec, alone, 1).start_fresh();
+    let mut running = build_trainer(spec, alone, 1).start_with_random_params();
     running
         .trainer
-        .accumulate_gradients(
+        .compute_global_batch_gradients(
             &SyntheticSamples { vocab: spec.model.vocab_size },
             0,
             RankStepReport::default(),
@@ -151,7 +151,7 @@ fn frozen_experts_do_not_change_and_a_resume_with_another_placement_has_the_same
     let dir = tempfile::tempdir().unwrap();
     let first = placed(2, 2, place_experts(&[0, 1, 1, 1, 1, 1]));
     run_on_ranks(4, |c| {
-        let mut running = build_trainer(&first, c, 1).start_fresh();
+        let mut running = build_trainer(&first, c, 1).start_with_random_params();
         assert_eq!(train_steps(&mut running, 3), whole[..3]);
         save_checkpoint(&mut running, &first, dir.path());
     });
@@ -164,7 +164,7 @@ fn frozen_experts_do_not_change_and_a_resume_with_another_placement_has_the_same
         let alone = create_single_rank_comm();
         let mut weights = BTreeMap::new();
         golden::visit_params(
-            &build_trainer(&create_half_frozen_spec(0), alone, 1).start_fresh(),
+            &build_trainer(&create_half_frozen_spec(0), alone, 1).start_with_random_params(),
             |name, v| drop(weights.insert(name.to_owned(), v.to_vec())),
         );
         weights

@@ -124,7 +124,7 @@ fn compute_first_gradients(spec: &TrainSpec) -> BTreeMap<String, Vec<u32>> {
     let mut running = families::start_from_pretrained(spec, create_single_rank_comm());
     running
         .trainer
-        .accumulate_gradients(&SyntheticSamples { vocab: 61 }, 0, RankStepReport::default())
+        .compute_global_batch_gradients(&SyntheticSamples { vocab: 61 }, 0, RankStepReport::default())
         .unwrap();
     let mut gradients = BTreeMap::new();
     for u in 0..running.trainer.engine.shards.len() {
@@ -192,7 +192,7 @@ fn sixteen_bit_losses_with_frozen_parts_do_not_depend_on_world_size_and_stage() 
         }
         let dir = tempfile::tempdir().unwrap();
         run_on_ranks(3, |c| {
-            let mut running = build_trainer(&make(1), c, 1).start_fresh();
+            let mut running = build_trainer(&make(1), c, 1).start_with_random_params();
             train_steps(&mut running, 2);
             save_checkpoint(&mut running, &make(1), dir.path());
         });
@@ -269,7 +269,7 @@ fn assert_resumes_with_the_same_bits(spec: &dyn Fn(u8) -> TrainSpec, cases: &[(u
         let (before, after) = (spec(from), spec(to));
         let dir = tempfile::tempdir().unwrap();
         run_on_ranks(n, |c| {
-            let mut running = build_trainer(&before, c, 1).start_fresh();
+            let mut running = build_trainer(&before, c, 1).start_with_random_params();
             train_steps(&mut running, 3);
             save_checkpoint(&mut running, &before, dir.path());
         });
@@ -317,7 +317,7 @@ fn the_memory_plan_counts_the_states_of_every_optimizer() {
             let allocated = run_on_ranks(world, |c| {
                 let trainer = build_trainer(&spec, c, 1).trainer;
                 let units = 0..trainer.engine.shards.len();
-                let states = units.flat_map(|u| trainer.optimizer.states(u).by_role());
+                let states = units.flat_map(|u| trainer.optimizer.states(u).states_by_role());
                 states.map(|s| 4 * s.view().len() as u64).sum::<u64>()
             });
             for (estimate, allocated) in report.memory.iter().zip(allocated) {
@@ -337,7 +337,7 @@ fn checkpoints_of_adafactor_have_factored_states_and_do_not_convert_to_other_for
     spec.optimizer.name = OptimizerName::Adafactor;
     let dir = tempfile::tempdir().unwrap();
     run_on_ranks(3, |c| {
-        let mut running = build_trainer(&spec, c, 1).start_fresh();
+        let mut running = build_trainer(&spec, c, 1).start_with_random_params();
         train_steps(&mut running, 1);
         save_checkpoint(&mut running, &spec, dir.path());
     });
@@ -375,7 +375,7 @@ fn a_run_with_frozen_parts_resumes_with_the_same_bits() {
     for (from, n, to, m) in [(3, 3, 1, 2), (0, 2, 3, 4), (2, 4, 0, 1), (1, 1, 2, 3)] {
         let dir = tempfile::tempdir().unwrap();
         run_on_ranks(n, |c| {
-            let mut running = build_trainer(&create_half_frozen_spec(from), c, 1).start_fresh();
+            let mut running = build_trainer(&create_half_frozen_spec(from), c, 1).start_with_random_params();
             train_steps(&mut running, 3);
             save_checkpoint(&mut running, &create_half_frozen_spec(from), dir.path());
         });
@@ -418,7 +418,7 @@ fn freezing_keeps_other_optimizer_states_and_unfreezing_resets_them() {
     let frozen = |stage| TrainSpec { freeze: vec![FROZEN.into()], ..whole(stage) };
     let dir = tempfile::tempdir().unwrap();
     run_on_ranks(2, |c| {
-        let mut running = build_trainer(&whole(3), c, 1).start_fresh();
+        let mut running = build_trainer(&whole(3), c, 1).start_with_random_params();
         train_steps(&mut running, 3);
         save_checkpoint(&mut running, &whole(3), dir.path());
     });
@@ -427,7 +427,7 @@ fn freezing_keeps_other_optimizer_states_and_unfreezing_resets_them() {
     assert_notices_match_snapshot("tuned_newly_frozen_parameter", &notices, dir.path());
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
     for (u, shard) in running.trainer.engine.shards.iter().enumerate() {
-        let mut rest = running.trainer.optimizer.states(u).by_role()[0].view().host_slice();
+        let mut rest = running.trainer.optimizer.states(u).states_by_role()[0].view().host_slice();
         for p in shard.unit.list_trained_params() {
             let mut stored = vec![0.0; p.len()];
             checkpoint.read_f32(&p.name, TensorRole::ExpAvg, 0..p.len() as u64, &mut stored).unwrap();
@@ -473,7 +473,7 @@ fn find_build_error(change: impl Fn(&mut TrainSpec)) -> Option<(&'static str, St
     let ops: Arc<dyn device::Ops> = Arc::new(device::Cpu::new(1));
     let model = ResolvedSpec::new(&spec, spec.model.vocab_size).unwrap().build_model();
     let error =
-        model.and_then(|m| m.shard_model(create_single_rank_comm(), ops)?.create_optimizer()).err()?;
+        model.and_then(|m| m.shard_model(create_single_rank_comm(), ops)?.into_uninitialized_trainer()).err()?;
     Some((error.code().name(), error.diagnostic().subject().unwrap_or_default().to_owned()))
 }
 

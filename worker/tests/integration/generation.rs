@@ -20,7 +20,7 @@ fn create_family_spec(family: &str, stage: u8) -> TrainSpec {
 /// that the generation does not change training. Returns the tokens.
 fn generate_between_steps(spec: &TrainSpec, world: usize, request: &GenerationRequest) -> Vec<u32> {
     let mut by_rank = run_on_ranks(world, |c| {
-        let mut running = build_trainer(spec, c, 1).start_fresh();
+        let mut running = build_trainer(spec, c, 1).start_with_random_params();
         train_steps(&mut running, 1);
         let tokens = request.generate(&mut running.trainer, 1, &|| false).unwrap().unwrap();
         (tokens, train_steps(&mut running, 1))
@@ -69,7 +69,7 @@ impl SampleSource for NextTokenSample {
 fn greedy_sampling_takes_the_token_with_the_least_loss() {
     for family in ["llama", "gpt2", "gemma2", "qwen3"] {
         let mut running =
-            build_trainer(&create_family_spec(family, 0), create_single_rank_comm(), 1).start_fresh();
+            build_trainer(&create_family_spec(family, 0), create_single_rank_comm(), 1).start_with_random_params();
         for prompt in [vec![3], vec![17, 4, 99, 0, 0], vec![8; 11]] {
             let losses = (0..131).map(|label| {
                 let source = NextTokenSample { prompt: prompt.clone(), label };

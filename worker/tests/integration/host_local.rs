@@ -5,7 +5,7 @@ use jobspec::*;
 use std::path::{Path, PathBuf};
 use worker::{
     checkpoint::{
-        resume::{CheckpointDirs, resume_from_checkpoint},
+        resume::{CheckpointLocations, resume_from_checkpoint},
         save::{CheckpointSaver, RunMetadata},
         storage_topology::{StorageTopology, detect_topology},
     },
@@ -48,11 +48,11 @@ fn resume_train_and_save(
     let mut by_rank = run_on_ranks(hosts.len(), |c| {
         let mut ready = build_trainer(spec, c, 1);
         let (root, layout) = detect_host_directory(ready.trainer.engine.queue(), hosts, dir);
-        let dirs = CheckpointDirs { root: &root, workdir: &root, layout: &layout, memory: None };
+        let dirs = CheckpointLocations { root: &root, workdir: &root, layout: &layout, memory: None };
         let mut running =
             match resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(()))? {
                 Some(resumed) => ready.start_at_position(resumed.cursor),
-                None => ready.start_fresh(),
+                None => ready.start_with_random_params(),
             };
         let (trainer, train, digest) = (&running.trainer, running.train_spec(), SYNTHETIC_DATA_DIGEST.into());
         let metadata = RunMetadata::new(trainer, train, &job, digest, (Vec::new(), 0));

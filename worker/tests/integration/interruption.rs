@@ -45,7 +45,7 @@ fn train_and_evaluate(
     interruptions: &[(usize, usize)],
 ) -> (Vec<(u64, u64)>, u64) {
     let source = SyntheticSamples { vocab: spec.model.vocab_size };
-    let mut running = build_trainer(spec, comm, 1).start_fresh();
+    let mut running = build_trainer(spec, comm, 1).start_with_random_params();
     let mut losses = train_steps(&mut running, 1);
     for &(rank, calls) in interruptions {
         interrupt_eval_and_generation(&mut running, rank, calls);
@@ -88,7 +88,7 @@ fn a_cancelled_save_leaves_no_checkpoint_and_the_next_save_is_complete() {
     spec.model.vocab_size = 400_000;
     let job = create_job_spec(&spec, dir.path(), true);
     let losses = expect_equal_on_all_ranks(run_on_ranks(2, |c| {
-        let mut running = build_trainer(&spec, c, 1).start_fresh();
+        let mut running = build_trainer(&spec, c, 1).start_with_random_params();
         let mut saver = create_checkpoint_saver(&running, &job, dir.path());
         let mut save = |running: &mut RunningTrainer, cancels: bool| {
             saver.begin_save(running).unwrap();
@@ -118,7 +118,7 @@ fn the_first_save_is_not_cancelled() {
     let dir = tempfile::tempdir().unwrap();
     let spec = create_spec(0, "llama");
     let job = create_job_spec(&spec, dir.path(), true);
-    let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
+    let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_with_random_params();
     let mut saver = create_checkpoint_saver(&running, &job, dir.path());
     assert_eq!(saver.cancel_mostly_unwritten_save(&running).unwrap(), None);
     saver.begin_save(&mut running).unwrap();

@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 use worker::{
-    checkpoint::resume::{PretrainedModel, open_matching_adapters, start_from_model},
+    checkpoint::resume::{PretrainedModel, open_matching_adapters, start_without_checkpoint},
     train::running_trainer::RunningTrainer,
 };
 
@@ -69,7 +69,7 @@ fn load_lora_case(name: &str) -> GoldenCase {
 /// Starts a run of one rank at step 0 with the weights and adapters that the spec names.
 fn start_lora_run(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
     let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), comm.as_ref()).unwrap();
-    start_from_model(build_trainer(spec, comm, 1), pretrained.as_mut(), &mut |event| panic!("{event:?}"))
+    start_without_checkpoint(build_trainer(spec, comm, 1), pretrained.as_mut(), &mut |event| panic!("{event:?}"))
         .unwrap()
 }
 
@@ -141,7 +141,7 @@ fn adapters_are_gathered_unchanged_and_merged_like_peft_merges_them() {
 fn a_checkpoint_without_adapters_has_none_to_merge() {
     let (spec, dir) =
         (create_train_spec(create_odd_sized_model(), 0, 2, 1, 11), tempfile::tempdir().unwrap());
-    let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
+    let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_with_random_params();
     save_checkpoint(&mut running, &spec, dir.path());
     let path = dir.path().join("step-00000000");
     let options = GatherOptions { merge_lora: true, ..GatherOptions::default() };
@@ -234,7 +234,7 @@ fn a_run_with_adapters_resumes_with_the_same_bits() {
         let dir = tempfile::tempdir().unwrap();
         run_on_ranks(n, |c| {
             let spec = create_lora_train_spec(create_odd_sized_model(), from);
-            let mut running = build_trainer(&spec, c, 1).start_fresh();
+            let mut running = build_trainer(&spec, c, 1).start_with_random_params();
             train_steps(&mut running, 3);
             save_checkpoint(&mut running, &spec, dir.path());
         });
@@ -263,7 +263,7 @@ fn gradients_with_dropout_equal_finite_differences() {
             spec.model.tie_word_embeddings = true;
         }
         spec.lora = Some(LoraSpec { targets, alpha: 12.0, ..create_adapter_spec(3, 0.25) });
-        let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
+        let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_with_random_params();
         // A has no gradient at first, because B is zero.
         train_steps(&mut running, 4);
         let (slope, norm) = measure_slope_and_gradient_norm(&mut running, 0.02);
@@ -282,7 +282,7 @@ fn evaluation_of_adapters_has_no_dropout() {
             lora: Some(create_adapter_spec(3, dropout)),
             ..create_train_spec(create_odd_sized_model(), 0, 8, 1, 11)
         };
-        let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_fresh();
+        let mut running = build_trainer(&spec, create_single_rank_comm(), 1).start_with_random_params();
         // The output of adapters is zero as long as B is zero.
         for u in 0..running.trainer.engine.shards.len() {
             let unit = running.trainer.engine.shards[u].unit.clone();

@@ -47,7 +47,7 @@ fn losses_without_master_weights_do_not_depend_on_world_size_stage_threads_and_r
     }
     for stage in [1, 3] {
         let losses = expect_equal_on_all_ranks(run_on_hosts(&[0, 0, 1], |c| {
-            train_steps(&mut build_trainer(&create_spec_without_masters(stage), c, 1).start_fresh(), 4)
+            train_steps(&mut build_trainer(&create_spec_without_masters(stage), c, 1).start_with_random_params(), 4)
         }));
         assert_eq!(losses, expected, "two hosts, stage {stage}");
     }
@@ -137,7 +137,7 @@ fn bf16_weights_with_adapters_frozen_parts_fp8_and_experts_have_the_same_bits() 
 fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: bool) {
     let job = create_job_spec(spec, root, asynchronous);
     run_on_ranks(world, |c| {
-        let mut running = build_trainer(spec, c, 1).start_fresh();
+        let mut running = build_trainer(spec, c, 1).start_with_random_params();
         train_steps(&mut running, STEPS_BEFORE_SAVE);
         let mut saver = create_checkpoint_saver(&running, &job, root);
         saver.begin_save(&mut running).unwrap();
@@ -253,7 +253,7 @@ fn a_checkpoint_stores_bf16_weights_and_gathers_them_unchanged() {
     for t in checkpoint.tensors().filter(|t| t.role == TensorRole::Weight) {
         let (mut a, mut b) = (vec![0.0; t.element_count() as usize], vec![1.0; t.element_count() as usize]);
         checkpoint.read_f32(&t.name, t.role, 0..t.element_count(), &mut a).unwrap();
-        let request = ckpt::ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut b };
+        let request = ckpt::F32ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut b };
         gathered.read_verified(&mut [request]).unwrap();
         assert_eq!(a, b, "{}", t.name);
     }
@@ -298,7 +298,7 @@ fn the_memory_plan_of_a_run_without_master_weights_has_none() {
 /// Trains a new run on learnable samples, and returns the losses. If `round_masters` is set, rounds
 /// the master weights to the nearest bf16 before each step.
 fn train_learnable_losses(spec: &TrainSpec, round_masters: bool, steps: u64) -> Vec<f64> {
-    let mut running = build_trainer(spec, create_single_rank_comm(), 2).start_fresh();
+    let mut running = build_trainer(spec, create_single_rank_comm(), 2).start_with_random_params();
     let source = LearnableSamples { vocab: spec.model.vocab_size, ignored: None };
     let round = |running: &mut RunningTrainer| {
         for u in 0..running.trainer.engine.shards.len() {

@@ -11,7 +11,7 @@ use std::{
 };
 use worker::checkpoint::{
     memory_copies::{HostMemoryCopies, MemoryCopier},
-    resume::{CheckpointDirs, MemoryResume, resume_from_checkpoint},
+    resume::{CheckpointLocations, MemoryResumeState, resume_from_checkpoint},
     storage_topology::StorageTopology,
 };
 
@@ -67,7 +67,7 @@ fn run_attempt(
         let memory_spec = job.checkpoint.memory.as_ref().unwrap();
         let memory = HostMemoryCopies::connect(&queue, file, memory_spec, (local_rank, attempt)).unwrap();
         let layout = StorageTopology::for_shared_directory(places.len());
-        let dirs = CheckpointDirs { root, workdir: root, layout: &layout, memory: Some(&memory) };
+        let dirs = CheckpointLocations { root, workdir: root, layout: &layout, memory: Some(&memory) };
         let mut event = None;
         let resumed = resume_from_checkpoint(&mut ready, job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |e| {
             if let Event::Resume { source, step, reason, .. } = e {
@@ -76,10 +76,10 @@ fn run_attempt(
             Ok(())
         });
         let resumed = resumed.unwrap();
-        let next = resumed.as_ref().map_or_else(MemoryResume::default, |r| r.memory.clone()).next_sequence;
+        let next = resumed.as_ref().map_or_else(MemoryResumeState::default, |r| r.memory.clone()).next_sequence;
         let mut running = match resumed {
             Some(resumed) => ready.start_at_position(resumed.cursor),
-            None => ready.start_fresh(),
+            None => ready.start_with_random_params(),
         };
         let copier = MemoryCopier::new(memory, next);
         let saver = create_checkpoint_saver(&running, job, root);
@@ -164,7 +164,7 @@ fn expert_parallel_ranks_resume_from_memory() {
     let mut spec = create_train_spec(experts, 3, 8, 1, 11);
     spec.experts = ExpertsSpec { expert_parallel_size: 2, ..ExpertsSpec::default() };
     let expected = expect_equal_on_all_ranks(run_on_ranks(2, |c| {
-        train_steps(&mut build_trainer(&spec, c, 1).start_fresh(), 4)
+        train_steps(&mut build_trainer(&spec, c, 1).start_with_random_params(), 4)
     }));
     let dir = tempfile::tempdir().unwrap();
     let job = create_copying_job(&spec, dir.path(), 1);

@@ -108,7 +108,7 @@ fn unequal_parts_are_gathered_without_changing_a_bit() {
             let counts = part.shard_lengths();
             let before = NcclCounters::read();
             run_over_nccl(world, |comm, cuda| {
-                let owned = values.view().slice(part.range(comm.rank()));
+                let owned = values.view().slice(part.shard_range(comm.rank()));
                 let send = cuda.clone_to_device(owned);
                 let mut recv = cuda.zeroed(Dtype::Bf16, unit.len());
                 comm.all_gather(recv.view_mut(), send.view(), counts).unwrap();

@@ -58,13 +58,13 @@ fn checkpoints_store_and_restore_optimizer_states_in_files() {
     let expected = train_new_run(&adamw(0, false), 1, 1, 5).split_off(3);
     run_on_ranks(3, |c| {
         let spec = adamw(3, true);
-        let mut running = build_trainer(&spec, c, 1).start_fresh();
+        let mut running = build_trainer(&spec, c, 1).start_with_random_params();
         train_steps(&mut running, 3);
         // States in files are saved synchronously, although the job sets `checkpoint.async`.
         let mut saver =
             create_checkpoint_saver(&running, &create_job_spec(&spec, dir.path(), true), dir.path());
         saver.begin_save(&mut running).unwrap();
-        assert!(!saver.is_writing());
+        assert!(!saver.is_writing_in_background());
         saver.finish_save(&running).unwrap();
     });
     for (stage, offload, world) in [(0, true, 2), (2, false, 2), (1, true, 4)] {
@@ -84,7 +84,7 @@ fn an_unusable_offload_directory_is_reported_by_its_key() {
     let spec = create_offload_spec(3, OptimizerName::Adamw, Some(&file));
     let ops: std::sync::Arc<dyn device::Ops> = std::sync::Arc::new(device::Cpu::new(1));
     let model = ResolvedSpec::new(&spec, spec.model.vocab_size).unwrap().build_model().unwrap();
-    let error = model.shard_model(create_single_rank_comm(), ops).unwrap().create_optimizer().err().unwrap();
+    let error = model.shard_model(create_single_rank_comm(), ops).unwrap().into_uninitialized_trainer().err().unwrap();
     assert_eq!(error.code().name(), "offload-storage-unusable");
     assert_eq!(error.diagnostic().subject(), Some("train.zero.offload"));
 }

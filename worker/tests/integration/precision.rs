@@ -74,7 +74,7 @@ fn concatenate_experts(tensors: BTreeMap<String, Vec<f32>>) -> BTreeMap<String, 
 fn compute_results(case: &GoldenCase, start: StartRunFn) -> BTreeMap<String, Vec<f32>> {
     let mut out = BTreeMap::new();
     let mut running = start(case);
-    let outcome = running.trainer.accumulate_gradients(case, 0, RankStepReport::default()).unwrap();
+    let outcome = running.trainer.compute_global_batch_gradients(case, 0, RankStepReport::default()).unwrap();
     out.insert("loss".to_string(), vec![outcome.loss as f32]);
     out.insert("loss_per_token".into(), running.trainer.activations.row_losses.host_slice().to_vec());
     out.insert("logits".into(), compute_logits(&running, case));

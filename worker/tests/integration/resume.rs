@@ -4,7 +4,7 @@ use crate::common::*;
 use jobspec::*;
 use std::path::Path;
 use worker::checkpoint::{
-    resume::{CheckpointDirs, resume_from_checkpoint},
+    resume::{CheckpointLocations, resume_from_checkpoint},
     storage_topology::StorageTopology,
 };
 
@@ -18,7 +18,7 @@ const STEPS_AFTER_RESUME: u64 = 2;
 fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: bool) {
     let job = create_job_spec(spec, root, asynchronous);
     run_on_ranks(world, |c| {
-        let mut running = build_trainer(spec, c, 1).start_fresh();
+        let mut running = build_trainer(spec, c, 1).start_with_random_params();
         train_steps(&mut running, STEPS_BEFORE_SAVE);
         let mut saver = create_checkpoint_saver(&running, &job, root);
         saver.begin_save(&mut running).unwrap();
@@ -154,7 +154,7 @@ fn a_checkpoint_of_another_model_or_optimizer_is_rejected() {
         let job = create_job_spec(other, dir.path(), false);
         let errors = run_on_ranks(2, |c| {
             let mut ready = build_trainer(other, c, 1);
-            let dirs = CheckpointDirs {
+            let dirs = CheckpointLocations {
                 root: dir.path(),
                 workdir: dir.path(),
                 layout: &StorageTopology::for_shared_directory(2),

@@ -15,7 +15,7 @@ use crate::{
 use diagnostic::codes::job as codes;
 
 /// The number of tokens of the built-in byte tokenizer: 256 bytes and the end-of-document token.
-const BYTE_TOKENIZER_SIZE: u32 = 257;
+const BYTE_TOKENIZER_VOCAB_SIZE: u32 = 257;
 
 /// Checks that the values of the section `train` fit together. Errors and warnings are reported to
 /// `d`.
@@ -159,11 +159,11 @@ fn check_vocabulary_and_positions(d: &mut JobDecoder, train: &TrainSpec) {
     const POSITIONS_KEY: &str = "train.model.max_position_embeddings";
     let (vocab, positions) = (train.model.vocab_size, train.model.max_position_embeddings);
     let bytes = train.data.tokenizer == TokenizerSpec::Bytes && d.are_keys_valid(&["train.data.tokenizer"]);
-    if bytes && d.are_keys_valid(&[VOCAB_KEY]) && (1..BYTE_TOKENIZER_SIZE).contains(&vocab) {
+    if bytes && d.are_keys_valid(&[VOCAB_KEY]) && (1..BYTE_TOKENIZER_VOCAB_SIZE).contains(&vocab) {
         d.report_error(
             codes::JOB_VALUES_INCONSISTENT,
             VOCAB_KEY,
-            format!("`{VOCAB_KEY}` ({vocab}) is smaller than the {BYTE_TOKENIZER_SIZE} tokens of the byte tokenizer"),
+            format!("`{VOCAB_KEY}` ({vocab}) is smaller than the {BYTE_TOKENIZER_VOCAB_SIZE} tokens of the byte tokenizer"),
             "remove it, or raise it",
         );
     }

@@ -146,15 +146,15 @@ impl HostfileLineOptions {
                 return Err((offset, HostfileProblem::OptionInvalid(make_excerpt(word))));
             };
             match key {
-                "slots" => set_once(&mut slots, parse_slot_count(value, offset + 6)?, offset, key)?,
+                "slots" => set_option_once(&mut slots, parse_slot_count(value, offset + 6)?, offset, key)?,
                 "max-slots" | "max_slots" => {
-                    set_once(&mut max, parse_slot_count(value, offset + 10)?, offset, key)?
+                    set_option_once(&mut max, parse_slot_count(value, offset + 10)?, offset, key)?
                 }
                 "user" | "username" => {
                     check_user_name(value)
                         .map_err(|problem| (offset, HostfileProblem::HostInvalid(problem)))?;
                     let mut user = options.user.take();
-                    set_once(&mut user, (value.to_owned(), offset), offset, key)?;
+                    set_option_once(&mut user, (value.to_owned(), offset), offset, key)?;
                     options.user = user;
                 }
                 _ => return Err((offset, HostfileProblem::OptionUnknown(make_excerpt(key)))),
@@ -172,7 +172,7 @@ impl HostfileLineOptions {
 
 /// Sets an option of a hostfile line to `value`, and fails if the line has set the option before.
 /// The error contains `key`, the name of the option, and `at`, its byte offset in the line.
-fn set_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LocatedProblem> {
+fn set_option_once<T>(option: &mut Option<T>, value: T, at: usize, key: &str) -> Result<(), LocatedProblem> {
     match option.replace(value) {
         None => Ok(()),
         Some(_) => Err((at, HostfileProblem::OptionTwice(key.to_owned()))),

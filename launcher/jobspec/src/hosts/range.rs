@@ -72,7 +72,7 @@ fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
         if brackets > MAX_BRACKET_PAIRS {
             return Err(range_error(at + open, HostSyntaxProblem::TooManyBrackets));
         }
-        let numbers = expand_numbers(&inside[..close], at + open + 1)?;
+        let numbers = expand_number_ranges(&inside[..close], at + open + 1)?;
         if names.len().saturating_mul(numbers.len()) > MAX_HOSTS {
             return Err(too_many_hosts_error(at + open));
         }
@@ -103,7 +103,7 @@ fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), Hos
 /// and 07. The numbers of a range are padded with zeros to the width of its first number. `at` is
 /// the byte offset of `text` in the whole name, and is added to the position of an error. Fails if
 /// there are more than [`MAX_HOSTS`] numbers.
-fn expand_numbers(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError> {
+fn expand_number_ranges(text: &str, at: usize) -> Result<Vec<String>, HostSyntaxError> {
     let mut numbers = Vec::new();
     let mut place = at;
     for part in text.split(',') {

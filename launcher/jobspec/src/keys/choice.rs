@@ -1,7 +1,7 @@
 //! Creates the value types ([`ValueType`]) of keys of job.yaml whose values are keywords.
 use super::{
     nearest_name::find_nearest_name,
-    value_type::{ValueType, choose_text_code},
+    value_type::{ValueType, choose_text_error_code},
 };
 use crate::yaml::{
     tree::{YamlNode, YamlValue},
@@ -73,7 +73,7 @@ pub(crate) fn keywords_type<T: Clone + PartialEq + 'static>(values: Vec<(&'stati
         {
             return Ok(value.clone());
         }
-        let code = choose_text_code(node, codes::JOB_VALUE_UNKNOWN);
+        let code = choose_text_error_code(node, codes::JOB_VALUE_UNKNOWN);
         let error = ValueError::unexpected(code, expected.as_str(), node);
         Err(match find_nearest_name(&node.raw, names.iter().copied()) {
             Some(name) => error.with_help(format!("did you mean `{name}`?")),

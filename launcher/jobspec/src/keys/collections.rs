@@ -29,7 +29,7 @@ pub(crate) fn described_list_type<T: 'static>(
     let print = move |values: &Vec<T>| {
         Some(YamlText::Line(format_list(values.iter().map(|value| printer.print_line(value)))))
     };
-    ValueType::new(accepts, schema, read, print).with_expected(expected)
+    ValueType::new(accepts, schema, read, print).with_expected_phrase(expected)
 }
 
 /// Reads a YAML list whose items have the type `item`, and collects the mistakes of all items.
@@ -42,7 +42,7 @@ fn read_list<T: 'static>(expected: &str, item: &ValueType<T>, node: &YamlNode) -
             for (i, node) in items.iter().enumerate() {
                 match item.read(node) {
                     Ok(value) => values.push(value),
-                    Err(error) => errors.push(error.in_part(&format!("item {}", i + 1))),
+                    Err(error) => errors.push(error.with_part(&format!("item {}", i + 1))),
                 }
             }
             ValueError::merge(errors).map_or(Ok(values), Err)

@@ -88,7 +88,7 @@ impl JobDecoder {
 
     /// Returns the top level of the job as a section, whose keys can be read. Reports unknown and
     /// duplicate keys there.
-    pub(crate) fn root_section<'n>(&mut self, root: &'n YamlNode) -> JobSection<'n> {
+    pub(crate) fn open_root_section<'n>(&mut self, root: &'n YamlNode) -> JobSection<'n> {
         self.open_section_node("", Some(root))
     }
 
@@ -184,7 +184,7 @@ impl JobDecoder {
     /// empty `path` stands for the whole job.
     pub(crate) fn report_value_error(&mut self, path: &str, error: ValueError) {
         if let Some(errors) = &mut self.record_errors {
-            errors.push(error.in_part(&format!("`{path}`")));
+            errors.push(error.with_part(&format!("`{path}`")));
             return;
         }
         let (subject, prefix) = match path {

@@ -40,26 +40,26 @@ impl JobValues {
 
     /// Returns the value of the key `path` as a number, or 0 if the value is absent or not a
     /// number.
-    pub(crate) fn number(&self, path: &str) -> f64 {
+    pub(crate) fn get_number(&self, path: &str) -> f64 {
         self.get(path).and_then(|value| value.parse().ok()).unwrap_or(0.0)
     }
 
     /// Returns the value of the key `path` as text without quotes. Returns `None` if the key has no
     /// value.
-    pub(crate) fn text(&self, path: &str) -> Option<String> {
+    pub(crate) fn get_text(&self, path: &str) -> Option<String> {
         self.get(path).and_then(parse_default_value).map(|node| node.raw)
     }
 
     /// Returns whether all conditions of a rule about keys hold for the values of this job, so that
     /// the rule applies.
-    pub(crate) fn meets_conditions(&self, rule: &Rule) -> bool {
-        rule.when.iter().all(|condition| condition.holds(self.get(condition.key())))
+    pub(crate) fn meets_rule_conditions(&self, rule: &Rule) -> bool {
+        rule.when.iter().all(|condition| condition.holds(self.get(condition.key_path())))
     }
 
     /// Formats the error message or warning of `rule`, a rule about the key `path` that applies to
     /// this job.
-    pub(crate) fn format_message(&self, rule: &Rule, path: &str) -> String {
-        rule.format_message(path, rule.when.last().and_then(|condition| self.get(condition.key())))
+    pub(crate) fn format_rule_message(&self, rule: &Rule, path: &str) -> String {
+        rule.format_message(path, rule.when.last().and_then(|condition| self.get(condition.key_path())))
     }
 
     /// Removes the keys that have no effect in this job, such as `momentum` with the optimizer
@@ -68,7 +68,7 @@ impl JobValues {
         let is_unused = |path: &str| {
             let key = table.iter().find(|key| key.path == path);
             key.is_some_and(|key| {
-                key.rules.iter().any(|rule| rule.concerns_every_value(path) && self.meets_conditions(rule))
+                key.rules.iter().any(|rule| rule.ignores_value_of(path) && self.meets_rule_conditions(rule))
             })
         };
         let unused: Vec<bool> = self.values.iter().map(|(path, _)| is_unused(path)).collect();
@@ -79,7 +79,7 @@ impl JobValues {
 
     /// Lists the values that fit on one line, as pairs of the key's path and the value in YAML.
     /// Entries of a block have paths below the key.
-    pub(crate) fn list_lines(&self) -> Vec<(String, String)> {
+    pub(crate) fn list_paths_and_values(&self) -> Vec<(String, String)> {
         fn add_lines(path: &str, value: &YamlText, lines: &mut Vec<(String, String)>) {
             match value {
                 YamlText::Line(value) => lines.push((path.to_owned(), value.clone())),

@@ -4,7 +4,7 @@ use super::{
     decoder::{JobDecoder, JobSection},
     job_values::JobValues,
     key_info::{KeyDefault, KeyInfo, Rule, UnsetKeys},
-    section::{FieldContext, FieldDeclaration, first_paragraph},
+    section::{FieldContext, FieldDeclaration, extract_first_paragraph},
     value_type::ValueType,
 };
 use crate::yaml::parse::parse_default_value;
@@ -24,7 +24,7 @@ pub(crate) struct Key<S, T> {
 
 /// A function that computes the default of a key from its section and from the values of other
 /// keys.
-type ComputeFn<S, T> = fn(&S, &JobValues) -> T;
+type ComputeDefaultFn<S, T> = fn(&S, &JobValues) -> T;
 
 /// The default of a key: a fixed value, or a function that computes the value.
 enum DefaultValue<S, T> {
@@ -32,23 +32,23 @@ enum DefaultValue<S, T> {
     Yaml(&'static str),
     /// A computed default, and the words that describe the computation in docs/job.md. While the
     /// section is decoded, the field has the placeholder.
-    Computed { words: KeyDefault, placeholder: fn() -> T, compute: ComputeFn<S, T> },
+    Computed { words: KeyDefault, placeholder: fn() -> T, compute: ComputeDefaultFn<S, T> },
 }
 
 impl<S, T: 'static> Key<S, T> {
     /// Declares a key of job.yaml with a fixed default. `default` is the default as YAML text.
     pub(crate) fn new(values: ValueType<T>, default: &'static str) -> Self {
-        Self::with_default(values, DefaultValue::Yaml(default))
+        Self::from_default(values, DefaultValue::Yaml(default))
     }
 
     /// Declares a key of job.yaml whose default is computed from other keys. `words` describes the
     /// computation.
-    pub(crate) fn computed(values: ValueType<T>, words: &'static str, compute: ComputeFn<S, T>) -> Self
+    pub(crate) fn computed(values: ValueType<T>, words: &'static str, compute: ComputeDefaultFn<S, T>) -> Self
     where
         T: Default,
     {
         let words = KeyDefault::Computed(words);
-        Self::with_default(values, DefaultValue::Computed { words, placeholder: T::default, compute })
+        Self::from_default(values, DefaultValue::Computed { words, placeholder: T::default, compute })
     }
 
     /// Declares a key of job.yaml that has no default. A job that contains the key's section must
@@ -57,15 +57,15 @@ impl<S, T: 'static> Key<S, T> {
     where
         T: Default,
     {
-        let compute: ComputeFn<S, T> = |_, _| T::default();
+        let compute: ComputeDefaultFn<S, T> = |_, _| T::default();
         let default =
             DefaultValue::Computed { words: KeyDefault::Required, placeholder: T::default, compute };
-        Self::with_default(values, default)
+        Self::from_default(values, default)
     }
 
     /// Creates the declaration of a key with the default `default`, and without aliases, deprecated
     /// names and rules.
-    fn with_default(values: ValueType<T>, default: DefaultValue<S, T>) -> Self {
+    fn from_default(values: ValueType<T>, default: DefaultValue<S, T>) -> Self {
         Key {
             values,
             default,
@@ -130,7 +130,7 @@ impl<S, T: 'static> FieldDeclaration<S> for Key<S, T> {
                 DefaultValue::Computed { words, .. } => *words,
             },
             aliases: self.aliases,
-            meaning: first_paragraph(context.doc),
+            meaning: extract_first_paragraph(context.doc),
             reloadable: self.reloadable,
             deprecated: self.deprecated,
             deprecated_values: self.deprecated_values,

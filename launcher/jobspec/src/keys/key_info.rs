@@ -89,7 +89,7 @@ pub enum Condition {
 
 impl Condition {
     /// Returns the path of the key whose value the condition examines.
-    pub(crate) fn key(&self) -> &'static str {
+    pub(crate) fn key_path(&self) -> &'static str {
         match *self {
             Condition::Given(key)
             | Condition::NotGiven(key)
@@ -164,8 +164,8 @@ impl Rule {
 
     /// Returns whether the conditions of the rule do not examine the key `path` itself, so that the
     /// rule concerns each value of this key. If such a rule applies, the printed job omits the key.
-    pub(crate) fn concerns_every_value(&self, path: &str) -> bool {
-        self.when.iter().all(|condition| condition.key() != path)
+    pub(crate) fn ignores_value_of(&self, path: &str) -> bool {
+        self.when.iter().all(|condition| condition.key_path() != path)
     }
 
     /// Returns the rule's advice for the user, with the name `name` of the key inserted.

@@ -37,7 +37,7 @@ pub(crate) fn integer_type<T: Integer>(range: RangeInclusive<u64>) -> ValueType<
     let (low, high) = (*range.start(), *range.end());
     let expected = format!("an integer from {low} to {high}");
     let accepts = format!("integer from {low} to {high}");
-    build_integer(low, high, accepts, expected, json!({"type": "integer", "minimum": low, "maximum": high}))
+    build_integer_type(low, high, accepts, expected, json!({"type": "integer", "minimum": low, "maximum": high}))
 }
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept integers from `low` up to
@@ -49,12 +49,12 @@ pub(crate) fn integer_at_least_type<T: Integer>(low: u64) -> ValueType<T> {
         high => format!("an integer from {low} to {high}"),
     };
     let schema = json!({"type": "integer", "minimum": low, "maximum": T::LARGEST});
-    build_integer(low, T::LARGEST, accepts, expected, schema)
+    build_integer_type(low, T::LARGEST, accepts, expected, schema)
 }
 
 /// Builds the value type ([`ValueType`]) of keys that accept integers from `low` to `high`, from
 /// its descriptions and JSON Schema.
-fn build_integer<T: Integer>(
+fn build_integer_type<T: Integer>(
     low: u64,
     high: u64,
     accepts: String,
@@ -69,7 +69,7 @@ fn build_integer<T: Integer>(
         };
         value.and_then(|n| T::try_from(n).ok()).ok_or_else(|| integer_error(&message, node))
     };
-    ValueType::new_single_line(accepts, schema, read, T::to_string).with_expected(expected)
+    ValueType::new_single_line(accepts, schema, read, T::to_string).with_expected_phrase(expected)
 }
 
 /// Creates the error that a YAML value is not an accepted integer, with the integer that the user
@@ -119,7 +119,7 @@ pub(crate) fn positive_number_type() -> ValueType<f64> {
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers that are above 0
 /// and within the range of f32, because kernels compute with f32.
-pub(crate) fn positive_float_type() -> ValueType<f64> {
+pub(crate) fn positive_f32_type() -> ValueType<f64> {
     number_type("number above 0", json!({"type": "number", "exclusiveMinimum": 0}), |x| {
         x as f32 > 0.0 && (x as f32).is_finite()
     })
@@ -132,7 +132,7 @@ pub(crate) fn non_negative_number_type() -> ValueType<f64> {
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept numbers of 0 or more
 /// within the range of f32.
-pub(crate) fn non_negative_float_type() -> ValueType<f64> {
+pub(crate) fn non_negative_f32_type() -> ValueType<f64> {
     number_type("number of 0 or more", json!({"type": "number", "minimum": 0}), |x| {
         x >= 0.0 && (x as f32).is_finite()
     })
@@ -145,7 +145,7 @@ pub(crate) fn non_positive_number_type() -> ValueType<f64> {
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept shares: numbers from 0 to
 /// below 1.
-pub(crate) fn share_type() -> ValueType<f64> {
+pub(crate) fn fraction_type() -> ValueType<f64> {
     let schema = json!({"type": "number", "minimum": 0, "exclusiveMaximum": 1});
     number_type("number from 0 to below 1", schema, |x| (0.0..1.0).contains(&x))
 }

@@ -5,7 +5,7 @@ use super::{
     job_values::JobValues,
     key_info::{KeyDefault, KeyInfo},
     nearest_name::find_nearest_name,
-    schema::describe_object,
+    schema::build_section_schema,
     section::Section,
     value_type::{ReadResult, ValueType, add_article, wrong_type_error},
 };
@@ -25,7 +25,7 @@ pub(crate) fn record_type<T: Section + 'static>(
 ) -> ValueType<T> {
     let mut table = Vec::new();
     T::declare(&mut table);
-    let schema = describe_object(&table, "");
+    let schema = build_section_schema(&table, "");
     let read = move |node: &YamlNode| match &node.value {
         YamlValue::Map(entries) => read_record(&table, node, entries),
         _ => Err(wrong_type_error(expected, node)),
@@ -33,9 +33,9 @@ pub(crate) fn record_type<T: Section + 'static>(
     let print = |value: &T| {
         let mut values = JobValues::default();
         value.print(&mut values);
-        Some(YamlText::Line(format_map(values.list_lines())))
+        Some(YamlText::Line(format_map(values.list_paths_and_values())))
     };
-    ValueType::new(accepts, schema, read, print).with_expected(expected)
+    ValueType::new(accepts, schema, read, print).with_expected_phrase(expected)
 }
 
 /// Reads a YAML mapping whose keys the struct `T` declares and `table` lists, and checks the rules
@@ -63,8 +63,8 @@ fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEn
         let is_given = |key: &&KeyInfo| entries.iter().any(|entry| key.has_name(&entry.key));
         let rules =
             table.iter().filter(is_given).flat_map(|key| key.rules.iter().map(move |rule| (key, rule)));
-        errors.extend(rules.filter(|(_, rule)| values.meets_conditions(rule)).map(|(key, rule)| {
-            let message = values.format_message(rule, &key.path);
+        errors.extend(rules.filter(|(_, rule)| values.meets_rule_conditions(rule)).map(|(key, rule)| {
+            let message = values.format_rule_message(rule, &key.path);
             ValueError::new(rule.code, node.span, message).with_help(rule.format_help(&key.path))
         }));
     }

@@ -5,15 +5,15 @@ use serde_json::{Map, Value, json};
 
 /// Builds the JSON Schema of a section of job.yaml and its inner sections, with every key under all
 /// of its names. Other keys are not allowed.
-pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
+pub(crate) fn build_section_schema(table: &[KeyInfo], section: &str) -> Value {
     let mut properties = Map::new();
     for key in list_section_keys(table, section) {
-        let schema = describe_key(table, key);
+        let schema = build_key_schema(table, key);
         for alias in key.aliases {
             properties.insert((*alias).to_owned(), schema.clone());
         }
         if let Some(deprecated) = key.deprecated {
-            properties.insert(deprecated.to_owned(), describe_deprecated_key(key, &schema));
+            properties.insert(deprecated.to_owned(), build_deprecated_key_schema(key, &schema));
         }
         properties.insert(key.name().to_owned(), schema);
     }
@@ -26,7 +26,7 @@ pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
         object["required"] = json!(required);
     }
     if section.is_empty() {
-        let rules = describe_rules(table);
+        let rules = build_rule_schemas(table);
         if !rules.is_empty() {
             object["allOf"] = Value::Array(rules);
         }
@@ -36,11 +36,11 @@ pub(crate) fn describe_object(table: &[KeyInfo], section: &str) -> Value {
 
 /// Builds the JSON Schema of the value of one key of job.yaml, with the meaning and default of the
 /// key.
-fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
+fn build_key_schema(table: &[KeyInfo], key: &KeyInfo) -> Value {
     let mut schema = key.schema.clone();
     if key.default == KeyDefault::Section {
         let section_type = schema["type"].clone();
-        schema = describe_object(table, &key.path);
+        schema = build_section_schema(table, &key.path);
         schema["type"] = section_type;
     }
     let renamed = key.deprecated_values.iter().filter(|_| key.deprecated.is_none());
@@ -59,7 +59,7 @@ fn describe_key(table: &[KeyInfo], key: &KeyInfo) -> Value {
 
 /// Builds the JSON Schema of a key of job.yaml under its deprecated name, from the schema of its
 /// present name.
-fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
+fn build_deprecated_key_schema(key: &KeyInfo, schema: &Value) -> Value {
     let values: Vec<&str> = key.deprecated_values.iter().map(|(old, _)| *old).collect();
     let mut schema =
         if values.is_empty() { schema.clone() } else { json!({"anyOf": [schema, {"enum": values}]}) };
@@ -70,15 +70,15 @@ fn describe_deprecated_key(key: &KeyInfo, schema: &Value) -> Value {
 
 /// Builds a JSON Schema for each rule about keys that rejects jobs: it forbids the key in jobs that
 /// meet the conditions of the rule.
-fn describe_rules(table: &[KeyInfo]) -> Vec<Value> {
+fn build_rule_schemas(table: &[KeyInfo]) -> Vec<Value> {
     let mut rules: Vec<(Vec<Value>, Value)> = Vec::new();
     for key in table {
         for rule in key.rules.iter().filter(|rule| rule.severity == Severity::Error) {
             let when: Vec<Value> =
-                rule.when.iter().map(|condition| describe_condition(table, condition)).collect();
-            let forbidden = describe_forbidden_key(key);
+                rule.when.iter().map(|condition| build_condition_schema(table, condition)).collect();
+            let forbidden = build_forbidden_key_schema(key);
             match rules.iter_mut().find(|(of, _)| *of == when) {
-                Some((_, all)) => merge_properties(all, forbidden),
+                Some((_, all)) => merge_schema_properties(all, forbidden),
                 None => rules.push((when, forbidden)),
             }
         }
@@ -87,32 +87,32 @@ fn describe_rules(table: &[KeyInfo]) -> Vec<Value> {
 }
 
 /// Builds the JSON Schema that a job matches if `condition`, which examines one key, holds.
-fn describe_condition(table: &[KeyInfo], condition: &Condition) -> Value {
-    let key = condition.key();
+fn build_condition_schema(table: &[KeyInfo], condition: &Condition) -> Value {
+    let key = condition.key_path();
     let default = table.iter().find(|of| of.path == key).map(|of| of.default);
     let is_default =
         |values: &[&str]| matches!(default, Some(KeyDefault::Yaml(text)) if values.contains(&text));
     let one_of = |values: &[&str]| {
         let values: Vec<Value> = values.iter().map(|text| convert_scalar_to_json(text)).collect();
-        describe_value_at_path(key, json!({"enum": values}))
+        build_schema_at_path(key, json!({"enum": values}))
     };
     match condition {
-        Condition::Given(_) => describe_value_at_path(key, json!({})),
-        Condition::NotGiven(_) => json!({"not": describe_value_at_path(key, json!({}))}),
+        Condition::Given(_) => build_schema_at_path(key, json!({})),
+        Condition::NotGiven(_) => json!({"not": build_schema_at_path(key, json!({}))}),
         // A key that the job does not contain has its default.
         Condition::OneOf(_, values) if is_default(values) => {
-            json!({"anyOf": [one_of(values), {"not": describe_value_at_path(key, json!({}))}]})
+            json!({"anyOf": [one_of(values), {"not": build_schema_at_path(key, json!({}))}]})
         }
         Condition::OneOf(_, values) => one_of(values),
         Condition::NoneOf(_, values) if is_default(values) => {
-            json!({"not": {"anyOf": [one_of(values), {"not": describe_value_at_path(key, json!({}))}]}})
+            json!({"not": {"anyOf": [one_of(values), {"not": build_schema_at_path(key, json!({}))}]}})
         }
         Condition::NoneOf(_, values) => json!({"not": one_of(values)}),
     }
 }
 
 /// Builds the JSON Schema that a job matches if it does not contain `key` under any of its names.
-fn describe_forbidden_key(key: &KeyInfo) -> Value {
+fn build_forbidden_key_schema(key: &KeyInfo) -> Value {
     let (section, name) = key.split_path();
     let names = std::iter::once(name).chain(key.aliases.iter().copied()).chain(key.deprecated);
     let properties: Map<String, Value> = names.map(|name| (name.to_owned(), Value::Bool(false))).collect();
@@ -124,12 +124,12 @@ fn describe_forbidden_key(key: &KeyInfo) -> Value {
 }
 
 /// Adds the properties in the JSON Schema `other` to those in `schema`, recursively.
-fn merge_properties(schema: &mut Value, other: Value) {
+fn merge_schema_properties(schema: &mut Value, other: Value) {
     match (schema, other) {
         (Value::Object(schema), Value::Object(other)) => {
             for (name, value) in other {
                 match schema.get_mut(&name) {
-                    Some(of) => merge_properties(of, value),
+                    Some(of) => merge_schema_properties(of, value),
                     None => _ = schema.insert(name, value),
                 }
             }
@@ -140,7 +140,7 @@ fn merge_properties(schema: &mut Value, other: Value) {
 
 /// Builds the JSON Schema that a job matches if it contains the key `path` with a value that
 /// matches `schema`.
-pub(crate) fn describe_value_at_path(path: &str, schema: Value) -> Value {
+pub(crate) fn build_schema_at_path(path: &str, schema: Value) -> Value {
     path.rsplit('.').fold(
         schema,
         |schema, name| json!({"type": "object", "properties": {name: schema}, "required": [name]}),

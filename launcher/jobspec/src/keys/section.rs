@@ -64,7 +64,7 @@ impl FieldContext {
 }
 
 /// Returns the first paragraph of a documentation comment, without the final full stop.
-pub(crate) fn first_paragraph(doc: &str) -> String {
+pub(crate) fn extract_first_paragraph(doc: &str) -> String {
     let lines = doc.lines().map(str::trim).take_while(|line| !line.is_empty());
     let text = lines.collect::<Vec<_>>().join(" ");
     text.strip_suffix('.').unwrap_or(&text).to_owned()
@@ -229,7 +229,7 @@ impl<S, T: Section> FieldDeclaration<S> for InnerSection<T> {
     type Value = T;
 
     fn declare(&self, _context: FieldContext, table: &mut Vec<KeyInfo>) {
-        table.push(section_key_info::<T>(&["object"]));
+        table.push(build_section_key_info::<T>(&["object"]));
         T::declare(table);
     }
 
@@ -275,7 +275,7 @@ impl<S, T: Section> FieldDeclaration<S> for OptionalInnerSection<T> {
 
     fn declare(&self, _context: FieldContext, table: &mut Vec<KeyInfo>) {
         let types: &[&str] = if self.accepts_null { &["object", "null"] } else { &["object"] };
-        table.push(section_key_info::<T>(types));
+        table.push(build_section_key_info::<T>(types));
         T::declare(table);
     }
 
@@ -302,13 +302,13 @@ impl<S, T: Section> FieldDeclaration<S> for OptionalInnerSection<T> {
 
 /// Creates the entry of the section `T` in the table of keys, with its documentation and JSON
 /// Schema. `types` are the types of the section's value in JSON Schema.
-fn section_key_info<T: Section>(types: &[&str]) -> KeyInfo {
+fn build_section_key_info<T: Section>(types: &[&str]) -> KeyInfo {
     KeyInfo {
         path: T::PATH.to_owned(),
         accepts: "mapping".to_owned(),
         default: KeyDefault::Section,
         aliases: &[],
-        meaning: first_paragraph(T::DOC),
+        meaning: extract_first_paragraph(T::DOC),
         reloadable: false,
         deprecated: None,
         deprecated_values: &[],

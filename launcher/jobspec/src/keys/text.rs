@@ -13,7 +13,7 @@ use std::path::PathBuf;
 /// and have no control characters, line breaks and tabs included.
 pub(crate) fn text_type() -> ValueType<String> {
     let schema = json!({"type": "string", "minLength": 1});
-    ValueType::new_single_line("text", schema, read_text, |t| quote_yaml(t)).with_expected("text")
+    ValueType::new_single_line("text", schema, read_text, |t| quote_yaml(t)).with_expected_phrase("text")
 }
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept any scalar, also a number
@@ -22,7 +22,7 @@ pub(crate) fn text_type() -> ValueType<String> {
 pub(crate) fn verbatim_text_type() -> ValueType<String> {
     let schema = json!({"type": ["string", "number", "boolean"]});
     let quote = |text: &String| quote_yaml(text);
-    ValueType::new_single_line("text", schema, read_verbatim, quote).with_expected("text")
+    ValueType::new_single_line("text", schema, read_verbatim, quote).with_expected_phrase("text")
 }
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept paths, which are texts
@@ -45,7 +45,7 @@ pub(crate) fn formatted_text_type(
         let text = read_text(node)?;
         if fits(&text) { Ok(text) } else { Err(wrong_format_error(expected, node)) }
     };
-    ValueType::new_single_line(accepts, schema, read, |t| quote_yaml(t)).with_expected(expected)
+    ValueType::new_single_line(accepts, schema, read, |t| quote_yaml(t)).with_expected_phrase(expected)
 }
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept texts which may contain
@@ -57,7 +57,7 @@ pub(crate) fn template_type(names: &'static [&'static str]) -> ValueType<String>
     let pattern = format!("^([^{{}}]|\\{{({})\\}})+$", names.join("|"));
     let read = move |node: &YamlNode| {
         let text = read_text(node)?;
-        let Some(message) = find_wrong_placeholder(&text, names) else { return Ok(text) };
+        let Some(message) = describe_wrong_placeholder(&text, names) else { return Ok(text) };
         let noun = if names.len() == 1 { "placeholder is" } else { "placeholders are" };
         Err(ValueError::new(codes::JOB_PLACEHOLDER_INVALID, node.span, message)
             .with_help(format!("the {noun} {}", quoted.join(" and "))))
@@ -69,7 +69,7 @@ pub(crate) fn template_type(names: &'static [&'static str]) -> ValueType<String>
 
 /// Describes the first placeholder (such as `{run}`) of a text that is not among `names` or
 /// malformed; `None` if there is no such placeholder.
-fn find_wrong_placeholder(text: &str, names: &[&str]) -> Option<String> {
+fn describe_wrong_placeholder(text: &str, names: &[&str]) -> Option<String> {
     let mut rest = text;
     while let Some(open) = rest.find(['{', '}']) {
         let (name, after) = match rest[open..].find('}') {

@@ -53,5 +53,5 @@ fn number_with_unit_type(
             _ => Err(error()),
         }
     };
-    ValueType::new_single_line(accepts, schema, read, move |value| print(*value)).with_expected(expected)
+    ValueType::new_single_line(accepts, schema, read, move |value| print(*value)).with_expected_phrase(expected)
 }

@@ -74,7 +74,7 @@ impl<T: 'static> ValueType<T> {
     }
 
     /// Sets the phrase by which messages describe the accepted values, such as `a list of paths`.
-    pub(crate) fn with_expected(mut self, expected: impl Into<String>) -> Self {
+    pub(crate) fn with_expected_phrase(mut self, expected: impl Into<String>) -> Self {
         self.expected = expected.into();
         self
     }
@@ -231,11 +231,11 @@ pub(crate) fn out_of_range_error(expected: impl Into<String>, node: &YamlNode) -
 /// Creates the error that a value in job.yaml is not text in the format that `expected` describes.
 /// Text in another format and values that are not text get different codes.
 pub(crate) fn wrong_format_error(expected: impl Into<String>, node: &YamlNode) -> ValueError {
-    ValueError::unexpected(choose_text_code(node, codes::JOB_VALUE_FORMAT), expected, node)
+    ValueError::unexpected(choose_text_error_code(node, codes::JOB_VALUE_FORMAT), expected, node)
 }
 
 /// Returns the diagnostic code of an error about a value in job.yaml: `code` if the value is text,
 /// otherwise the code of a value of the wrong type.
-pub(crate) fn choose_text_code(node: &YamlNode, code: Code) -> Code {
+pub(crate) fn choose_text_error_code(node: &YamlNode, code: Code) -> Code {
     if matches!(node.value, YamlValue::Text) { code } else { codes::JOB_VALUE_TYPE }
 }

@@ -68,7 +68,7 @@ pub(crate) fn activation_type() -> ValueType<Vec<ActivationStep>> {
         [only] => Some(YamlText::Line(only.to_yaml())),
         several => Some(YamlText::Line(format_list(several.iter().map(ActivationStep::to_yaml)))),
     };
-    ValueType::new(DOCUMENTED_VALUES, schema, read_activation, print).with_expected(EXPECTED_VALUES)
+    ValueType::new(DOCUMENTED_VALUES, schema, read_activation, print).with_expected_phrase(EXPECTED_VALUES)
 }
 
 /// The description of the values of `run.activate` in docs/job.md.
@@ -97,13 +97,13 @@ fn modules_type() -> ValueType<Vec<String>> {
 /// Reads a value of `run.activate` from YAML.
 fn read_activation(node: &YamlNode) -> ReadResult<Vec<ActivationStep>> {
     match &node.value {
-        YamlValue::Map(_) => Ok(vec![read_step(node)?]),
+        YamlValue::Map(_) => Ok(vec![read_activation_step(node)?]),
         YamlValue::List(items) if items.is_empty() || items.len() > MAX_ACTIVATION_STEPS => {
             Err(out_of_range_error(format!("a list of 1 to {MAX_ACTIVATION_STEPS} items"), node))
         }
         YamlValue::List(items) => {
             let read = |(i, item): (usize, &YamlNode)| {
-                read_step(item).map_err(|error| error.in_part(&format!("item {}", i + 1)))
+                read_activation_step(item).map_err(|error| error.with_part(&format!("item {}", i + 1)))
             };
             items.iter().enumerate().map(read).collect()
         }
@@ -112,7 +112,7 @@ fn read_activation(node: &YamlNode) -> ReadResult<Vec<ActivationStep>> {
 }
 
 /// Reads one item of `run.activate`, which is a mapping with one key such as `{venv: path}`.
-fn read_step(node: &YamlNode) -> ReadResult<ActivationStep> {
+fn read_activation_step(node: &YamlNode) -> ReadResult<ActivationStep> {
     const EXPECTED_STEP: &str = "a mapping with one of the keys `venv`, `conda`, `modules` and `script`";
     let YamlValue::Map(entries) = &node.value else { return Err(wrong_type_error(EXPECTED_STEP, node)) };
     let [entry] = &entries[..] else {
@@ -131,7 +131,7 @@ fn read_step(node: &YamlNode) -> ReadResult<ActivationStep> {
             return Err(error.with_help("the keys here are venv, conda, modules, script"));
         }
     };
-    step.map_err(|error| error.in_part(&entry.key))
+    step.map_err(|error| error.with_part(&entry.key))
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! `train.data`: the text, the tokenizer, and the division of tokens into samples.
-use super::data_source::{DataSource, data_sources};
+use super::data_source::{DataSource, declare_data_sources};
 use crate::keys::{
     job_values::JobValues,
     key::Key,
-    numbers::{boolean_type, integer_type, share_type},
+    numbers::{boolean_type, integer_type, fraction_type},
     section::section,
     text::path_type,
     value_type::{ValueType, in_variant},
@@ -15,7 +15,7 @@ section! {
     /// The training text, the tokenizer, and the division of tokens into samples.
     pub struct DataSpec at "train.data";
     /// The data sources, at least one. The source that `data.files` defines has no name.
-    pub sources: Vec<DataSource> = data_sources();
+    pub sources: Vec<DataSource> = declare_data_sources();
     /// The file with the Jinja template for chats.
     ///
     /// The path is relative to the workdir.
@@ -35,7 +35,7 @@ section! {
     /// `seed` determines the order.
     pub shuffle: bool = Key::new(boolean_type(), "true");
     /// The share of the text that is held out for `eval`.
-    pub held_out: f64 = Key::new(share_type(), "0");
+    pub held_out: f64 = Key::new(fraction_type(), "0");
     /// The directory of the token caches; it can be deleted at any time.
     pub cache: PathBuf = Key::new(path_type(), ".launch-cache");
 }
@@ -60,7 +60,7 @@ fn tokenizer_type() -> ValueType<TokenizerSpec> {
 /// Returns the default of `train.data.tokenizer`: tokenizer.json of the pretrained model, or the
 /// byte tokenizer for a new model.
 fn default_tokenizer(_: &DataSpec, values: &JobValues) -> TokenizerSpec {
-    match values.text("train.model.from") {
+    match values.get_text("train.model.from") {
         Some(directory) => TokenizerSpec::File(Path::new(&directory).join("tokenizer.json")),
         None => TokenizerSpec::Bytes,
     }

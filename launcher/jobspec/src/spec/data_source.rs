@@ -9,7 +9,7 @@ use crate::{
         key_info::{Condition, KeyDefault, KeyInfo, Rule},
         numbers::positive_number_type,
         record::record_type,
-        section::{FieldContext, FieldDeclaration, Section, field_without_key, first_paragraph, section},
+        section::{FieldContext, FieldDeclaration, Section, field_without_key, extract_first_paragraph, section},
         text::text_type,
         value_type::{ReadResult, ValueType, wrong_type_error},
     },
@@ -122,15 +122,15 @@ const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
 
 /// The declaration of the field with the data sources of a job, which are given by
 /// `train.data.files` or `train.data.mixture`.
-pub(crate) struct DataSources;
+pub(crate) struct DataSourcesDeclaration;
 
 /// Declares the keys of `train.data` that describe data sources: `files` with its settings, or
 /// `mixture`.
-pub(crate) fn data_sources() -> DataSources {
-    DataSources
+pub(crate) fn declare_data_sources() -> DataSourcesDeclaration {
+    DataSourcesDeclaration
 }
 
-impl<S> FieldDeclaration<S> for DataSources {
+impl<S> FieldDeclaration<S> for DataSourcesDeclaration {
     type Value = Vec<DataSource>;
 
     fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>) {
@@ -151,7 +151,7 @@ impl<S> FieldDeclaration<S> for DataSources {
             accepts: mixture.accepts,
             default: KeyDefault::Computed("none"),
             aliases: &[],
-            meaning: first_paragraph("The sources in place of `files`."),
+            meaning: extract_first_paragraph("The sources in place of `files`."),
             reloadable: false,
             deprecated: None,
             deprecated_values: &[],
@@ -201,7 +201,7 @@ impl<S> FieldDeclaration<S> for DataSources {
 fn list_source_values(source: &DataSource) -> Vec<(String, YamlText)> {
     let mut values = JobValues::default();
     source.print(&mut values);
-    values.list_lines().into_iter().map(|(name, line)| (name, YamlText::Line(line))).collect()
+    values.list_paths_and_values().into_iter().map(|(name, line)| (name, YamlText::Line(line))).collect()
 }
 
 /// Returns the value type ([`ValueType`]) of `train.data.mixture`: a mapping of names to data
@@ -235,7 +235,7 @@ fn read_mixture(node: &YamlNode) -> ReadResult<Vec<DataSource>> {
     for entry in entries {
         match read_named_source(entry) {
             Ok(source) => read.push(source),
-            Err(error) => errors.push(error.in_part(&format!("source `{}`", make_excerpt(&entry.key)))),
+            Err(error) => errors.push(error.with_part(&format!("source `{}`", make_excerpt(&entry.key)))),
         }
     }
     read.sort_by(|a: &DataSource, b| a.name.cmp(&b.name));

@@ -5,7 +5,7 @@ use crate::{
         decoder::{JobDecoder, JobSection},
         job_values::JobValues,
         key_info::{KeyDefault, KeyInfo},
-        section::{FieldContext, FieldDeclaration, first_paragraph},
+        section::{FieldContext, FieldDeclaration, extract_first_paragraph},
         text::{path_type, text_type, verbatim_text_type},
         value_type::{ReadResult, ValueType, in_variant, wrong_type_error},
     },
@@ -73,25 +73,25 @@ type Environment = (Vec<(String, String)>, Vec<(String, EnvSource)>);
 
 /// The declaration of the field `env`: the environment variables of the key `run.env` whose values
 /// are written in the job.
-pub(crate) struct EnvironmentValues;
+pub(crate) struct EnvironmentValuesDeclaration;
 
 /// The declaration of the field `env_from`: the environment variables of the key `run.env` whose
 /// values are read from a file or from launch's environment.
-pub(crate) struct EnvironmentSources;
+pub(crate) struct EnvironmentSourcesDeclaration;
 
 /// Declares the key `run.env`. The field contains only the environment variables whose values are
 /// written in the job.
-pub(crate) fn environment() -> EnvironmentValues {
-    EnvironmentValues
+pub(crate) fn declare_environment_values() -> EnvironmentValuesDeclaration {
+    EnvironmentValuesDeclaration
 }
 
 /// Declares the field for the environment variables of `run.env` whose values are read from a file
 /// or from launch's environment.
-pub(crate) fn environment_sources() -> EnvironmentSources {
-    EnvironmentSources
+pub(crate) fn declare_environment_sources() -> EnvironmentSourcesDeclaration {
+    EnvironmentSourcesDeclaration
 }
 
-impl<S> FieldDeclaration<S> for EnvironmentValues {
+impl<S> FieldDeclaration<S> for EnvironmentValuesDeclaration {
     type Value = Vec<(String, String)>;
 
     fn declare(&self, context: FieldContext, table: &mut Vec<KeyInfo>) {
@@ -101,7 +101,7 @@ impl<S> FieldDeclaration<S> for EnvironmentValues {
             accepts: values.accepts,
             default: KeyDefault::Yaml("{}"),
             aliases: &[],
-            meaning: first_paragraph(context.doc),
+            meaning: extract_first_paragraph(context.doc),
             reloadable: false,
             deprecated: None,
             deprecated_values: &[],
@@ -119,7 +119,7 @@ impl<S> FieldDeclaration<S> for EnvironmentValues {
     }
 }
 
-impl<S> FieldDeclaration<S> for EnvironmentSources {
+impl<S> FieldDeclaration<S> for EnvironmentSourcesDeclaration {
     type Value = Vec<(String, EnvSource)>;
 
     fn declare(&self, _context: FieldContext, _table: &mut Vec<KeyInfo>) {}
@@ -192,7 +192,7 @@ fn read_environment(node: &YamlNode) -> ReadResult<Environment> {
             }
             _ => verbatim_text_type().read(&entry.value).map(|v| env.push((name.clone(), v))).err(),
         };
-        errors.extend(error.map(|error| error.in_part(&format!("entry `{name}`"))));
+        errors.extend(error.map(|error| error.with_part(&format!("entry `{name}`"))));
     }
     ValueError::merge(errors).map_or(Ok((env, env_from)), Err)
 }

@@ -3,7 +3,7 @@
 use crate::{
     keys::{
         key::Key,
-        numbers::{integer_type, non_negative_float_type},
+        numbers::{integer_type, non_negative_f32_type},
         section::{default_section, section},
         value_type::{ReadResult, ValueType, out_of_range_error, wrong_type_error},
     },
@@ -30,9 +30,9 @@ section! {
     /// The assignment of experts to the ranks of a group.
     pub placement: ExpertPlacement = Key::new(placement_type(), "balanced");
     /// The factor of the load-balancing loss ([numerics.md](numerics.md#experts)).
-    pub aux_loss: Option<f64> = Key::optional(non_negative_float_type(), "`router_aux_loss_coef` of config.json");
+    pub aux_loss: Option<f64> = Key::optional(non_negative_f32_type(), "`router_aux_loss_coef` of config.json");
     /// The factor of the mean squared log-sum-exp of the router's logits.
-    pub z_loss: f64 = Key::new(non_negative_float_type(), "0");
+    pub z_loss: f64 = Key::new(non_negative_f32_type(), "0");
 }
 
 impl Default for ExpertsSpec {
@@ -129,7 +129,7 @@ fn read_numbered_map<T>(
                 let message = format!("has the key `{}`, which is not {what}", make_excerpt(&entry.key));
                 errors.push(ValueError::new(codes::JOB_VALUE_FORMAT, entry.key_span, message));
             }
-            (_, Err(error)) => errors.push(error.in_part(&format!("at {}", entry.key))),
+            (_, Err(error)) => errors.push(error.with_part(&format!("at {}", entry.key))),
         }
     }
     ValueError::merge(errors).map_or(Ok(map), Err)

@@ -19,7 +19,7 @@ pub(crate) fn has_learned_positions(family: &str) -> bool {
 
 /// Returns whether, by default, the embedding and the output layer of the models of a family share
 /// one matrix.
-pub(crate) fn ties_embeddings(family: &str) -> bool {
+pub(crate) fn ties_embeddings_by_default(family: &str) -> bool {
     has_learned_positions(family) || family.starts_with("gemma")
 }
 

@@ -46,7 +46,7 @@ impl JobSpec {
     /// Decodes a whole job from its YAML tree `root`. Reports errors to `d`. A job without the key
     /// `name` gets `default_name`.
     pub(crate) fn decode_tree(d: &mut JobDecoder, root: &YamlNode, default_name: String) -> JobSpec {
-        let top = d.root_section(root);
+        let top = d.open_root_section(root);
         let mut job = JobSpec::decode(d, &top);
         let mut values = job.list_values();
         values.default_name = default_name;

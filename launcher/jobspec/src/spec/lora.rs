@@ -3,7 +3,7 @@ use crate::keys::{
     collections::described_list_type,
     key::Key,
     key_info::{Condition, Rule},
-    numbers::{boolean_type, integer_type, positive_float_type, share_type},
+    numbers::{boolean_type, integer_type, positive_f32_type, fraction_type},
     section::section,
     text::{path_type, text_type},
     value_type::{ValueType, in_variant},
@@ -24,12 +24,12 @@ section! {
     /// An adapter is the matrix product B·A.
     pub rank: u32 = Key::new(integer_type(1..=1 << 16), "8");
     /// The scale of an adapter: its output is multiplied by `alpha / rank`.
-    pub alpha: f64 = Key::computed(positive_float_type(), "`rank`", |lora: &LoraSpec, _| f64::from(lora.rank));
+    pub alpha: f64 = Key::computed(positive_f32_type(), "`rank`", |lora: &LoraSpec, _| f64::from(lora.rank));
     /// The dropout rate of an adapter's inputs.
     ///
     /// If this value is `None`, new adapters have no dropout and existing adapters keep theirs.
     pub dropout: Option<f64> =
-        Key::optional(share_type(), "0; with `from` the value of adapter_config.json").ignoring_section_rules();
+        Key::optional(fraction_type(), "0; with `from` the value of adapter_config.json").ignoring_section_rules();
     /// Multiply the output by `alpha / √rank` instead of `alpha / rank`.
     pub rslora: bool = Key::new(boolean_type(), "false");
     /// The matrices of the layers that get adapters.

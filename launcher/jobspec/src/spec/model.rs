@@ -3,7 +3,7 @@ use super::families::{self, LEARNED_POSITION_FAMILIES};
 use crate::keys::{
     key::Key,
     key_info::{Condition, Rule},
-    numbers::{boolean_type, integer_type, positive_float_type, positive_number_type, share_type},
+    numbers::{boolean_type, integer_type, positive_f32_type, positive_number_type, fraction_type},
     section::section,
     text::{path_type, text_type},
     value_type::ValueType,
@@ -25,7 +25,7 @@ section! {
     /// If this value is `None`, the rates of config.json apply, and a new model has no dropout.
     #[serde(default)]
     pub dropout: Option<f64> =
-        Key::optional(share_type(), "0; with `from` the rates of config.json").ignoring_section_rules();
+        Key::optional(fraction_type(), "0; with `from` the rates of config.json").ignoring_section_rules();
     /// The model family.
     ///
     /// The family decides the architecture.
@@ -69,14 +69,14 @@ section! {
     /// 0 stands for `auto`.
     pub max_position_embeddings: u32 = Key::new(size_or_auto_type(), "auto");
     /// The constant added under the root of RMSNorm.
-    pub rms_norm_eps: f64 = Key::new(positive_float_type(), "1e-6").with_rules(ROTARY_RULES);
+    pub rms_norm_eps: f64 = Key::new(positive_f32_type(), "1e-6").with_rules(ROTARY_AND_RMSNORM_RULES);
     /// The base of the frequencies of rotary embeddings.
-    pub rope_theta: f64 = Key::new(positive_number_type(), "10000").with_rules(ROTARY_RULES);
+    pub rope_theta: f64 = Key::new(positive_number_type(), "10000").with_rules(ROTARY_AND_RMSNORM_RULES);
     /// Share one matrix between embedding and output.
     pub tie_word_embeddings: bool =
-        Key::computed(boolean_type(), families::TIED_EMBEDDINGS_DEFAULT_TEXT, |m: &ModelSpec, _| families::ties_embeddings(&m.family));
+        Key::computed(boolean_type(), families::TIED_EMBEDDINGS_DEFAULT_TEXT, |m: &ModelSpec, _| families::ties_embeddings_by_default(&m.family));
     /// The standard deviation of the initial weights.
-    pub initializer_range: f64 = Key::new(positive_float_type(), "0.02");
+    pub initializer_range: f64 = Key::new(positive_f32_type(), "0.02");
 }
 
 /// The rule that a key conflicts with `train.model.from`, because the config.json of the pretrained
@@ -85,7 +85,7 @@ const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.mode
     .with_help("remove it; config.json of the directory has {name}")];
 /// The rule that rejects `rope_theta` and `rms_norm_eps` in jobs whose model family has learned
 /// positions and LayerNorm, as `gpt2`.
-const ROTARY_RULES: &[Rule] =
+const ROTARY_AND_RMSNORM_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITION_FAMILIES)])
         .with_help(FAMILY_HELP)];
 /// The advice of errors about keys that do not apply to model families with learned positions.

@@ -27,9 +27,9 @@ section! {
     pub uri: Option<String> = Key::new(server_address_type().or_none("env"), "env");
     /// The name of the experiment, which is created if it does not exist.
     pub experiment: Option<String> =
-        Key::optional(name_type(), "`MLFLOW_EXPERIMENT_NAME`, else the name of the job");
+        Key::optional(mlflow_name_type(), "`MLFLOW_EXPERIMENT_NAME`, else the name of the job");
     /// The name of the run in MLflow.
-    pub run_name: Option<String> = Key::optional(name_type(), "the ID of the run");
+    pub run_name: Option<String> = Key::optional(mlflow_name_type(), "the ID of the run");
 }
 
 impl ObserveSpec {
@@ -40,7 +40,7 @@ impl ObserveSpec {
 }
 
 /// Returns the value type ([`ValueType`]) of names of experiments and runs in MLflow.
-fn name_type() -> ValueType<String> {
+fn mlflow_name_type() -> ValueType<String> {
     let expected = "text of at most 500 bytes";
     text_type()
         .restricted_to(expected, json!({"maxLength": MAX_NAME_BYTES}), |name| name.len() <= MAX_NAME_BYTES)

@@ -6,8 +6,8 @@ use crate::keys::{
     key::Key,
     key_info::{Condition, Rule},
     numbers::{
-        non_negative_number_type, non_positive_number_type, positive_float_type, positive_number_type,
-        share_type,
+        non_negative_number_type, non_positive_number_type, positive_f32_type, positive_number_type,
+        fraction_type,
     },
     record::record_type,
     section::section,
@@ -25,13 +25,13 @@ section! {
         .with_rules(BETAS_RULES);
     /// The term added to the denominator of AdamW (also within Muon), and to the squared gradient
     /// of Adafactor.
-    pub eps: f64 = Key::computed(positive_float_type(), EPS_DEFAULT_TEXT, |o: &OptimizerSpec, _| o.name.default_eps())
+    pub eps: f64 = Key::computed(positive_f32_type(), EPS_DEFAULT_TEXT, |o: &OptimizerSpec, _| o.name.default_eps())
         .with_rules(EPS_RULES);
     /// The momentum of SGD and Muon.
-    pub momentum: f64 = Key::computed(share_type(), MOMENTUM_DEFAULT_TEXT, |o: &OptimizerSpec, _| o.name.default_momentum())
+    pub momentum: f64 = Key::computed(fraction_type(), MOMENTUM_DEFAULT_TEXT, |o: &OptimizerSpec, _| o.name.default_momentum())
         .with_rules(MOMENTUM_RULES);
     /// The decay rate of the first moment of Adafactor.
-    pub beta1: Option<f64> = Key::optional(share_type(), "no first moment").with_rules(ADAFACTOR_RULES);
+    pub beta1: Option<f64> = Key::optional(fraction_type(), "no first moment").with_rules(ADAFACTOR_RULES);
     /// The exponent of Adafactor: the decay rate of second moments is 1 − t^`beta2_decay` in step
     /// t.
     pub beta2_decay: f64 = Key::new(non_positive_number_type(), "-0.8").with_aliases(&["decay_rate"]).with_rules(ADAFACTOR_RULES);

@@ -4,7 +4,7 @@ use crate::keys::{
     collections::{list_type, pair_type},
     key::Key,
     key_info::{Condition, Rule},
-    numbers::{non_negative_number_type, positive_float_type, positive_number_type, share_type},
+    numbers::{non_negative_number_type, positive_f32_type, positive_number_type, fraction_type},
     section::section,
     text::text_type,
     value_type::ValueType,
@@ -26,9 +26,9 @@ section! {
     /// The decay rates of the first and second moments.
     pub betas: Option<(f64, f64)> = Key::optional(betas_type(), UNCHANGED_DEFAULT_TEXT);
     /// The constant that is added to the denominator of the update.
-    pub eps: Option<f64> = Key::optional(positive_float_type(), UNCHANGED_DEFAULT_TEXT);
+    pub eps: Option<f64> = Key::optional(positive_f32_type(), UNCHANGED_DEFAULT_TEXT);
     /// The momentum of SGD or Muon.
-    pub momentum: Option<f64> = Key::optional(share_type(), UNCHANGED_DEFAULT_TEXT);
+    pub momentum: Option<f64> = Key::optional(fraction_type(), UNCHANGED_DEFAULT_TEXT);
 }
 
 /// The text by which docs/job.md describes the default of a hyper-parameter in
@@ -45,5 +45,5 @@ pub(crate) fn patterns_type() -> ValueType<Vec<String>> {
 /// Returns the value type ([`ValueType`]) of `betas`, the decay rates of an optimizer's moments:
 /// two numbers from 0 to below 1.
 pub(crate) fn betas_type() -> ValueType<(f64, f64)> {
-    pair_type("two numbers from 0 to below 1", "a list of two numbers from 0 to below 1", share_type())
+    pair_type("two numbers from 0 to below 1", "a list of two numbers from 0 to below 1", fraction_type())
 }

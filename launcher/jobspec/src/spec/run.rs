@@ -3,7 +3,7 @@ use super::{
     activation::{ActivationStep, activation_type},
     cluster::MAX_HOST_COUNT,
     container::ContainerSpec,
-    environment::{EnvSource, environment, environment_sources},
+    environment::{EnvSource, declare_environment_values, declare_environment_sources},
     run_values::{command_type, variable_pattern_type},
     signals::{Signals, signals_type},
     straggler::StragglerSpec,
@@ -43,10 +43,10 @@ section! {
     /// The variables that are added to the environment of each worker.
     ///
     /// The field contains the variables whose values are written in the job.
-    pub env: Vec<(String, String)> = environment();
+    pub env: Vec<(String, String)> = declare_environment_values();
     /// Variables whose values are read when the run starts, each with the source of the value. The
     /// values are never shown.
-    pub env_from: Vec<(String, EnvSource)> = environment_sources();
+    pub env_from: Vec<(String, EnvSource)> = declare_environment_sources();
     /// Variables in launch's environment that are passed to the workers on other hosts.
     ///
     /// Each item is a name pattern. The values are never shown.

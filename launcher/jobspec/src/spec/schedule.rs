@@ -18,7 +18,7 @@ section! {
     pub warmup_steps: u64 = Key::new(integer_at_least_type(0), "0").with_aliases(&["warmup_num_steps"]);
     /// The learning rate at the end; not with `constant`.
     pub min_lr: f64 = Key::computed(non_negative_number_type(), "a tenth of `optimizer.lr`", |_, v| {
-        v.number("train.optimizer.lr") / 10.0
+        v.get_number("train.optimizer.lr") / 10.0
     }).with_rules(MIN_LR_RULES).into_reloadable();
     /// The number of steps of the final decay of `wsd`.
     pub decay_steps: u64 = Key::computed(integer_at_least_type(1), "a fifth of `steps` with `wsd`", |schedule: &ScheduleSpec, v| {

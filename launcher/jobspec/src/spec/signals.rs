@@ -73,7 +73,7 @@ fn read_signals(node: &YamlNode) -> ReadResult<Signals> {
                     .with_help("use SIGUSR1, SIGUSR2 or SIGTERM"));
             }
         };
-        *action = choice_type().read(&entry.value).map_err(|error| error.in_part(&entry.key))?;
+        *action = choice_type().read(&entry.value).map_err(|error| error.with_part(&entry.key))?;
     }
     Ok(signals)
 }

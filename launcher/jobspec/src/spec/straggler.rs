@@ -2,7 +2,7 @@
 use crate::{
     keys::{
         key::Key,
-        numbers::{integer_type, share_type},
+        numbers::{integer_type, fraction_type},
         section::section,
         value_type::ValueType,
     },
@@ -34,7 +34,7 @@ fn positive_share_type() -> ValueType<f64> {
         {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
         {"type": "string", "pattern": r"^[0-9]{1,2}(\.[0-9]+)?%$"},
     ]});
-    let number = share_type().restricted_to(EXPECTED, json!({}), |share| *share > 0.0);
+    let number = fraction_type().restricted_to(EXPECTED, json!({}), |share| *share > 0.0);
     let read = move |node: &YamlNode| match parse_percentage(node) {
         Some(share) if share > 0.0 && share < 1.0 => Ok(share),
         _ => number.read(node).map_err(|error| error.with_expected(EXPECTED)),
@@ -42,7 +42,7 @@ fn positive_share_type() -> ValueType<f64> {
     ValueType::new_single_line("number above 0 and below 1, or percentage", schema, read, |share| {
         format_number(*share)
     })
-    .with_expected(EXPECTED)
+    .with_expected_phrase(EXPECTED)
 }
 
 /// Returns the number from 0 to 1 that a percentage such as `10%` stands for; `None` for other

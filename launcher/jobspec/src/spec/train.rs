@@ -17,7 +17,7 @@ use crate::keys::{
     choice::choice_type,
     key::Key,
     key_info::{Condition, Rule},
-    numbers::{boolean_type, integer_at_least_type, positive_float_type},
+    numbers::{boolean_type, integer_at_least_type, positive_f32_type},
     section::{inner_section, optional_inner_section, section},
 };
 use diagnostic::codes::job as codes;
@@ -54,7 +54,7 @@ section! {
     ///
     /// Gradients with a larger norm are scaled down to this norm. `None` disables clipping.
     pub clip_norm: Option<f64> =
-        Key::new(positive_float_type().or_none("off"), "1.0").with_aliases(&["gradient_clipping"]);
+        Key::new(positive_f32_type().or_none("off"), "1.0").with_aliases(&["gradient_clipping"]);
     /// The total number of optimizer steps.
     ///
     /// Training ends after this number of steps, counted from step 0 of the first run.

@@ -7,7 +7,7 @@ use crate::{
         key::Key,
         key_info::{Condition, Rule},
         numbers::{
-            boolean_type, integer_at_least_type, integer_type, non_negative_float_type, positive_float_type,
+            boolean_type, integer_at_least_type, integer_type, non_negative_f32_type, positive_f32_type,
         },
         section::{default_section, optional_inner_section, section},
         text::{path_type, text_type, verbatim_text_type},
@@ -148,7 +148,7 @@ section! {
     /// The smallest scale.
     ///
     /// Training fails at an overflow that would reduce the scale below this value.
-    pub min_loss_scale: f64 = Key::new(positive_float_type(), "1");
+    pub min_loss_scale: f64 = Key::new(positive_f32_type(), "1");
 }
 
 /// The rule that warns about a key that only has an effect with `train.precision: fp16`.
@@ -261,5 +261,5 @@ section! {
     /// The maximum number of tokens; an end-of-document token ends the text earlier.
     pub tokens: u32 = Key::new(integer_type(1..=4096), "32");
     /// The sampling temperature; 0 selects the most probable token.
-    pub temperature: f64 = Key::new(non_negative_float_type(), "0");
+    pub temperature: f64 = Key::new(non_negative_f32_type(), "0");
 }

@@ -129,7 +129,7 @@ fn rank_selection_type() -> ValueType<RankSelection> {
             RankSelection::Ranges(_) => quote_yaml(&ranks.format()),
         }
     })
-    .with_expected(EXPECTED_RANKS)
+    .with_expected_phrase(EXPECTED_RANKS)
 }
 
 /// The phrase by which messages describe a selection of ranks.

@@ -2,7 +2,7 @@
 use super::{
     parse::parse_yaml,
     source_map::SourceMap,
-    text_file::{MAX_JOB_BYTES, check_characters, decode_utf8, file_error, read_limited_file},
+    text_file::{MAX_JOB_BYTES, reject_control_characters, decode_utf8, file_error, read_limited_file},
     tree::{SourceSpan, YamlNode, YamlValue, make_excerpt},
 };
 use diagnostic::{
@@ -60,7 +60,7 @@ pub enum DocumentValue {
 impl DocumentItem {
     /// Creates a value that is not part of the file, such as one from a command line. Its position
     /// is that of `neighbor`, a value of the file to which the new value is added.
-    pub fn with_position_of(neighbor: &DocumentItem, value: DocumentValue, text: String) -> DocumentItem {
+    pub fn new_at_position_of(neighbor: &DocumentItem, value: DocumentValue, text: String) -> DocumentItem {
         DocumentItem { value, text, span: neighbor.span }
     }
 
@@ -95,7 +95,7 @@ impl Document {
         if text.len() as u64 > MAX_JOB_BYTES {
             return Err(file_error(codes::JOB_TOO_LARGE, name, "the file is larger than 1 MiB"));
         }
-        check_characters(text).map_err(|error| error.into_diagnostic(&sources))?;
+        reject_control_characters(text).map_err(|error| error.into_diagnostic_without_key(&sources))?;
         let yaml = match syntax {
             DocumentSyntax::Yaml => text,
             DocumentSyntax::Json if !begins_with_brace(text) => {
@@ -108,7 +108,7 @@ impl Document {
             }
         };
         match parse_yaml(yaml, SourceMap::JOB_FILE_INDEX, 0)
-            .map_err(|error| error.into_diagnostic(&sources))?
+            .map_err(|error| error.into_diagnostic_without_key(&sources))?
         {
             Some(node) => Ok(Document { root: item_from_yaml(node), sources }),
             None => Err(file_error(codes::JOB_EMPTY, name, "the file is empty")),
@@ -116,13 +116,13 @@ impl Document {
     }
 
     /// Returns the position of the value `item` in this file, for diagnostics.
-    pub fn location(&self, item: &DocumentItem) -> Location {
+    pub fn locate_item(&self, item: &DocumentItem) -> Location {
         self.sources.locate_span(item.span)
     }
 
     /// Returns the name of this file, as messages show it.
-    pub fn file(&self) -> &str {
-        self.sources.file()
+    pub fn file_name(&self) -> &str {
+        self.sources.job_file_name()
     }
 }
 
@@ -216,7 +216,7 @@ mod tests {
         let DocumentValue::Map(inner) = &entries[1].1.value else { panic!("a mapping") };
         let DocumentValue::List(list) = &inner[0].1.value else { panic!("a list") };
         assert_eq!(list[2].text, "x // y\" # z");
-        assert_eq!((document.location(&list[0]).line(), document.location(&list[0]).column()), (4, 14));
+        assert_eq!((document.locate_item(&list[0]).line(), document.locate_item(&list[0]).column()), (4, 14));
     }
 
     #[test]

@@ -141,7 +141,7 @@ impl<'t> YamlTreeBuilder<'t> {
                 reject_tag(tag.is_some(), span)?;
                 let value =
                     if style == ScalarStyle::Plain { scalar::resolve_scalar(&text) } else { YamlValue::Text };
-                self.charge_budget(1, text.len(), span)?;
+                self.count_against_limits(1, text.len(), span)?;
                 self.add_node(YamlNode { span, value, raw: text.into_owned() }, anchor)
             }
             Event::SequenceStart(anchor, tag) => {
@@ -169,7 +169,7 @@ impl<'t> YamlTreeBuilder<'t> {
         anchor: usize,
         span: SourceSpan,
     ) -> Result<(), ValueError> {
-        self.charge_budget(1, 0, span)?;
+        self.count_against_limits(1, 0, span)?;
         if let Some(OpenCollection::Map { key: None, .. }) = self.open.last().map(|o| &o.kind) {
             return Err(collection_as_key_error(span));
         }
@@ -209,8 +209,8 @@ impl<'t> YamlTreeBuilder<'t> {
     /// node without a parent becomes the root.
     fn add_node(&mut self, node: YamlNode, anchor: usize) -> Result<(), ValueError> {
         if anchor != 0 {
-            let (nodes, bytes, _) = node.measure();
-            self.charge_budget(nodes, bytes, node.span)?;
+            let (nodes, bytes, _) = node.measure_tree_size();
+            self.count_against_limits(nodes, bytes, node.span)?;
             self.anchors.insert(anchor, node.clone());
         }
         match self.open.last_mut().map(|o| &mut o.kind) {
@@ -239,19 +239,19 @@ impl<'t> YamlTreeBuilder<'t> {
             )
             .with_help("a value cannot contain itself: write the value out"));
         };
-        let (nodes, bytes, depth) = node.measure();
+        let (nodes, bytes, depth) = node.measure_tree_size();
         if self.open.len() + depth > MAX_DEPTH {
             return Err(too_deep_error(span));
         }
         let node = node.clone();
-        self.charge_budget(nodes, bytes, span)?;
+        self.count_against_limits(nodes, bytes, span)?;
         self.add_node(node, 0)
     }
 
     /// Counts `nodes` nodes and `bytes` bytes of scalars as added to the tree. Fails if the tree
     /// then has more than [`MAX_NODES`] nodes or [`MAX_SCALAR_BYTES`] bytes of scalars. The error
     /// points at `span`.
-    fn charge_budget(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
+    fn count_against_limits(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
         self.nodes += nodes;
         self.bytes += bytes;
         if self.nodes > MAX_NODES || self.bytes > MAX_SCALAR_BYTES {

@@ -16,7 +16,7 @@ pub struct JobArgument {
 /// A whole text that contains keys of the job: the job file, a text made from command-line
 /// arguments, or a `--set` argument.
 #[derive(Clone, Debug)]
-enum SourceText {
+enum JobText {
     File { name: String, text: String },
     CommandLine { name: String, text: String, arguments: Vec<JobArgument> },
     Override { text: String },
@@ -36,7 +36,7 @@ struct KeySpans {
 /// about a key point.
 #[derive(Clone, Debug)]
 pub struct SourceMap {
-    texts: Vec<SourceText>,
+    texts: Vec<JobText>,
     keys: BTreeMap<String, KeySpans>,
 }
 
@@ -47,20 +47,20 @@ impl SourceMap {
     /// Creates a map of a job file with the content `text`, in which no keys are recorded yet.
     /// `name` is the name of the file.
     pub(crate) fn new(name: &str, text: &str) -> Self {
-        let texts = vec![SourceText::File { name: name.to_owned(), text: text.to_owned() }];
+        let texts = vec![JobText::File { name: name.to_owned(), text: text.to_owned() }];
         SourceMap { texts, keys: BTreeMap::new() }
     }
 
     /// Creates a map of a job that was made from command-line arguments, in which no keys are
     /// recorded yet. `name` is the name of the command line in messages.
     pub(crate) fn from_command_line(name: &str, text: &str, arguments: Vec<JobArgument>) -> Self {
-        let text = SourceText::CommandLine { name: name.to_owned(), text: text.to_owned(), arguments };
+        let text = JobText::CommandLine { name: name.to_owned(), text: text.to_owned(), arguments };
         SourceMap { texts: vec![text], keys: BTreeMap::new() }
     }
 
     /// Adds the text of a `--set` argument to the map. Returns the index of the text.
-    pub(crate) fn add_override(&mut self, text: &str) -> u32 {
-        self.texts.push(SourceText::Override { text: text.to_owned() });
+    pub(crate) fn add_override_text(&mut self, text: &str) -> u32 {
+        self.texts.push(JobText::Override { text: text.to_owned() });
         self.texts.len() as u32 - 1
     }
 
@@ -118,7 +118,7 @@ impl SourceMap {
                 return self.locate_span(spans.name);
             }
         }
-        Location::File { file: self.file().to_owned() }
+        Location::File { file: self.job_file_name().to_owned() }
     }
 
     /// Adds the place where a key is written to `diagnostic`, whose subject is the path of that
@@ -132,10 +132,10 @@ impl SourceMap {
     }
 
     /// Returns the name of the job file, as messages show it.
-    pub fn file(&self) -> &str {
+    pub fn job_file_name(&self) -> &str {
         match &self.texts[0] {
-            SourceText::File { name, .. } | SourceText::CommandLine { name, .. } => name,
-            SourceText::Override { .. } => "--set",
+            JobText::File { name, .. } | JobText::CommandLine { name, .. } => name,
+            JobText::Override { .. } => "--set",
         }
     }
 
@@ -145,11 +145,11 @@ impl SourceMap {
     /// secret variables.
     pub(crate) fn locate_span(&self, span: SourceSpan) -> Location {
         let Some(text) = self.texts.get(span.source as usize) else {
-            return Location::File { file: self.file().to_owned() };
+            return Location::File { file: self.job_file_name().to_owned() };
         };
         match text {
-            SourceText::File { name, text } => {
-                let (line, column, width, line_text) = compute_position(text, span);
+            JobText::File { name, text } => {
+                let (line, column, width, line_text) = compute_line_position(text, span);
                 Location::Line {
                     file: name.clone(),
                     line,
@@ -158,7 +158,7 @@ impl SourceMap {
                     text: hide_secret_values(&line_text),
                 }
             }
-            SourceText::CommandLine { name, arguments, .. } => {
+            JobText::CommandLine { name, arguments, .. } => {
                 let start = span.start as usize;
                 match arguments.iter().find(|argument| argument.range.contains(&start)) {
                     Some(JobArgument { argument, .. }) => {
@@ -167,8 +167,8 @@ impl SourceMap {
                     None => Location::File { file: name.clone() },
                 }
             }
-            SourceText::Override { text } => {
-                let (_, column, width, line_text) = compute_position(text, span);
+            JobText::Override { text } => {
+                let (_, column, width, line_text) = compute_line_position(text, span);
                 Location::Override { column, width, text: hide_secret_values(&line_text) }
             }
         }
@@ -179,9 +179,9 @@ impl SourceMap {
     fn find_span_text(&self, span: SourceSpan) -> &str {
         let text = match self.texts.get(span.source as usize) {
             Some(
-                SourceText::File { text, .. }
-                | SourceText::CommandLine { text, .. }
-                | SourceText::Override { text },
+                JobText::File { text, .. }
+                | JobText::CommandLine { text, .. }
+                | JobText::Override { text },
             ) => text,
             None => return "",
         };
@@ -196,7 +196,7 @@ pub(crate) fn join_key_path(parent: &str, key: &str) -> String {
 
 /// Returns the position of a span in `text`: line and column, counted from 1, its width in
 /// characters, and the text of the line. The width is at least 1, and only covers the first line.
-fn compute_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
+fn compute_line_position(text: &str, span: SourceSpan) -> (u32, u32, u32, String) {
     let start = floor_char_boundary(text, span.start as usize);
     let end = floor_char_boundary(text, span.end as usize).max(start);
     let line_start = text[..start].rfind('\n').map_or(0, |i| i + 1);

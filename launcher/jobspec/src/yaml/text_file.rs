@@ -74,7 +74,7 @@ pub(crate) fn decode_utf8(name: &str, bytes: Vec<u8>) -> diagnostic::Result<Stri
 
 /// Fails if the text of a file contains control characters other than tabs and line breaks. YAML
 /// does not allow them, and a parser may take NUL for the end of the file.
-pub(crate) fn check_characters(text: &str) -> Result<(), ValueError> {
+pub(crate) fn reject_control_characters(text: &str) -> Result<(), ValueError> {
     let control = |c: char| (c.is_ascii_control() && !matches!(c, '\t' | '\n' | '\r')) || c == '\u{feff}';
     match text.char_indices().find(|&(_, c)| control(c)) {
         Some((at, c)) => {

@@ -35,7 +35,7 @@ impl ValueError {
     /// Creates an error about the value at `span`, whose text is `message`, such as "names GPU 0
     /// twice".
     pub(crate) fn new(code: Code, span: SourceSpan, message: impl Into<String>) -> Self {
-        Self::with_mistake(code, span, ValueMistake::Other(message.into()))
+        Self::from_mistake(code, span, ValueMistake::Other(message.into()))
     }
 
     /// Creates the error that the YAML value `node` is not what `expected` describes. The text is
@@ -44,7 +44,7 @@ impl ValueError {
     pub(crate) fn unexpected(code: Code, expected: impl Into<String>, node: &YamlNode) -> Self {
         let expected = expected.into();
         match node.value {
-            YamlValue::Null => Self::with_mistake(
+            YamlValue::Null => Self::from_mistake(
                 codes::job::JOB_VALUE_MISSING,
                 node.span,
                 ValueMistake::Missing { expected },
@@ -52,13 +52,13 @@ impl ValueError {
             .with_help("write a value, or remove the key to use its default"),
             _ => {
                 let found = node.describe();
-                Self::with_mistake(code, node.span, ValueMistake::Unexpected { expected, found })
+                Self::from_mistake(code, node.span, ValueMistake::Unexpected { expected, found })
             }
         }
     }
 
     /// Creates an error about the value at `span` from the kind of mistake.
-    fn with_mistake(code: Code, span: SourceSpan, what: ValueMistake) -> Self {
+    fn from_mistake(code: Code, span: SourceSpan, what: ValueMistake) -> Self {
         ValueError { code, span, part: String::new(), what: Box::new(what), help: None, others: Vec::new() }
     }
 
@@ -74,9 +74,9 @@ impl ValueError {
 
     /// Names the wrong part of the value, such as `item 2`, so that the error text becomes "`part`
     /// must be …".
-    pub(crate) fn in_part(mut self, part: &str) -> Self {
+    pub(crate) fn with_part(mut self, part: &str) -> Self {
         self.part = if self.part.is_empty() { part.to_owned() } else { format!("{part} {}", self.part) };
-        self.others = self.others.into_iter().map(|error| error.in_part(part)).collect();
+        self.others = self.others.into_iter().map(|error| error.with_part(part)).collect();
         self
     }
 
@@ -150,7 +150,7 @@ impl ValueError {
 
     /// Converts an error about a whole YAML text, and not about one key, to a diagnostic without a
     /// subject.
-    pub(crate) fn into_diagnostic(self, sources: &SourceMap) -> Diagnostic {
+    pub(crate) fn into_diagnostic_without_key(self, sources: &SourceMap) -> Diagnostic {
         let code = self.code;
         let mut list = self.into_diagnostics(sources, None, "").into_iter();
         list.next().unwrap_or_else(|| Diagnostic::error(code, code.info().summary))

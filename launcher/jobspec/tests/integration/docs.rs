@@ -1,7 +1,7 @@
 //! Checks that docs/job.md and docs/job.schema.json agree with the declarations of the keys.
 //!
 //! `LAUNCH_UPDATE_DOCS=1 cargo test -p jobspec --test integration docs` rewrites both files.
-use jobspec::{JobSource, KEYS, KeyDefault, build_schema, load_job, update_reference};
+use jobspec::{JobSource, KEYS, KeyDefault, build_schema, load_job, update_key_tables};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -42,7 +42,7 @@ fn assert_current(name: &str, expected: &str) {
 
 #[test]
 fn the_reference_is_current() {
-    assert_current("job.md", &update_reference(&read_reference()));
+    assert_current("job.md", &update_key_tables(&read_reference()));
 }
 
 #[test]

@@ -66,7 +66,7 @@ impl HostInventory {
 
     /// Removes all environment variables from the inventory except those that select devices and
     /// network interfaces, because an agent reports no others to the controller.
-    pub fn into_report(mut self) -> HostInventory {
+    pub fn without_unreported_env(mut self) -> HostInventory {
         self.inherited_env.retain(|(name, _)| is_device_variable(name) || is_interface_variable(name));
         self
     }
@@ -77,7 +77,7 @@ impl HostInventory {
     /// controller's environment, replace those of the report. Only the variables that select
     /// devices and network interfaces are taken from the report.
     pub fn from_report(report: HostInventory, user_env: &[(String, String)]) -> HostInventory {
-        let mut inventory = report.into_report();
+        let mut inventory = report.without_unreported_env();
         inventory.cpus.sort_unstable();
         inventory.cpus.dedup();
         if !inventory.topology.covers_exactly(&inventory.cpus) {
@@ -91,7 +91,7 @@ impl HostInventory {
     /// Returns how many threads can run on the host at the same time: the number of CPUs, or the
     /// limit on CPU time if it is lower. The limit is rounded down to whole CPUs, but to at least
     /// 1.
-    pub fn usable_cpus(&self) -> u32 {
+    pub fn usable_cpu_count(&self) -> u32 {
         let cpus = self.cpus.len() as u32;
         self.quota.map_or(cpus, |quota| cpus.min(quota.floor().max(1.0) as u32))
     }
@@ -126,13 +126,13 @@ mod tests {
             ..HostInventory::default()
         };
         let user_env = [pair("OMP_NUM_THREADS", "7"), pair("CUDA_VISIBLE_DEVICES", "0,1")];
-        let received = HostInventory::from_report(remote.clone().into_report(), &user_env);
+        let received = HostInventory::from_report(remote.clone().without_unreported_env(), &user_env);
         let inherited_env = vec![pair("OMP_NUM_THREADS", "7"), pair("CUDA_VISIBLE_DEVICES", "1")];
         assert_eq!(received, HostInventory { inherited_env, ..remote.clone() });
         let odd = HostInventory {
             cpus: vec![2, 5, 2],
             inherited_env: vec![pair("LD_PRELOAD", "x")],
-            ..remote.into_report()
+            ..remote.without_unreported_env()
         };
         let received = HostInventory::from_report(odd, &[]);
         assert_eq!(

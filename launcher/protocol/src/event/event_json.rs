@@ -30,13 +30,13 @@ pub struct TimedEvent {
 impl Event {
     /// Formats the event as a JSON object on one line, without a line break and without its time.
     pub fn to_json(&self, schema: EventSchema) -> serde_json::Result<String> {
-        format_line(self, schema, None)
+        format_event_line(self, schema, None)
     }
 
     /// Formats the event as a JSON object on one line, with its time in the field `time` (in
     /// seconds since 1970).
-    pub fn to_json_at(&self, schema: EventSchema, time: f64) -> serde_json::Result<String> {
-        format_line(self, schema, Some(time))
+    pub fn to_json_with_time(&self, schema: EventSchema, time: f64) -> serde_json::Result<String> {
+        format_event_line(self, schema, Some(time))
     }
 
     /// Parses an event from its JSON object in schema 1 or 2.
@@ -61,13 +61,13 @@ impl TimedEvent {
 
     /// Formats the event and its time as a JSON object on one line, without a line break.
     pub fn to_json(&self, schema: EventSchema) -> serde_json::Result<String> {
-        self.event.to_json_at(schema, self.time)
+        self.event.to_json_with_time(schema, self.time)
     }
 }
 
 /// Formats an event as a JSON object on one line without a line break. The object has the field
 /// `time` if `time` is given.
-fn format_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_json::Result<String> {
+fn format_event_line(event: &Event, schema: EventSchema, time: Option<f64>) -> serde_json::Result<String> {
     match schema {
         EventSchema::V1 => serde_json::to_string(&EventLineV1 { event: EventV1::from(event), time }),
         EventSchema::V2 => serde_json::to_string(&EventLineV2 {

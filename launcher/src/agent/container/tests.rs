@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 fn build_command_line(
     runtime: ContainerRuntime,
     mounts: &[ContainerMount],
-    gpus: ContainerGpus,
+    gpus: ContainerGpuVendor,
 ) -> diagnostic::Result<(String, BTreeMap<String, String>)> {
     let spec = ContainerSpec {
         image: "image".to_owned(),
@@ -16,7 +16,7 @@ fn build_command_line(
         mounts: mounts.to_vec(),
         options: to_owned_strings(&["--option", "1"]),
     };
-    let container = WorkerContainer {
+    let container = ContainerCommandBuilder {
         spec: &spec,
         name: "launch-r-0-3".to_owned(),
         run: "r",
@@ -58,43 +58,43 @@ fn each_runtime_gets_its_options() {
     let mounts = [mount("/usr", "/data", true)];
     let words = |runtime, gpus| build_command_line(runtime, &mounts, gpus).expect("words").0;
     assert_eq!(
-        words(Apptainer, ContainerGpus::Nvidia),
+        words(Apptainer, ContainerGpuVendor::Nvidia),
         "apptainer exec --nv --bind /usr:/data:ro --bind /:/ --pwd / --option 1 image"
     );
     assert_eq!(
-        words(Enroot, ContainerGpus::None),
+        words(Enroot, ContainerGpuVendor::None),
         "enroot start --rw --mount /usr:/data:none:x-create=auto,rbind,ro --mount /:/:none:x-create=auto,rbind \
          --env HF_HOME --env PATH --env RANK --env TOKEN --option 1 image sh -c \
          cd -- \"$1\" && shift && exec \"$@\" sh /"
     );
     assert_eq!(
-        words(Podman, ContainerGpus::None),
+        words(Podman, ContainerGpuVendor::None),
         "podman run --rm --name launch-r-0-3 --label launch.run=r --network host --ipc host --pid host --userns \
          keep-id --volume /usr:/data:ro --volume /:/ --workdir / --env HF_HOME --env PATH --env RANK --env \
          TOKEN --entrypoint  --option 1 image"
     );
-    let docker = words(Docker, ContainerGpus::Nvidia);
+    let docker = words(Docker, ContainerGpuVendor::Nvidia);
     for part in [" --user 1000:100 ", " --cpuset-cpus 2,3 ", " --gpus all "] {
         assert!(docker.contains(part), "{docker}");
     }
-    assert!(words(Podman, ContainerGpus::Amd).contains(" --device /dev/kfd --device /dev/dri "));
+    assert!(words(Podman, ContainerGpuVendor::Amd).contains(" --device /dev/kfd --device /dev/dri "));
     let (text, _) =
-        build_command_line(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpus::Nvidia).unwrap();
+        build_command_line(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpuVendor::Nvidia).unwrap();
     assert_eq!(text, "ch-run --bind /usr:/data --bind /:/ --cd / --option 1 image --");
 }
 
 #[test]
 fn variables_that_a_runtime_replaces_are_passed() {
-    let (_, env) = build_command_line(Apptainer, &[], ContainerGpus::None).unwrap();
+    let (_, env) = build_command_line(Apptainer, &[], ContainerGpuVendor::None).unwrap();
     assert_eq!(env["APPTAINERENV_PATH"], "/opt/bin");
-    let (words, env) = build_command_line(Enroot, &[], ContainerGpus::Nvidia).unwrap();
+    let (words, env) = build_command_line(Enroot, &[], ContainerGpuVendor::Nvidia).unwrap();
     assert_eq!(env["NVIDIA_VISIBLE_DEVICES"], "all");
     assert!(words.contains("--env NVIDIA_VISIBLE_DEVICES"), "{words}");
 }
 
 #[test]
 fn directories_of_the_job_are_mounted_once() {
-    let (text, _) = build_command_line(Charliecloud, &[mount("/", "/", false)], ContainerGpus::None).unwrap();
+    let (text, _) = build_command_line(Charliecloud, &[mount("/", "/", false)], ContainerGpuVendor::None).unwrap();
     assert_eq!(text, "ch-run --bind /:/ --cd / --option 1 image --");
 }
 
@@ -102,7 +102,7 @@ fn directories_of_the_job_are_mounted_once() {
 fn unusable_mounts_are_rejected() {
     for (runtime, path, read_only) in [(Podman, "/no/such/path", false), (Charliecloud, "/usr", true)] {
         let error =
-            build_command_line(runtime, &[mount(path, path, read_only)], ContainerGpus::None).unwrap_err();
+            build_command_line(runtime, &[mount(path, path, read_only)], ContainerGpuVendor::None).unwrap_err();
         assert_eq!((error.code(), error.subject()), (host::CONTAINER_MOUNT_UNUSABLE, Some(path)));
     }
 }

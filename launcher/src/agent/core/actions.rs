@@ -121,7 +121,7 @@ pub(crate) enum AgentAction {
     /// From now on, forward the output lines of these ranks, and of no others, to the controller.
     ShowOutput(Vec<Rank>),
     /// Send a signal to a worker's process group.
-    Signal(Rank, GroupSignal),
+    Signal(Rank, ProcessGroupSignal),
     /// Request a save from a program by sending this signal number. Warn instead if the program has
     /// no handler for the signal.
     RequestSave(Rank, i32),
@@ -144,7 +144,7 @@ pub(crate) enum AgentAction {
 
 /// A signal that ends the process group of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GroupSignal {
+pub(crate) enum ProcessGroupSignal {
     /// SIGTERM, followed by SIGCONT so that stopped processes handle SIGTERM.
     Terminate,
     /// SIGKILL, which ends all processes of the group immediately.

@@ -2,7 +2,7 @@
 //! the agent does without one.
 use super::{
     AgentAction, AgentCore, AgentState, kill_request::KillRequest, previous_controller::PreviousController,
-    protocol_error,
+    build_protocol_error,
 };
 use crate::leases::HEARTBEAT_INTERVAL;
 use diagnostic::{Diagnostic, codes::run};
@@ -30,8 +30,8 @@ impl AgentCore {
                     let (pid, stream, inventory) = (self.pid, self.stream, self.inventory.clone());
                     self.send_if_connected(FromAgent::Hello { version, pid, stream, inventory });
                 }
-                ToAgent::Hello { version, .. } => self.fail_and_exit(version_error(version)),
-                _ => self.fail_and_exit(protocol_error("the controller's first message was not a hello")),
+                ToAgent::Hello { version, .. } => self.fail_and_exit(build_protocol_version_error(version)),
+                _ => self.fail_and_exit(build_protocol_error("the controller's first message was not a hello")),
             };
         }
         // Every message proves that the controller is alive.
@@ -43,7 +43,7 @@ impl AgentCore {
         let is_current = |attempt: u32| attempt == self.attempt;
         match message {
             ToAgent::Hello { .. } | ToAgent::Attach(_) => {
-                self.fail_and_exit(protocol_error("the controller sent a second hello"))
+                self.fail_and_exit(build_protocol_error("the controller sent a second hello"))
             }
             // The driver answers probes, which do not change the state.
             // The driver answers these.
@@ -51,7 +51,7 @@ impl AgentCore {
             ToAgent::Heartbeat => self.controller_heard_at = Some(now),
             ToAgent::Memo(memo) => self.memo = Some(memo),
             ToAgent::Acknowledge { seq } => self.reports.acknowledge(seq),
-            ToAgent::End { .. } => self.end_agent(),
+            ToAgent::End { .. } => self.kill_workers_and_end_agent(),
             ToAgent::Bind(bind) => self.out.push(AgentAction::Bind(bind)),
             ToAgent::Start(plan) => self.start_attempt(now, plan),
             ToAgent::Stop { attempt, deadline_ms } if is_current(attempt) => {
@@ -80,7 +80,7 @@ impl AgentCore {
         let continues = self.memo.is_some()
             && self.terms.as_ref().is_some_and(|t| t.on_controller_loss == ControllerLossAction::Continue);
         if let Some(previous) = self.previous_controller.take() {
-            return self.forget_new_controller(previous);
+            return self.return_to_previous_controller(previous);
         }
         if continues {
             if let Some(silent) = silent_for {
@@ -97,19 +97,19 @@ impl AgentCore {
                 Diagnostic::error(run::CONTROLLER_SILENT, message).with_field("seconds", seconds);
             self.send_to_controller(FromAgent::Failed { attempt: self.attempt, rank: None, diagnostic });
         }
-        self.end_agent();
+        self.kill_workers_and_end_agent();
     }
 
     /// Ends this agent, which has just started, because an older agent on the host obeys a
     /// controller that is newer than this agent's.
-    pub(super) fn on_controller_replaced(&mut self, token: ControllerToken) {
+    pub(super) fn exit_for_newer_controller(&mut self, token: ControllerToken) {
         self.send_if_connected(FromAgent::Released { token: Some(token), silent_ms: None });
         self.request_exit(0);
     }
 
     /// Makes the agent obey its previous controller again, because the new controller was lost
     /// before it took over the run.
-    fn forget_new_controller(&mut self, previous: PreviousController) {
+    fn return_to_previous_controller(&mut self, previous: PreviousController) {
         if let Some(terms) = &mut self.terms {
             terms.token = previous.token;
         }
@@ -118,7 +118,7 @@ impl AgentCore {
     }
 
     /// Kills the workers, and requests the exit of the agent as soon as no worker is left.
-    fn end_agent(&mut self) {
+    fn kill_workers_and_end_agent(&mut self) {
         self.is_ending = true;
         match self.state {
             AgentState::AwaitingHello | AgentState::Idle => self.request_exit(0),
@@ -151,7 +151,7 @@ impl AgentCore {
     /// the agent as soon as no worker is left.
     fn end_unattended_workers(&mut self, now: Duration) {
         let (Some(terms), AgentState::Running) = (&self.terms, self.state) else {
-            return self.end_agent();
+            return self.kill_workers_and_end_agent();
         };
         self.is_ending = true;
         let save_time = Duration::from_millis(terms.controller_timeout_ms).max(MIN_UNATTENDED_SAVE_TIME);
@@ -165,7 +165,7 @@ impl AgentCore {
 
     /// Handles the SIGTERM by which a batch system announces the end of the job, and reports it to
     /// the controller. Without a controller, lets the workers save and stop.
-    pub(super) fn on_terminated(&mut self, now: Duration) {
+    pub(super) fn on_batch_system_sigterm(&mut self, now: Duration) {
         match self.unattended_since {
             Some(_) if !self.is_ending => self.end_unattended_workers(now),
             Some(_) => {}
@@ -198,7 +198,7 @@ impl AgentCore {
             (None, AttachPurpose::Adopt) => self.obey_new_controller(now, token),
             (None, AttachPurpose::Evict { .. }) => {
                 self.out.push(AgentAction::AcceptEviction);
-                self.end_agent();
+                self.kill_workers_and_end_agent();
             }
         }
     }
@@ -244,7 +244,7 @@ impl AgentCore {
         let number = terms.number;
         (self.unattended_since, self.controller_heard_at) = (None, None);
         self.heartbeat_at = now + HEARTBEAT_INTERVAL;
-        self.reports.rewind();
+        self.reports.resend_kept_reports();
         self.out.push(AgentAction::AcceptController);
         self.send_if_connected(FromAgent::Adopted(Box::new(AdoptedAgent {
             pid: self.pid,
@@ -262,7 +262,7 @@ impl AgentCore {
 
 /// Creates the error that the controller uses version `version` of the control protocol, which this
 /// agent does not know.
-fn version_error(version: u32) -> Diagnostic {
+fn build_protocol_version_error(version: u32) -> Diagnostic {
     let message = format!(
         "the agent speaks version {PROTOCOL_VERSION} of the control protocol and the controller version {version}"
     );

@@ -4,7 +4,7 @@
 //! After a failure of another worker, the controller may allow built-in workers to leave the
 //! attempt instead of ending. The process of a worker that has left waits for the next attempt. It
 //! takes part in that attempt if its place in the job is unchanged, and is killed otherwise.
-use super::{AgentAction, AgentCore, GroupSignal, WorkerState};
+use super::{AgentAction, AgentCore, ProcessGroupSignal, SupervisedWorker};
 use jobspec::{env, ids::Rank};
 use protocol::control::{FromAgent, HostPlan, WorkerPlan};
 use std::{collections::BTreeMap, time::Duration};
@@ -12,11 +12,11 @@ use std::{collections::BTreeMap, time::Duration};
 /// How long a worker that has left an attempt (one start of all workers) waits for the next
 /// attempt, before its process is killed. The controller may wait this long for a lost host, and a
 /// host may be a spare host from now on.
-pub(super) const MAX_WAITING_TIME: Duration = Duration::from_secs(600);
+pub(super) const MAX_WAIT_FOR_NEXT_ATTEMPT: Duration = Duration::from_secs(600);
 /// The largest age of the last message of a worker that waits for the next attempt (start of all
 /// workers), with which its process may take part in that attempt. Workers send a heartbeat every
 /// second, so an older message means that the process is stopped or its connection does not work.
-const MAX_LAST_MESSAGE_AGE: Duration = Duration::from_secs(4);
+const MAX_REJOIN_MESSAGE_AGE: Duration = Duration::from_secs(4);
 /// The environment variables whose values differ between attempts (starts of all workers), and that
 /// built-in workers do not read.
 const PER_ATTEMPT_VARIABLES: [&str; 1] = [env::MASTER_PORT];
@@ -33,7 +33,7 @@ impl AgentCore {
     /// Returns the ranks of the workers that have left an attempt and whose processes wait for the
     /// next attempt, in ascending order.
     pub(super) fn waiting_ranks(&self) -> Vec<Rank> {
-        self.workers.iter().filter(|(_, w)| w.is_waiting()).map(|(r, _)| *r).collect()
+        self.workers.iter().filter(|(_, w)| w.is_waiting_for_next_attempt()).map(|(r, _)| *r).collect()
     }
 
     /// Records that a worker has left the current attempt (one start of all workers) and waits for
@@ -41,7 +41,7 @@ impl AgentCore {
     /// which is killed after the grace period.
     pub(super) fn on_worker_left(&mut self, rank: Rank, attempt: u32) {
         let may_leave = self.may_leave && attempt == self.attempt;
-        let may_leave = |worker: &WorkerState| may_leave && worker.is_alive() && !worker.silence_reported;
+        let may_leave = |worker: &SupervisedWorker| may_leave && worker.is_alive() && !worker.silence_reported;
         let Some(worker) = self.workers.get_mut(&rank).filter(|worker| may_leave(worker)) else { return };
         worker.has_left = true;
         if let Some(pid) = worker.pid {
@@ -53,16 +53,16 @@ impl AgentCore {
     /// `selects` accepts.
     pub(super) fn kill_waiting_workers(&mut self, selects: impl Fn(Rank) -> bool) {
         let ranks = self.waiting_ranks().into_iter().filter(|rank| selects(*rank));
-        self.out.extend(ranks.map(|rank| AgentAction::Signal(rank, GroupSignal::Kill)));
+        self.out.extend(ranks.map(|rank| AgentAction::Signal(rank, ProcessGroupSignal::Kill)));
     }
 
     /// Selects the processes of earlier workers that take part in the next attempt, which the plan
     /// `next` describes. Kills the others.
-    pub(super) fn select_rejoining_workers(&mut self, now: Duration, next: &HostPlan) {
+    pub(super) fn select_rejoining_and_kill_others(&mut self, now: Duration, next: &HostPlan) {
         let can_rejoin = |rank: &Rank| {
             let worker = &self.workers[rank];
             worker.connection_open
-                && now <= worker.last_message_at + MAX_LAST_MESSAGE_AGE
+                && now <= worker.last_message_at + MAX_REJOIN_MESSAGE_AGE
                 && self.plan.as_deref().is_some_and(|last| is_worker_unchanged(last, next, *rank))
         };
         let ranks = self.waiting_ranks().into_iter().filter(can_rejoin);

@@ -38,7 +38,7 @@ struct KeptReport {
 impl KeptReport {
     /// Returns whether the report states that the worker `rank` makes no progress, or makes
     /// progress again.
-    fn is_stall_of(&self, rank: Rank) -> bool {
+    fn is_stall_report_of(&self, rank: Rank) -> bool {
         matches!(&self.message,
             FromAgent::Stalled { rank: r, .. } | FromAgent::Recovered { rank: r, .. } if *r == rank)
     }
@@ -51,7 +51,7 @@ impl ReportLog {
         if let FromAgent::Stalled { rank, .. } | FromAgent::Recovered { rank, .. } = message {
             // Only the newest state of a rank matters to a later controller.
             let sent = self.sent;
-            self.reports.retain(|report| report.seq > sent || !report.is_stall_of(rank));
+            self.reports.retain(|report| report.seq > sent || !report.is_stall_report_of(rank));
         }
         let is_event = matches!(message, FromAgent::Event { .. });
         let event_bytes = if is_event { encode_frame(&message).map_or(0, |frame| frame.len()) } else { 0 };
@@ -78,13 +78,13 @@ impl ReportLog {
 
     /// Forgets all reports of previous attempts except workers' events, because a new attempt
     /// (start of all workers) begins.
-    pub(crate) fn begin_attempt(&mut self) {
+    pub(crate) fn drop_reports_of_earlier_attempts(&mut self) {
         self.drop_reports(|report| !matches!(report.message, FromAgent::Event { .. }));
     }
 
     /// Makes [`ReportLog::take_unsent`] begin again with the oldest kept report, so that a new
     /// controller gets all kept reports.
-    pub(crate) fn rewind(&mut self) {
+    pub(crate) fn resend_kept_reports(&mut self) {
         self.sent = 0;
     }
 
@@ -154,10 +154,10 @@ mod tests {
         log.acknowledge(9);
         assert!(log.has_unsent());
         assert_eq!(take_all(&mut log, Duration::from_secs(4)), [(3, 1000)]);
-        log.rewind();
+        log.resend_kept_reports();
         assert_eq!(take_all(&mut log, Duration::from_secs(4)), [(1, 3000), (3, 1000)]);
-        log.begin_attempt();
-        log.rewind();
+        log.drop_reports_of_earlier_attempts();
+        log.resend_kept_reports();
         assert_eq!(take_all(&mut log, Duration::from_secs(4)), [(3, 1000)]);
         log.acknowledge(3);
         assert_eq!((log.last_kept_number(), log.event_bytes), (0, 0));
@@ -174,7 +174,7 @@ mod tests {
             log.append_report(Duration::ZERO, FromAgent::Recovered { attempt: 0, rank });
             take_all(&mut log, Duration::ZERO);
         }
-        log.rewind();
+        log.resend_kept_reports();
         assert_eq!(take_all(&mut log, Duration::ZERO), [(3, 0), (4, 0), (5, 0), (6, 0)]);
     }
 

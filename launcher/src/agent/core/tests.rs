@@ -129,7 +129,7 @@ impl TestAgent {
                 actions.push(action);
             }
         }
-        while let Some(FromAgent::Report { message, .. }) = self.core.take_report(self.now) {
+        while let Some(FromAgent::Report { message, .. }) = self.core.take_next_report(self.now) {
             actions.push(AgentAction::Send(*message));
         }
         actions
@@ -174,7 +174,7 @@ fn select_worker_messages(commands: &[AgentAction]) -> Vec<(Rank, &ToWorker)> {
 }
 
 /// Returns the signals to workers among the requested actions, each with the rank of the worker.
-fn select_signals(commands: &[AgentAction]) -> Vec<(Rank, GroupSignal)> {
+fn select_signals(commands: &[AgentAction]) -> Vec<(Rank, ProcessGroupSignal)> {
     commands
         .iter()
         .filter_map(|c| if let AgentAction::Signal(r, e) = c { Some((*r, *e)) } else { None })
@@ -265,13 +265,13 @@ fn after_a_failed_start_no_further_worker_is_started() {
     let kill = ToAgent::Kill { attempt: 0, stacks: false, reason: "no".into(), grace_ms: 0, leave_ms: None };
     assert_eq!(
         select_signals(&core.handle_input(ms(0), AgentInput::Controller(kill))),
-        [(0, GroupSignal::Kill)]
+        [(0, ProcessGroupSignal::Kill)]
     );
 }
 
 #[test]
 fn a_worker_that_starts_after_a_kill_request_is_ended_in_the_grace_period() {
-    for (stacks, signals) in [(false, &[(1, GroupSignal::Terminate)][..]), (true, &[])] {
+    for (stacks, signals) in [(false, &[(1, ProcessGroupSignal::Terminate)][..]), (true, &[])] {
         let mut core = create_core();
         core.handle_input(ms(0), AgentInput::Controller(make_hello(PROTOCOL_VERSION)));
         core.handle_input(ms(0), AgentInput::Controller(ToAgent::Start(Box::new(make_plan(&[false; 3])))));
@@ -284,7 +284,7 @@ fn a_worker_that_starts_after_a_kill_request_is_ended_in_the_grace_period() {
         assert_eq!(select_signals(&commands), signals);
         assert!(!commands.iter().any(|command| matches!(command, AgentAction::Spawn(_))), "{commands:?}");
         let commands = core.handle_input(ms(3), AgentInput::StacksWritten { evidence: Vec::new() });
-        let ended = [(0, GroupSignal::Terminate), (1, GroupSignal::Terminate)];
+        let ended = [(0, ProcessGroupSignal::Terminate), (1, ProcessGroupSignal::Terminate)];
         assert_eq!(select_signals(&commands), if stacks { &ended[..] } else { &[] });
     }
 }
@@ -312,7 +312,7 @@ fn workers_with_evidence_end_when_the_request_is_repeated_or_after_a_timeout() {
             assert_eq!(select_signals(&core.handle_input(STACKS_TIMEOUT, AgentInput::Tick)), []);
             core.handle_input(STACKS_TIMEOUT + ms(1), AgentInput::Tick)
         };
-        assert_eq!(select_signals(&ended), [(0, GroupSignal::Terminate)], "repeated: {repeated}");
+        assert_eq!(select_signals(&ended), [(0, ProcessGroupSignal::Terminate)], "repeated: {repeated}");
     }
 }
 
@@ -354,9 +354,9 @@ fn a_worker_hello_with_another_version_or_pid_is_a_failure() {
 fn stop_is_a_message_to_the_runtime_and_a_signal_to_programs() {
     let mut agent = TestAgent::start(&[false, false]);
     let commands = agent.receive_message(ToAgent::Stop { attempt: 0, deadline_ms: Some(500) });
-    assert_eq!(select_signals(&commands), [(0, GroupSignal::Terminate), (1, GroupSignal::Terminate)]);
+    assert_eq!(select_signals(&commands), [(0, ProcessGroupSignal::Terminate), (1, ProcessGroupSignal::Terminate)]);
     assert!(select_signals(&agent.advance_to(ms(499))).is_empty());
-    assert_eq!(select_signals(&agent.advance_to(ms(500))), [(0, GroupSignal::Kill), (1, GroupSignal::Kill)]);
+    assert_eq!(select_signals(&agent.advance_to(ms(500))), [(0, ProcessGroupSignal::Kill), (1, ProcessGroupSignal::Kill)]);
 
     let mut agent = TestAgent::start(&[true]);
     agent.feed_input(AgentInput::Worker {
@@ -389,12 +389,12 @@ fn kill_aborts_or_terminates_at_once_and_kills_after_the_grace_period() {
     );
     assert_eq!(
         select_signals(&commands),
-        [(1, GroupSignal::Terminate), (2, GroupSignal::Terminate)],
+        [(1, ProcessGroupSignal::Terminate), (2, ProcessGroupSignal::Terminate)],
         "rank 1 is not initialized yet"
     );
     agent.end_worker(2, ExitStatus::Signal(15, false));
     assert!(select_signals(&agent.advance_to(ms(209))).is_empty());
-    assert_eq!(select_signals(&agent.advance_to(ms(210))), [(0, GroupSignal::Kill), (1, GroupSignal::Kill)]);
+    assert_eq!(select_signals(&agent.advance_to(ms(210))), [(0, ProcessGroupSignal::Kill), (1, ProcessGroupSignal::Kill)]);
     // A second kill request with a shorter grace period takes effect immediately.
     let mut agent = TestAgent::start(&[false]);
     agent.receive_message(ToAgent::Kill {
@@ -411,7 +411,7 @@ fn kill_aborts_or_terminates_at_once_and_kills_after_the_grace_period() {
         grace_ms: 0,
         leave_ms: None,
     });
-    assert_eq!(select_signals(&commands), [(0, GroupSignal::Kill)]);
+    assert_eq!(select_signals(&commands), [(0, ProcessGroupSignal::Kill)]);
 }
 
 #[test]

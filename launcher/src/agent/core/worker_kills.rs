@@ -1,6 +1,6 @@
 //! The part of the agent's state machine that ends the workers of an attempt on request of the
 //! controller.
-use super::{AgentAction, AgentCore, AgentState, GroupSignal, STACKS_TIMEOUT, kill_request::KillRequest};
+use super::{AgentAction, AgentCore, AgentState, ProcessGroupSignal, STACKS_TIMEOUT, kill_request::KillRequest};
 use protocol::{
     control::{FromAgent, ToWorker},
     hang::RankEvidence,
@@ -22,7 +22,7 @@ impl AgentCore {
         }
         // A second kill request does not wait for the stacks that the first one requested.
         self.kill_after_stacks = None;
-        self.end_workers(now, request);
+        self.end_workers_with_grace_period(now, request);
     }
 
     /// Sends the evidence about hanging workers to the controller, after their stacks were written
@@ -31,7 +31,7 @@ impl AgentCore {
     /// Without evidence, executes the kill request.
     pub(super) fn on_stacks_written(&mut self, now: Duration, evidence: Vec<RankEvidence>) {
         if evidence.is_empty() {
-            return self.end_waiting_workers(now);
+            return self.execute_postponed_kill(now);
         }
         if self.kill_after_stacks.is_none() {
             return; // the workers have ended or are ending
@@ -44,10 +44,10 @@ impl AgentCore {
 
     /// Executes a kill request of the controller that was postponed until the stacks of the workers
     /// were written to their logs.
-    pub(super) fn end_waiting_workers(&mut self, now: Duration) {
+    pub(super) fn execute_postponed_kill(&mut self, now: Duration) {
         self.stacks_deadline = Duration::MAX;
         if let Some(request) = self.kill_after_stacks.take() {
-            self.end_workers(now, request);
+            self.end_workers_with_grace_period(now, request);
         }
     }
 
@@ -56,7 +56,7 @@ impl AgentCore {
     ///
     /// Initialized built-in workers get an abort message, and all others get SIGTERM. With a grace
     /// period of 0, all workers are killed immediately instead.
-    fn end_workers(&mut self, now: Duration, request: KillRequest) {
+    fn end_workers_with_grace_period(&mut self, now: Duration, request: KillRequest) {
         let KillRequest { reason, grace_ms, leave_ms } = request;
         let leave_ms = leave_ms.filter(|_| self.trains_on_cpus());
         self.may_leave = leave_ms.is_some();
@@ -77,7 +77,7 @@ impl AgentCore {
                 let keep = self.may_leave && !worker.silence_reported;
                 self.send_to_worker(rank, ToWorker::Abort { reason: reason.clone(), keep });
             } else {
-                self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
+                self.out.push(AgentAction::Signal(rank, ProcessGroupSignal::Terminate));
             }
         }
     }

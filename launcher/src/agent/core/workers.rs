@@ -1,8 +1,8 @@
 //! The part of the agent's state machine that handles the start, the messages and the exits of
 //! workers.
 use super::{
-    AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, GroupSignal, WorkerState,
-    kept_workers::MAX_WAITING_TIME,
+    AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, ProcessGroupSignal, SupervisedWorker,
+    kept_workers::MAX_WAIT_FOR_NEXT_ATTEMPT,
 };
 use crate::agent::progress::WorkerProgress;
 use diagnostic::{Diagnostic, codes::run};
@@ -61,7 +61,7 @@ impl AgentCore {
             // The worker waits for this message, and sends no second hello.
             self.out.push(AgentAction::SendToWorker(rank, ToWorker::Init(init)));
         }
-        let worker = WorkerState {
+        let worker = SupervisedWorker {
             builtin,
             pid: Some(pid),
             init,
@@ -86,7 +86,7 @@ impl AgentCore {
             let reason = "the attempt is ending".to_owned();
             self.send_to_worker(rank, ToWorker::Abort { reason, keep: self.may_leave });
         } else if self.kill_requested {
-            self.out.push(AgentAction::Signal(rank, GroupSignal::Terminate));
+            self.out.push(AgentAction::Signal(rank, ProcessGroupSignal::Terminate));
         } else if self.stop_requested {
             self.stop_worker(rank);
         }
@@ -196,7 +196,7 @@ impl AgentCore {
     /// This is the end of the worker if all output and messages of the worker have arrived, else
     /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL or SIGTERM that the agent did not send, it
     /// is at least `kill_report_delay` later.
-    pub(super) fn exit_report_time(&self, worker: &WorkerState) -> Duration {
+    pub(super) fn exit_report_time(&self, worker: &SupervisedWorker) -> Duration {
         let complete = worker.tail.is_some() && !worker.connection_open;
         let is_of_batch_system = |status| match status {
             ExitStatus::Signal(SIGKILL, _) => !worker.oom,
@@ -244,7 +244,7 @@ impl AgentCore {
     /// Reports to the controller that the workers of the attempt have ended, after the processes
     /// that they left were killed. Ends the agent with an error if processes `left` did not end
     /// after SIGKILL.
-    pub(super) fn on_swept(&mut self, left: &[i32]) {
+    pub(super) fn on_sweep_finished(&mut self, left: &[i32]) {
         if self.state != AgentState::Sweeping {
             return;
         }
@@ -259,7 +259,7 @@ impl AgentCore {
         }
         self.state = AgentState::Idle;
         let is_waiting = !self.waiting_ranks().is_empty();
-        self.waiting_until = is_waiting.then(|| self.now + MAX_WAITING_TIME);
+        self.waiting_until = is_waiting.then(|| self.now + MAX_WAIT_FOR_NEXT_ATTEMPT);
         self.send_to_controller(FromAgent::WorkersEnded { attempt: self.attempt });
         if self.is_ending {
             self.request_exit(1);

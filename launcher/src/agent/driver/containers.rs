@@ -8,7 +8,7 @@ impl AgentDriver {
     /// Starts the command that removes the container of the process `pid`, if that process has
     /// ended with an error or signal (`status`). Docker's containers continue if their client is
     /// killed.
-    pub(super) fn end_container(&mut self, pid: u32, status: ExitStatus) {
+    pub(super) fn remove_container_of_failed_process(&mut self, pid: u32, status: ExitStatus) {
         let Some(words) = self.container_removals.remove(&pid) else { return };
         if status != ExitStatus::Code(0) {
             self.running_removals += 1;

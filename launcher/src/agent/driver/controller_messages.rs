@@ -4,7 +4,7 @@ use super::{AgentDriver, ControllerMessage, controller_connection::ControllerCon
 use crate::{
     agent::{
         attach_socket,
-        attach_socket::{AttachConnection, LockError},
+        attach_socket::{AttachConnection, HostLockError},
         core::AgentInput,
     },
     connection::{MessagePriority, Outbox, read_frames, write_frames},
@@ -29,7 +29,7 @@ impl AgentDriver {
         let number = self.connections + 1;
         self.connections = number;
         let (outbox, outgoing) = Outbox::channel();
-        self.console.set_outbox(outbox.clone());
+        self.console.set_controller_outbox(outbox.clone());
         let reader = tokio::spawn(read_frames(number, input, self.controller_messages.0.clone()));
         let writer = tokio::spawn(write_frames(output, outgoing));
         self.connection = Some(ControllerConnection::new(number, outbox, reader, writer));
@@ -66,7 +66,7 @@ impl AgentDriver {
     /// Removes the connection to the controller from the driver and returns it. Lines of output are
     /// counted as dropped afterwards.
     fn take_connection(&mut self) -> Option<ControllerConnection> {
-        self.console.set_outbox(Outbox::channel().0);
+        self.console.set_controller_outbox(Outbox::channel().0);
         self.cancel_exec_commands();
         self.connection.take()
     }
@@ -130,7 +130,7 @@ impl AgentDriver {
 
     /// Handles the controller's first message once `lock` states whether this agent is the only
     /// agent of the run on its host.
-    pub(super) fn on_host_locked(&mut self, lock: Result<Option<UnixListener>, LockError>) -> AgentInput {
+    pub(super) fn on_host_locked(&mut self, lock: Result<Option<UnixListener>, HostLockError>) -> AgentInput {
         let Some(hello) = self.waiting_hello.take() else { return AgentInput::Tick };
         match (lock, self.terms.clone()) {
             (Ok(Some(listener)), Some(terms)) => {
@@ -140,8 +140,8 @@ impl AgentDriver {
             }
             // Without abstract sockets, no other controller can reach the agent.
             (Ok(_), _) => AgentInput::Controller(hello),
-            (Err(LockError::Replaced(token)), _) => AgentInput::ControllerReplaced(token),
-            (Err(LockError::InUse(error)), _) => {
+            (Err(HostLockError::Replaced(token)), _) => AgentInput::ControllerReplaced(token),
+            (Err(HostLockError::InUse(error)), _) => {
                 self.handle_input(AgentInput::Controller(hello));
                 AgentInput::CannotStart(error)
             }
@@ -171,7 +171,7 @@ impl AgentDriver {
         let Some(connection) = &mut self.connection else { return };
         connection.outbox.flush_overflow();
         while connection.outbox.has_space_for_report()
-            && let Some(report) = self.core.take_report(self.clock.now())
+            && let Some(report) = self.core.take_next_report(self.clock.now())
         {
             connection.outbox.send_message(MessagePriority::Critical, report);
         }

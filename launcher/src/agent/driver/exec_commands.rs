@@ -2,14 +2,14 @@
 //! the controller.
 use super::{
     AgentDriver,
-    exec_state::{ExecCommand, ExecEvent, OutputReader, into_async_pipe},
+    exec_state::{ExecCommand, ExecEvent, ExecOutputReader, into_async_pipe},
     worker_spawner::{ExecSpawnRequest, ExecSpawnResult},
     worker_start::remove_replaced_defaults,
 };
 use crate::agent::{
-    container::{WorkerContainer, explain_missing_runtime},
-    core::{AgentInput, GroupSignal},
-    process::{self, EnvironmentDifferences},
+    container::{ContainerCommandBuilder, explain_missing_runtime},
+    core::{AgentInput, ProcessGroupSignal},
+    process::{self, InheritedEnvironment},
 };
 use diagnostic::{Diagnostic, codes};
 use jobspec::{env, ids::Rank};
@@ -21,10 +21,10 @@ use tokio::{
 };
 
 /// The largest number of `launch exec` commands that run on a host at the same time.
-const MAX_COMMANDS: usize = 16;
+const MAX_EXEC_COMMANDS_PER_HOST: usize = 16;
 /// The time from SIGTERM to SIGKILL for a command of `launch exec` whose client (the user's `launch
 /// exec` process) has ended.
-const CANCEL_GRACE_PERIOD: Duration = Duration::from_secs(2);
+const EXEC_CANCEL_GRACE_PERIOD: Duration = Duration::from_secs(2);
 
 impl AgentDriver {
     /// Handles a request of the controller about a command of `launch exec`: start it, read more of
@@ -62,11 +62,11 @@ impl AgentDriver {
             let message = "the request for a command is empty or repeated";
             return Err(Diagnostic::error(codes::command::EXEC_UNAVAILABLE, message));
         }
-        if self.exec.commands.len() >= MAX_COMMANDS {
-            let message = format!("{MAX_COMMANDS} commands of `launch exec` already run on the host");
+        if self.exec.commands.len() >= MAX_EXEC_COMMANDS_PER_HOST {
+            let message = format!("{MAX_EXEC_COMMANDS_PER_HOST} commands of `launch exec` already run on the host");
             return Err(Diagnostic::error(codes::command::EXEC_UNAVAILABLE, message));
         }
-        let environment = EnvironmentDifferences {
+        let environment = InheritedEnvironment {
             changes: self.activation.clone().unwrap_or_default(),
             hidden: crate::cluster::list_hidden_variables(&plan.job),
         };
@@ -76,10 +76,10 @@ impl AgentDriver {
         worker.env.retain(|(name, _)| name != env::TORCHELASTIC_ERROR_FILE);
         worker.command = Some(words);
         worker.env.push((env::LAUNCH_WORKER_PID.to_owned(), pid.to_string()));
-        let container = WorkerContainer::for_worker(&plan, planned, Some(id));
+        let container = ContainerCommandBuilder::for_worker(&plan, planned, Some(id));
         container.as_ref().map_or(Ok(()), |container| container.wrap_command(&mut worker))?;
         let removal = container.and_then(|container| container.build_removal_command());
-        self.spawner.begin_exec(ExecSpawnRequest { id, worker, environment, file_limit: self.file_limit });
+        self.spawner.begin_exec_command_start(ExecSpawnRequest { id, worker, environment, file_limit: self.file_limit });
         let command = ExecCommand {
             pid: None,
             status: None,
@@ -111,13 +111,13 @@ impl AgentDriver {
         };
         self.exec.leaders.insert(spawned.pid, id);
         let Some(command) = self.exec.commands.get_mut(&id) else {
-            process::signal_group(spawned.pid, GroupSignal::Kill);
+            process::signal_worker_process_group(spawned.pid, ProcessGroupSignal::Kill);
             return AgentInput::Tick;
         };
         command.pid = Some(spawned.pid);
         self.container_removals.extend(command.removal.take().map(|words| (spawned.pid, words)));
         for (stderr, pipe) in [(false, spawned.stdout), (true, spawned.stderr)] {
-            let reader = OutputReader {
+            let reader = ExecOutputReader {
                 id,
                 stderr,
                 window: command.window.clone(),
@@ -130,11 +130,11 @@ impl AgentDriver {
                     tokio::spawn(reader.read_to_end(pipe));
                 }
                 // Without its output, the command only has an exit code.
-                Err(_) => process::signal_group(spawned.pid, GroupSignal::Kill),
+                Err(_) => process::signal_worker_process_group(spawned.pid, ProcessGroupSignal::Kill),
             }
         }
         if command.is_cancelled {
-            process::signal_group(spawned.pid, GroupSignal::Kill);
+            process::signal_worker_process_group(spawned.pid, ProcessGroupSignal::Kill);
         }
         AgentInput::Tick
     }
@@ -153,7 +153,7 @@ impl AgentDriver {
             }
             ExecEvent::GraceEnded => {
                 if let Some(pid) = self.exec.commands.get(&id).and_then(|command| command.pid) {
-                    process::signal_group(pid, GroupSignal::Kill);
+                    process::signal_worker_process_group(pid, ProcessGroupSignal::Kill);
                 }
             }
         }
@@ -191,10 +191,10 @@ impl AgentDriver {
         // Readers that wait for space in the window end.
         command.window.close();
         if let Some(pid) = command.pid {
-            process::signal_group(pid, GroupSignal::Terminate);
+            process::signal_worker_process_group(pid, ProcessGroupSignal::Terminate);
             let events = self.exec.events.0.clone();
             tokio::spawn(async move {
-                sleep(CANCEL_GRACE_PERIOD).await;
+                sleep(EXEC_CANCEL_GRACE_PERIOD).await;
                 // An error means that the agent has ended.
                 _ = events.send((id, ExecEvent::GraceEnded)).await;
             });

@@ -18,7 +18,7 @@ use tokio::{
 
 /// The number of events of `launch exec` commands, such as output, that may wait for the agent's
 /// event loop.
-const EVENT_CAPACITY: usize = 16;
+const EXEC_EVENT_QUEUE_CAPACITY: usize = 16;
 
 /// A command of `launch exec` that runs next to a worker on this host.
 pub(super) struct ExecCommand {
@@ -47,14 +47,14 @@ pub(super) enum ExecEvent {
 }
 
 /// The sender and the receiver of the events of all `launch exec` commands of the host.
-type EventChannel = (mpsc::Sender<(ExecId, ExecEvent)>, mpsc::Receiver<(ExecId, ExecEvent)>);
+type ExecEventChannel = (mpsc::Sender<(ExecId, ExecEvent)>, mpsc::Receiver<(ExecId, ExecEvent)>);
 
 /// The commands of `launch exec` on the host, with the channel for their events.
 pub(super) struct ExecCommands {
     pub(super) commands: HashMap<ExecId, ExecCommand>,
     /// The pids of the commands that have not been reaped.
     pub(super) leaders: HashMap<u32, ExecId>,
-    pub(super) events: EventChannel,
+    pub(super) events: ExecEventChannel,
 }
 
 impl ExecCommands {
@@ -63,7 +63,7 @@ impl ExecCommands {
         ExecCommands {
             commands: HashMap::new(),
             leaders: HashMap::new(),
-            events: mpsc::channel(EVENT_CAPACITY),
+            events: mpsc::channel(EXEC_EVENT_QUEUE_CAPACITY),
         }
     }
 
@@ -77,7 +77,7 @@ impl ExecCommands {
     }
 
     /// Returns the pids of the `launch exec` commands that have not been reaped.
-    pub(super) fn pids(&self) -> impl Iterator<Item = u32> {
+    pub(super) fn unreaped_pids(&self) -> impl Iterator<Item = u32> {
         self.leaders.keys().copied()
     }
 
@@ -89,7 +89,7 @@ impl ExecCommands {
 
 /// Reads one output pipe (stdout or stderr) of a `launch exec` command, and sends the output to the
 /// agent's event loop.
-pub(super) struct OutputReader {
+pub(super) struct ExecOutputReader {
     pub(super) id: ExecId,
     pub(super) stderr: bool,
     pub(super) window: Arc<Semaphore>,
@@ -97,7 +97,7 @@ pub(super) struct OutputReader {
     pub(super) events: mpsc::Sender<(ExecId, ExecEvent)>,
 }
 
-impl OutputReader {
+impl ExecOutputReader {
     /// Reads the pipe of a `launch exec` command to its end, and sends each piece of output to the
     /// agent's event loop. Also ends if the command has ended and prints nothing for
     /// [`FINAL_OUTPUT_TIMEOUT`], because processes that it left may hold the pipe.

@@ -55,7 +55,7 @@ impl AgentDriver {
 
     /// Starts a thread that collects evidence about the hanging workers `ranks`, and writes their
     /// stacks to their logs. Does not block.
-    pub(super) fn start_writing_stacks(&mut self, ranks: &[Rank]) {
+    pub(super) fn start_evidence_collection(&mut self, ranks: &[Rank]) {
         let Some(plan) = self.plan.clone() else { return };
         let workers: Vec<(&WorkerPlan, u32)> = ranks
             .iter()

@@ -43,7 +43,7 @@ pub(super) fn open_logs(plan: &HostPlan) -> Result<HashMap<Rank, RankLog>, (Rank
                 Err(error) if is_transient(&error) && began.elapsed() < OPEN_LOG_TIMEOUT => {
                     thread::sleep(pauses.next_pause());
                 }
-                Err(error) => return Err((worker.rank, build_log_error(&worker.log, &error))),
+                Err(error) => return Err((worker.rank, build_log_open_error(&worker.log, &error))),
             }
         };
         logs.insert(worker.rank, log);
@@ -52,7 +52,7 @@ pub(super) fn open_logs(plan: &HostPlan) -> Result<HashMap<Rank, RankLog>, (Rank
 }
 
 /// Builds the error that the log file `log` of a worker cannot be opened.
-fn build_log_error(log: &Path, error: &io::Error) -> Diagnostic {
+fn build_log_open_error(log: &Path, error: &io::Error) -> Diagnostic {
     let file = log.display().to_string();
     Diagnostic::error(codes::host::WORKER_LOG_UNWRITABLE, format!("cannot open the log {file}"))
         .with_subject(file)

@@ -8,7 +8,7 @@ use crate::{
         environment_activation::activate_environments,
         environment_changes::EnvironmentChanges,
         hang::StatusMemory,
-        process::{self, EnvironmentDifferences, OpenFileLimits, SpawnedWorker, WorkerMemoryFiles},
+        process::{self, InheritedEnvironment, OpenFileLimits, SpawnedWorker, WorkerMemoryFiles},
     },
     background_thread::BackgroundThread,
 };
@@ -55,7 +55,7 @@ pub(super) struct SpawnRequest {
     pub(super) index: usize,
     pub(super) worker: WorkerPlan,
     /// The environment of the worker without the variables of its plan.
-    pub(super) environment: EnvironmentDifferences,
+    pub(super) environment: InheritedEnvironment,
     /// The memory that the built-in workers of the host share.
     pub(super) shm: Option<Arc<OwnedFd>>,
     /// The memory for copies of the workers' states (`checkpoint.memory`).
@@ -72,7 +72,7 @@ pub(super) struct ExecSpawnRequest {
     pub(super) id: ExecId,
     /// The plan of the rank's worker, with the command instead of the worker's program.
     pub(super) worker: WorkerPlan,
-    pub(super) environment: EnvironmentDifferences,
+    pub(super) environment: InheritedEnvironment,
     pub(super) file_limit: OpenFileLimits,
 }
 
@@ -151,7 +151,7 @@ impl WorkerSpawner {
     }
 
     /// Begins to start a command of `launch exec` on the separate thread. Does not block.
-    pub(super) fn begin_exec(&mut self, request: ExecSpawnRequest) {
+    pub(super) fn begin_exec_command_start(&mut self, request: ExecSpawnRequest) {
         self.run_on_thread(move || {
             let ExecSpawnRequest { id, worker, environment, file_limit } = request;
             let start = || {

@@ -7,13 +7,13 @@ use super::{
 };
 use crate::{
     agent::{
-        container::{WorkerContainer, explain_missing_runtime},
-        core::{AgentInput, GroupSignal},
+        container::{ContainerCommandBuilder, explain_missing_runtime},
+        core::{AgentInput, ProcessGroupSignal},
         debug_log,
         environment_changes::EnvironmentChanges,
         hang::{HookDirectory, StatusMemory},
         output::{OutputPump, PumpEvent, PumpOptions},
-        process::{self, EnvironmentDifferences, SpawnedWorker},
+        process::{self, InheritedEnvironment, SpawnedWorker},
         rank_log::RankLogWriter,
     },
     cluster,
@@ -32,7 +32,7 @@ impl AgentDriver {
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the shared memory or the thread is not available.
     /// Keeps the connections to the processes of the ranks `kept`.
-    pub(super) fn prepare_workers(&mut self, plan: Rc<HostPlan>, kept: &[Rank]) -> Option<AgentInput> {
+    pub(super) fn prepare_shared_worker_resources(&mut self, plan: Rc<HostPlan>, kept: &[Rank]) -> Option<AgentInput> {
         self.workers.retain(|rank, _| kept.contains(rank));
         (self.shm, self.logs) = (None, OpenedLogs::default());
         // The store serves until the next start, because ranks of other hosts may need the store
@@ -144,13 +144,13 @@ impl AgentDriver {
             let diagnostic = Diagnostic::error(codes::run::INTERNAL, "the log is not open");
             return Some(AgentInput::SpawnFailed { rank: worker.rank, diagnostic });
         }
-        let environment = EnvironmentDifferences {
+        let environment = InheritedEnvironment {
             changes: self.activation.clone().unwrap_or_default(),
             hidden: cluster::list_hidden_variables(&plan.job),
         };
         let rank = worker.rank;
         let mut adapted = remove_replaced_defaults(worker, &plan.job.run, &environment.changes);
-        match WorkerContainer::for_worker(&plan, worker, None) {
+        match ContainerCommandBuilder::for_worker(&plan, worker, None) {
             Some(container) => {
                 if let Err(diagnostic) = container.wrap_command(&mut adapted) {
                     return Some(AgentInput::SpawnFailed { rank, diagnostic });
@@ -222,7 +222,7 @@ impl AgentDriver {
             Err(error) => error,
         };
         if let Some(handle) = self.workers.remove(&rank).filter(|h| self.leaders.contains_key(&h.pid)) {
-            process::signal_group(handle.pid, GroupSignal::Kill);
+            process::signal_worker_process_group(handle.pid, ProcessGroupSignal::Kill);
         }
         let message = "the process of the worker cannot take part in another attempt";
         let diagnostic = Diagnostic::error(codes::run::WORKER_START_FAILED, message).with_cause(&error);
@@ -238,7 +238,7 @@ impl AgentDriver {
         let Some((plan, worker)) = plan.as_ref().and_then(|plan| Some((plan, plan.workers.get(index)?)))
         else {
             // No attempt begins while a worker is being started. Such a process must not run.
-            spawned.iter().for_each(|spawned| process::signal_group(spawned.pid, GroupSignal::Kill));
+            spawned.iter().for_each(|spawned| process::signal_worker_process_group(spawned.pid, ProcessGroupSignal::Kill));
             return AgentInput::Tick;
         };
         let rank = worker.rank;
@@ -262,10 +262,10 @@ impl AgentDriver {
     ) -> diagnostic::Result<u32> {
         let (rank, pid) = (worker.rank, spawned.pid);
         self.leaders.insert(pid, rank);
-        let removal = WorkerContainer::for_worker(plan, worker, None).and_then(|c| c.build_removal_command());
+        let removal = ContainerCommandBuilder::for_worker(plan, worker, None).and_then(|c| c.build_removal_command());
         self.container_removals.extend(removal.map(|words| (pid, words)));
         let Some(log) = self.logs.logs.as_mut().ok().and_then(|logs| logs.remove(&rank)) else {
-            process::signal_group(pid, GroupSignal::Kill);
+            process::signal_worker_process_group(pid, ProcessGroupSignal::Kill);
             return Err(Diagnostic::error(codes::run::INTERNAL, "the log is not open"));
         };
         let events = self.pump_events.0.clone();
@@ -302,7 +302,7 @@ impl AgentDriver {
                 Ok(pid)
             }
             (Err(error), _) | (_, Err(error)) => {
-                process::signal_group(pid, GroupSignal::Kill);
+                process::signal_worker_process_group(pid, ProcessGroupSignal::Kill);
                 let message = "cannot read the output or the control messages of the worker";
                 Err(Diagnostic::error(codes::run::WORKER_START_FAILED, message).with_cause(&error))
             }

@@ -26,7 +26,7 @@ pub(super) fn request_stacks(directory: &Path, processes: &[(Rank, u32)]) -> Vec
         .map(|(rank, pid)| {
             let path = directory.join(format!("rank-{rank}.stacks"));
             let length = fs::metadata(&path).ok()?.len() as usize;
-            handles_signal(*pid).then(|| {
+            handles_stacks_signal(*pid).then(|| {
                 // SAFETY: kill has no memory effects. The process handles the signal.
                 unsafe { libc::kill(*pid as libc::pid_t, STACKS_SIGNAL) };
                 (path, length)
@@ -46,7 +46,7 @@ pub(super) fn request_stacks(directory: &Path, processes: &[(Rank, u32)]) -> Vec
 
 /// Returns whether the process `pid` has a handler of [`STACKS_SIGNAL`], the signal that requests
 /// Python stacks.
-fn handles_signal(pid: u32) -> bool {
+fn handles_stacks_signal(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
@@ -87,6 +87,6 @@ mod tests {
 
     #[test]
     fn a_process_without_the_handler_gets_no_signal() {
-        assert!(!handles_signal(std::process::id()));
+        assert!(!handles_stacks_signal(std::process::id()));
     }
 }

@@ -32,12 +32,12 @@ const FLIGHT_RECORDER_ENTRIES: &str = "2000";
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The largest number of groups, of collectives and of stack frames that the agent keeps from one
 /// rank's hang hook.
-const MAX_ITEMS: usize = 64;
+const MAX_ITEMS_PER_RANK: usize = 64;
 /// The longest text, in bytes, that the agent keeps from a rank's hang hook.
 const MAX_TEXT_BYTES: usize = 400;
 /// The shortest and the longest interval at which the hang hook (a Python module in each worker)
 /// publishes the counters of collectives.
-const PUBLISH_INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+const PUBLISH_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
 
 /// The prefix of the names of the temporary directories that contain agents' hang hooks.
 const DIRECTORY_NAME_PREFIX: &str = "launch-hang-";
@@ -100,7 +100,7 @@ impl HookDirectory {
             Some(rest) if !rest.is_empty() => format!("{directory}:{rest}"),
             _ => directory.clone(),
         };
-        let interval = (timeout / 8).clamp(PUBLISH_INTERVALS.0, PUBLISH_INTERVALS.1);
+        let interval = (timeout / 8).clamp(PUBLISH_INTERVAL_RANGE.0, PUBLISH_INTERVAL_RANGE.1);
         let variables = [
             (env::PYTHONPATH, path),
             (env::LAUNCH_HANG_DIR, directory),
@@ -249,7 +249,7 @@ impl HookAnswer {
     /// Converts the answer of a process's hang hook to evidence about the hanging rank `rank`, and
     /// limits its size.
     pub(super) fn into_evidence(self, rank: Rank, thread: Option<ThreadState>) -> RankEvidence {
-        let skipped = self.entries.len().saturating_sub(MAX_ITEMS);
+        let skipped = self.entries.len().saturating_sub(MAX_ITEMS_PER_RANK);
         let mut entries: Vec<CollectiveEntry> = self.entries.into_iter().skip(skipped).collect();
         for entry in &mut entries {
             for text in [&mut entry.group, &mut entry.operation, &mut entry.inputs, &mut entry.dtypes] {
@@ -258,7 +258,7 @@ impl HookAnswer {
         }
         let main = self.stacks.into_iter().find(|stack| stack.main);
         let mut stack = main.map_or_else(Vec::new, |stack| stack.frames);
-        stack.truncate(MAX_ITEMS);
+        stack.truncate(MAX_ITEMS_PER_RANK);
         for frame in &mut stack {
             limit_text(&mut frame.file);
             limit_text(&mut frame.function);
@@ -278,7 +278,7 @@ impl HookAnswer {
 
 /// Limits the number of process groups that a hang hook reports, and the length of their names.
 fn limit_groups(mut groups: Vec<GroupCounters>) -> Vec<GroupCounters> {
-    groups.truncate(MAX_ITEMS);
+    groups.truncate(MAX_ITEMS_PER_RANK);
     for group in &mut groups {
         limit_text(&mut group.name);
         limit_text(&mut group.backend);

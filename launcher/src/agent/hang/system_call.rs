@@ -10,7 +10,7 @@ const PAGE_BYTES: u64 = 4096;
 
 /// The numbers of the system calls that wait for data or a disk and have a file descriptor as their
 /// first argument.
-const DESCRIPTOR_CALLS: [i64; 17] = [
+const DESCRIPTOR_SYSTEM_CALLS: [i64; 17] = [
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_pread64,
@@ -77,16 +77,16 @@ impl SystemCall {
     }
 
     /// Returns whether the system call waits for data of a file, pipe or socket, or for a disk.
-    fn is_io(&self) -> bool {
+    fn waits_for_io(&self) -> bool {
         let number = &self.number;
-        DESCRIPTOR_CALLS.contains(number) || PATH_CALLS.contains(number) || OLD_PATH_CALLS.contains(number)
+        DESCRIPTOR_SYSTEM_CALLS.contains(number) || PATH_CALLS.contains(number) || OLD_PATH_CALLS.contains(number)
     }
 
     /// Returns the path of the file on which this system call of the process `pid` operates.
     /// Returns `None` if the call uses no file, or if this process may not read the path.
     pub(super) fn find_file(&self, pid: u32) -> Option<String> {
         let [first, second] = self.arguments;
-        if DESCRIPTOR_CALLS.contains(&self.number) {
+        if DESCRIPTOR_SYSTEM_CALLS.contains(&self.number) {
             let path = fs::read_link(format!("/proc/{pid}/fd/{}", first as i32)).ok()?;
             // Pipes and sockets have no path.
             return path.is_absolute().then(|| truncate_path(&path.to_string_lossy()));
@@ -104,7 +104,7 @@ impl SystemCall {
 pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKind {
     match call {
         Some(call) if call.number == libc::SYS_futex => WaitKind::Futex,
-        Some(call) if call.is_io() => WaitKind::Io,
+        Some(call) if call.waits_for_io() => WaitKind::Io,
         Some(call) if SLEEP_CALLS.contains(&call.number) => WaitKind::Sleep,
         Some(call) if POLL_CALLS.contains(&call.number) || OLD_POLL_CALLS.contains(&call.number) => {
             WaitKind::Poll

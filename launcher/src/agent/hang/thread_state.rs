@@ -53,7 +53,7 @@ impl MainThread {
     /// Ends the observation of the main thread, and returns its state, whether it was busy, and
     /// what it waits for. If the main thread waits while another thread is blocked in the kernel
     /// and cannot be interrupted, describes that thread instead.
-    pub(super) fn finish_observation_of_blocked(self) -> Option<ThreadState> {
+    pub(super) fn finish_observation_of_any_thread(self) -> Option<ThreadState> {
         let pid = self.pid;
         let main = self.finish_observation()?;
         if main.busy || main.state != 'S' {
@@ -98,6 +98,6 @@ mod tests {
         assert!(!thread.is_stopped());
         assert!(thread.finish_observation().is_some_and(|state| "RS".contains(state.state)));
         let thread = MainThread::observe(std::process::id());
-        assert!(thread.finish_observation_of_blocked().is_some_and(|state| "RSD".contains(state.state)));
+        assert!(thread.finish_observation_of_any_thread().is_some_and(|state| "RSD".contains(state.state)));
     }
 }

@@ -8,9 +8,9 @@ mod measurement_server;
 mod measuring_connection;
 
 use crate::connection::handshake::HandshakeKey;
-use crate::discover::{inspect_interface, inspect_rdma, list_addresses};
+use crate::discover::{inspect_interface, inspect_rdma, list_interface_addresses};
 use diagnostic::{Diagnostic, codes::host};
-use measurement_server::start_serving;
+use measurement_server::start_measurement_servers;
 use measuring_connection::MeasurementEndpoint;
 use protocol::{
     control::{HostInventory, InterfaceAddress, select_host_address},
@@ -44,7 +44,7 @@ impl NetworkProber {
         inventory: Option<HostInventory>,
     ) -> NetworkInspection {
         let rdma = inspect_rdma(Path::new("/"));
-        let addresses = list_addresses();
+        let addresses = list_interface_addresses();
         let reached = inventory.and_then(|inventory| inventory.reached_address);
         let reached = reached.filter(|_| request.prefers_reached_address);
         let Some(selected) = select_host_address(&request.interface, reached, &addresses) else {
@@ -52,10 +52,10 @@ impl NetworkProber {
             return NetworkInspection { rdma, error: Some(error), ..NetworkInspection::default() };
         };
         let interface: NetworkInterface = inspect_interface(Path::new("/"), selected);
-        let key = HandshakeKey::derive(MEASUREMENT_KEY_CONTEXT, &request.key.0);
+        let key = HandshakeKey::derive_from_secret(MEASUREMENT_KEY_CONTEXT, &request.key.0);
         let end = MeasurementEndpoint { key, address: selected.address };
         let opened = open_listeners(request, selected.address)
-            .and_then(|(listeners, addresses)| start_serving(listeners, &end.key).map(|()| addresses));
+            .and_then(|(listeners, addresses)| start_measurement_servers(listeners, &end.key).map(|()| addresses));
         *self.end.lock().unwrap_or_else(PoisonError::into_inner) = Some(end);
         let (listeners, error) = match opened {
             Ok(addresses) => (addresses, None),
@@ -71,7 +71,7 @@ impl NetworkProber {
     /// Measures latency and throughput of the connection to the agent of another host, and blocks
     /// until the measurement has ended. Each step has a time limit. The result is empty before a
     /// call of [`Self::inspect_and_listen`].
-    pub(super) fn measure(&self, request: &MeasureRequest) -> Measurement {
+    pub(super) fn measure_connection_to_agent(&self, request: &MeasureRequest) -> Measurement {
         let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).clone();
         end.map_or_else(Measurement::default, |end| measurement::measure_connection(&end, request))
     }
@@ -132,22 +132,22 @@ mod tests {
     #[test]
     fn both_directions_are_measured() {
         let ((first, _), (_second, listeners)) = (start_prober(1), start_prober(1));
-        let found = first.measure(&request(listeners.clone(), 50));
+        let found = first.measure_connection_to_agent(&request(listeners.clone(), 50));
         assert!(matches!(found.connections[..], [Ok(ms)] if ms > 0.0), "{found:?}");
         assert!(found.round_trip_ms.is_some_and(|ms| ms > 0.0 && ms < 2000.0), "{found:?}");
         for transfer in [found.sent, found.received] {
             let transfer = transfer.expect("a transfer");
-            assert!(transfer.rate() > 1e6 && transfer.seconds >= 0.04, "{transfer:?}");
+            assert!(transfer.bytes_per_second() > 1e6 && transfer.seconds >= 0.04, "{transfer:?}");
             assert!(transfer.retransmits.is_some() && transfer.segments > Some(0), "{transfer:?}");
         }
-        let found = first.measure(&request(listeners, 0));
+        let found = first.measure_connection_to_agent(&request(listeners, 0));
         assert!(found.connections[0].is_ok() && found.sent.is_none() && found.received.is_none());
     }
 
     #[test]
     fn an_agent_with_another_key_is_rejected() {
         let ((first, _), (_second, listeners)) = (start_prober(1), start_prober(2));
-        let found = first.measure(&request(listeners, 50));
+        let found = first.measure_connection_to_agent(&request(listeners, 50));
         assert!(found.connections[0].is_err() && found.sent.is_none(), "{found:?}");
     }
 
@@ -156,7 +156,7 @@ mod tests {
         let ((first, _), (_second, mut listeners)) = (start_prober(1), start_prober(1));
         let closed = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port");
         listeners.insert(0, closed);
-        let found = first.measure(&request(listeners, 20));
+        let found = first.measure_connection_to_agent(&request(listeners, 20));
         let error = found.connections[0].as_ref().expect_err("closed");
         assert_eq!(error.code(), host::PEER_UNREACHABLE);
         assert!(found.connections[1].is_ok() && found.sent.is_some(), "{found:?}");

@@ -14,12 +14,12 @@ use std::{
 pub(in crate::agent) const NVML_LIBRARY: &str = "libnvidia-ml.so.1";
 /// The largest number of GPUs of a host that are queried through NVML, NVIDIA's management library.
 /// Further GPUs are missing in the report.
-const MAX_GPUS: u32 = 64;
+const MAX_QUERIED_GPUS: u32 = 64;
 /// The largest number of processes that are read from NVML for one GPU. If more processes use the
 /// GPU, the report has no processes of this GPU.
 const MAX_PROCESSES: usize = 64;
 /// The largest number of NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS`).
-const MAX_LINKS: c_uint = 18;
+const MAX_NVLINKS_PER_GPU: c_uint = 18;
 /// The NVML constant (`nvmlMemoryErrorType_t`) for memory errors that ECC could not correct.
 const ECC_ERROR_UNCORRECTED: c_int = 1;
 /// The NVML constant (`nvmlEccCounterType_t`) that selects the counts of memory errors since the
@@ -172,7 +172,7 @@ impl Nvml {
         match self.query_device_count() {
             Ok(count) => {
                 let devices: Vec<_> =
-                    (0..count.min(MAX_GPUS)).filter_map(|i| self.query_device_handle(i).ok()).collect();
+                    (0..count.min(MAX_QUERIED_GPUS)).filter_map(|i| self.query_device_handle(i).ok()).collect();
                 report.gpus = devices.iter().filter_map(|d| self.query_gpu(*d, &devices).ok()).collect();
             }
             Err(error) => report.error = Some(error.into()),
@@ -231,7 +231,7 @@ impl Nvml {
                 .call_integer_query(device, c"nvmlDeviceGetComputeMode")
                 .is_ok_and(|mode| mode != COMPUTE_MODE_DEFAULT),
             mig_enabled: self.query_mig_enabled(device).unwrap_or_default(),
-            nvlinks: (0..MAX_LINKS)
+            nvlinks: (0..MAX_NVLINKS_PER_GPU)
                 .filter(|link| self.query_link_is_up(device, *link).unwrap_or_default())
                 .count() as u32,
             no_peer_access: self.query_missing_peer_access(device, devices),
@@ -330,7 +330,7 @@ impl Nvml {
     /// Queries the current utilization, memory use and faults of each GPU of this host. Values that
     /// a GPU does not support are `None`.
     pub(in crate::agent) fn query_usage(&self) -> Vec<GpuUsage> {
-        let count = self.query_device_count().unwrap_or(0).min(MAX_GPUS);
+        let count = self.query_device_count().unwrap_or(0).min(MAX_QUERIED_GPUS);
         let query = |gpu: u32| {
             let device = self.query_device_handle(gpu).ok()?;
             let memory = self.query_memory(device).ok();

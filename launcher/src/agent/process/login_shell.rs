@@ -80,7 +80,7 @@ pub(in crate::agent) fn run_login_shell(
         }
         result => result?,
     };
-    let output = read_until_end(&mut child, limits);
+    let output = read_until_shell_end(&mut child, limits);
     if output.is_err() {
         // The shell is not reaped yet, so the number of its group is still in use.
         _ = killpg(Pid::from_raw(child.id() as i32), Signal::SIGKILL);
@@ -114,7 +114,7 @@ fn start_shell(shell: &str, script: &str, workdir: &Path, hidden: &[String]) -> 
 }
 
 /// Reads the output of a login shell until the shell has ended or a limit is exceeded.
-fn read_until_end(child: &mut Child, limits: ShellLimits) -> Result<ShellOutput, ShellError> {
+fn read_until_shell_end(child: &mut Child, limits: ShellLimits) -> Result<ShellOutput, ShellError> {
     let (Some(mut out), Some(mut err)) = (child.stdout.take(), child.stderr.take()) else {
         return Err(io::Error::other("the shell has no output pipes").into());
     };

@@ -8,7 +8,7 @@ use crate::{
         listeners::{accept_next, open_listeners},
         tree::{TreeFrame, TreeSetup},
     },
-    discover::{find_reachable_addresses, list_addresses, sort_and_limit_addresses},
+    discover::{find_reachable_addresses, list_interface_addresses, sort_and_limit_addresses},
 };
 use std::{
     io,
@@ -30,7 +30,7 @@ use tokio::{
 /// at the same time. Further ones wait.
 const MAX_HANDSHAKES: usize = 64;
 /// The pause after a failed accept, for example because no file descriptor is free.
-const RETRY_PAUSE: Duration = Duration::from_millis(50);
+const FAILED_ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Accepts the connections of the agents below this one in the tree of agents. The task ends with
 /// the runtime.
@@ -58,7 +58,7 @@ impl ChildListener {
         accepted: mpsc::Sender<NeighbourLink>,
     ) -> io::Result<ChildListener> {
         let (mut ips, _) =
-            sort_and_limit_addresses(find_reachable_addresses(&setup.interface, list_addresses()));
+            sort_and_limit_addresses(find_reachable_addresses(&setup.interface, list_interface_addresses()));
         if ips.iter().any(|ip| !ip.is_loopback()) {
             // On another host, a loopback address would be that of another agent.
             ips.retain(|ip| !ip.is_loopback());
@@ -103,7 +103,7 @@ async fn accept_children(
     loop {
         let Ok(permit) = limit.clone().acquire_owned().await else { return };
         let Ok((stream, _)) = accept_next(&mut listeners).await else {
-            sleep(RETRY_PAUSE).await;
+            sleep(FAILED_ACCEPT_PAUSE).await;
             continue;
         };
         let (state, accepted) = (state.clone(), accepted.clone());

@@ -23,9 +23,9 @@ use tokio::{
 
 /// The delay between the starts of attempts to connect to two possible parents in the tree, or to
 /// two addresses of one (RFC 8305).
-const ATTEMPT_DELAY: Duration = Duration::from_millis(200);
+const NEXT_ATTEMPT_DELAY: Duration = Duration::from_millis(200);
 /// The time limit of one attempt to connect to a possible parent in the tree of agents.
-const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
+const CONNECT_ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause before an agent tries the same parent in the tree for the second time. It doubles
 /// after each attempt.
 const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
@@ -81,20 +81,20 @@ impl fmt::Display for AttemptFailure {
 /// agent for too long.
 pub(super) async fn connect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
     let limit = Duration::from_millis(setup.reconnect_ms).min(MAX_FIRST_CONNECT_TIME);
-    try_parents(setup, limit, RetryPolicy::Rejections).await
+    race_possible_parents(setup, limit, RetryPolicy::Rejections).await
 }
 
 /// Connects an agent whose link to its parent in the tree has ended to another of its possible
 /// parents. Tries them repeatedly, for the time that the controller has set.
 pub(super) async fn reconnect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
-    try_parents(setup, Duration::from_millis(setup.reconnect_ms), RetryPolicy::AllFailures).await
+    race_possible_parents(setup, Duration::from_millis(setup.reconnect_ms), RetryPolicy::AllFailures).await
 }
 
 /// Tries to connect to all possible parents in the tree of agents, each attempt started a bit later
 /// than the one before, and returns the first connection that is accepted. A neighbour that does
 /// not answer delays no other one. Returns the first connection that is accepted. Fails if there is
 /// none after `limit`.
-async fn try_parents(
+async fn race_possible_parents(
     setup: &TreeSetup,
     limit: Duration,
     repetition: RetryPolicy,
@@ -115,7 +115,7 @@ async fn try_parents(
                 let attempt = || try_address(stream, address, &key, &name);
                 retry_address(attempt, repetition, record).await
             });
-            delay += ATTEMPT_DELAY;
+            delay += NEXT_ATTEMPT_DELAY;
         }
     }
     let wait_for_connection = async {
@@ -146,7 +146,7 @@ where
 {
     let mut pause = FIRST_RETRY_PAUSE;
     loop {
-        let result = timeout(ATTEMPT_TIMEOUT, attempt()).await;
+        let result = timeout(CONNECT_ATTEMPT_TIMEOUT, attempt()).await;
         let failure = match result.unwrap_or(Err(HandshakeError::Timeout.into())) {
             Ok(link) => return Some(link),
             Err(failure) => failure,
@@ -173,7 +173,7 @@ async fn try_address(
     let verified = timeout(HANDSHAKE_TIMEOUT, authenticate_controller(socket, key, name))
         .await
         .unwrap_or(Err(HandshakeError::Timeout))?;
-    let (mut input, output) = verified.confirm().await?.into_halves(TcpStream::into_split);
+    let (mut input, output) = verified.send_proof_of_key().await?.into_halves(TcpStream::into_split);
     let first: Result<Option<TreeFrame>, FrameError> =
         read_short_frame(&mut input, MAX_TREE_FRAME_BYTES).await;
     match first.map_err(io::Error::other)? {

@@ -19,7 +19,7 @@ const TICKS_PER_SECOND: u64 = 100;
 /// The sums of the kernel's counters of all processes of one worker, and whether its first process
 /// is stopped.
 #[derive(Clone, Copy, Debug, Default)]
-struct ProcessCounters {
+struct WorkerProcessCounters {
     rss: u64,
     cpu_us: u64,
     run_delay_us: u64,
@@ -31,16 +31,16 @@ struct ProcessCounters {
 /// The counters of all workers at the previous measurement, with which the next measurement is
 /// compared.
 #[derive(Debug, Default)]
-pub(super) struct WorkerCounters {
+pub(super) struct WorkerUsageMeter {
     /// By the pid of the worker's first process.
-    previous: HashMap<u32, ProcessCounters>,
+    previous: HashMap<u32, WorkerProcessCounters>,
     /// The processes of programs, by the pid of the first one.
     trees: HashMap<u32, Vec<i32>>,
     /// The number of measurements.
     count: u32,
 }
 
-impl WorkerCounters {
+impl WorkerUsageMeter {
     /// Measures the resource usage of the workers since the previous call or, for new workers,
     /// since their start. Reads files below `root`.
     pub(super) fn measure(&mut self, root: &Path, workers: &[SampledWorker]) -> Vec<WorkerUsage> {
@@ -77,10 +77,10 @@ impl WorkerCounters {
 
 /// Reads and sums the kernel's counters of the processes `pids` of one worker, whose first process
 /// is `leader`.
-fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> ProcessCounters {
-    let mut sum = ProcessCounters {
+fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> WorkerProcessCounters {
+    let mut sum = WorkerProcessCounters {
         throttled_us: read_throttled_us(root, leader).unwrap_or(0),
-        ..ProcessCounters::default()
+        ..WorkerProcessCounters::default()
     };
     for pid in pids.iter().take(MAX_PROCESSES) {
         let directory = root.join(format!("proc/{pid}"));
@@ -101,16 +101,16 @@ fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> ProcessCounters {
 
 /// Parses memory, CPU time and page faults of a process from the content of `/proc/PID/stat`. The
 /// fields after the name of the process are numbered from 3 in proc(5).
-fn parse_stat(stat: &str) -> Option<ProcessCounters> {
+fn parse_stat(stat: &str) -> Option<WorkerProcessCounters> {
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let number = |field: usize| fields.get(field - 3)?.parse::<u64>().ok();
     let ticks = number(14)?.saturating_add(number(15)?);
-    Some(ProcessCounters {
+    Some(WorkerProcessCounters {
         rss: number(24)?.saturating_mul(page_bytes()),
         cpu_us: ticks.saturating_mul(1_000_000 / TICKS_PER_SECOND),
         major_faults: number(12)?,
         is_stopped: fields.first() == Some(&"T"),
-        ..ProcessCounters::default()
+        ..WorkerProcessCounters::default()
     })
 }
 
@@ -148,7 +148,7 @@ mod tests {
         write("proc/7/cgroup", "0::/a\n");
         write("sys/fs/cgroup/a/cpu.stat", "throttled_usec 1000\n");
         let worker = SampledWorker { rank: 4, pid: 7, is_program: false };
-        let mut counters = WorkerCounters::default();
+        let mut counters = WorkerUsageMeter::default();
         let first = counters.measure(root.path(), &[worker])[0];
         assert_eq!((first.rank, first.rss, first.cpu_us), (4, 25 * page_bytes(), 1_100_000));
         assert_eq!((first.run_delay_us, first.throttled_us, first.major_faults), (3000, 1000, 3));

@@ -40,33 +40,33 @@ pub(super) struct JoinedNode {
 
 /// The reason why an attempt to join the run of node 0 failed.
 #[derive(Debug)]
-pub(super) enum DialError {
+pub(super) enum JoinAttemptError {
     /// Node 0 does not accept this node, or has another key. A further attempt would fail again.
     Rejected(Diagnostic),
     /// Node 0 does not answer. A further attempt may succeed.
     Unreachable(String),
 }
 
-impl From<io::Error> for DialError {
-    fn from(error: io::Error) -> DialError {
-        DialError::Unreachable(error.to_string())
+impl From<io::Error> for JoinAttemptError {
+    fn from(error: io::Error) -> JoinAttemptError {
+        JoinAttemptError::Unreachable(error.to_string())
     }
 }
 
 /// Tries to connect to the addresses of node 0 one after the other, and asks to join the run at the
 /// first one that answers. Waits for the decision of node 0 without a time limit.
-pub(super) async fn try_join_once(target: &JoinTarget) -> Result<JoinedNode, DialError> {
+pub(super) async fn try_join_once(target: &JoinTarget) -> Result<JoinedNode, JoinAttemptError> {
     let RendezvousAddress { host: name, port } = &target.address;
     let resolved = timeout(RESOLVE_TIMEOUT, lookup_host((name.as_str(), *port))).await;
     let resolved =
-        resolved.map_err(|_| DialError::Unreachable(format!("no answer to the DNS query for {name}")))?;
+        resolved.map_err(|_| JoinAttemptError::Unreachable(format!("no answer to the DNS query for {name}")))?;
     let addresses: Vec<SocketAddr> =
-        resolved.map_err(|error| DialError::Unreachable(error.to_string()))?.collect();
-    let mut last = DialError::Unreachable(format!("{name} has no address"));
+        resolved.map_err(|error| JoinAttemptError::Unreachable(error.to_string()))?.collect();
+    let mut last = JoinAttemptError::Unreachable(format!("{name} has no address"));
     for address in addresses {
         match join_at_address(address, target).await {
-            Err(DialError::Unreachable(reason)) => {
-                last = DialError::Unreachable(format!("{address}: {reason}"))
+            Err(JoinAttemptError::Unreachable(reason)) => {
+                last = JoinAttemptError::Unreachable(format!("{address}: {reason}"))
             }
             result => return result,
         }
@@ -76,32 +76,32 @@ pub(super) async fn try_join_once(target: &JoinTarget) -> Result<JoinedNode, Dia
 
 /// Connects to node 0 at `address`, proves that this node has the shared key, and asks to join the
 /// run.
-async fn join_at_address(address: SocketAddr, target: &JoinTarget) -> Result<JoinedNode, DialError> {
+async fn join_at_address(address: SocketAddr, target: &JoinTarget) -> Result<JoinedNode, JoinAttemptError> {
     let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(io::Error::from)??;
     set_control_options(&stream)?;
     let name = &target.request.host;
-    let handshake = async { authenticate_controller(stream, &target.key, name).await?.confirm().await };
+    let handshake = async { authenticate_controller(stream, &target.key, name).await?.send_proof_of_key().await };
     let stream = match timeout(HANDSHAKE_TIMEOUT, handshake).await {
-        Err(_) => return Err(DialError::Unreachable(HandshakeError::Timeout.to_string())),
+        Err(_) => return Err(JoinAttemptError::Unreachable(HandshakeError::Timeout.to_string())),
         Ok(Err(HandshakeError::WrongKey(_))) => {
             let message = format!("node 0 at {} has another key", target.address);
-            return Err(DialError::Rejected(
+            return Err(JoinAttemptError::Rejected(
                 Diagnostic::error(host::JOIN_REJECTED, message)
                     .with_subject(target.address.to_string())
                     .with_help("give all nodes the same key file, or `--insecure`; another job at the address has another key"),
             ));
         }
-        Ok(Err(error)) => return Err(DialError::Unreachable(error.to_string())),
+        Ok(Err(error)) => return Err(JoinAttemptError::Unreachable(error.to_string())),
         Ok(Ok(stream)) => stream,
     };
     let (mut reader, mut writer) = stream.into_halves(TcpStream::into_split);
-    let frame = encode_frame(&target.request).map_err(|error| DialError::Unreachable(error.to_string()))?;
+    let frame = encode_frame(&target.request).map_err(|error| JoinAttemptError::Unreachable(error.to_string()))?;
     writer.write_all(&frame).await?;
     writer.flush().await?;
     match read_frame(&mut reader).await {
         Ok(Some(JoinAnswer::Accepted { node_rank })) => Ok(JoinedNode { node_rank, reader, writer }),
-        Ok(Some(JoinAnswer::Rejected(error))) => Err(DialError::Rejected(error)),
-        Ok(None) => Err(DialError::Unreachable("node 0 closed the connection".to_owned())),
-        Err(error) => Err(DialError::Unreachable(error.to_string())),
+        Ok(Some(JoinAnswer::Rejected(error))) => Err(JoinAttemptError::Rejected(error)),
+        Ok(None) => Err(JoinAttemptError::Unreachable("node 0 closed the connection".to_owned())),
+        Err(error) => Err(JoinAttemptError::Unreachable(error.to_string())),
     }
 }

@@ -62,20 +62,20 @@ pub(crate) struct ProcessEnvironment<'a> {
 
 /// A number of processes from a variable of an MPI launcher, which may be written in one of several
 /// notations. It is the number of nodes, because one process is started on each.
-struct ProcessCount(u32);
+struct MpiProcessCount(u32);
 
-impl FromStr for ProcessCount {
+impl FromStr for MpiProcessCount {
     type Err = InvalidNodeCount;
 
-    fn from_str(text: &str) -> Result<ProcessCount, InvalidNodeCount> {
+    fn from_str(text: &str) -> Result<MpiProcessCount, InvalidNodeCount> {
         let count: NodeCount = text.parse()?;
-        if count.min == count.max { Ok(ProcessCount(count.max)) } else { Err(InvalidNodeCount) }
+        if count.min == count.max { Ok(MpiProcessCount(count.max)) } else { Err(InvalidNodeCount) }
     }
 }
 
 /// The names of the environment variables by which an MPI launcher describes each process that it
 /// starts.
-struct ProcessVariables {
+struct MpiVariableNames {
     size: &'static str,
     rank: &'static str,
     /// The names of variables for the number of processes on this node.
@@ -85,18 +85,18 @@ struct ProcessVariables {
 /// The names of the environment variables with which each supported MPI launcher, such as Open
 /// MPI's `mpirun`, describes a process. They state its rank, the number of processes and its local
 /// rank. All of these launchers set the number of processes.
-const MPI_LAUNCHERS: &[ProcessVariables] = &[
-    ProcessVariables {
+const MPI_LAUNCHERS: &[MpiVariableNames] = &[
+    MpiVariableNames {
         size: "OMPI_COMM_WORLD_SIZE",
         rank: "OMPI_COMM_WORLD_RANK",
         local_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
     },
-    ProcessVariables {
+    MpiVariableNames {
         size: "MV2_COMM_WORLD_SIZE",
         rank: "MV2_COMM_WORLD_RANK",
         local_size: &["MV2_COMM_WORLD_LOCAL_SIZE"],
     },
-    ProcessVariables {
+    MpiVariableNames {
         size: "JSM_NAMESPACE_SIZE",
         rank: "JSM_NAMESPACE_RANK",
         local_size: &["JSM_NAMESPACE_LOCAL_SIZE"],
@@ -104,7 +104,7 @@ const MPI_LAUNCHERS: &[ProcessVariables] = &[
 ];
 /// The names of the environment variables with which the process managers of MPICH, Intel MPI and
 /// PALS describe a process.
-const PMI_LAUNCHER: ProcessVariables = ProcessVariables {
+const PMI_LAUNCHER: MpiVariableNames = MpiVariableNames {
     size: "PMI_SIZE",
     rank: "PMI_RANK",
     local_size: &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"],
@@ -116,8 +116,8 @@ const PMI_LAUNCHER: ProcessVariables = ProcessVariables {
 pub(crate) fn find_node_environment(
     environment: &ProcessEnvironment<'_>,
 ) -> diagnostic::Result<Option<NodeEnvironment>> {
-    if let Some(found) = environment.find_own_variables()? {
-        return Ok(found.into_multi_node());
+    if let Some(found) = environment.find_launch_variables()? {
+        return Ok(found.only_if_multi_node());
     }
     environment.check_not_a_worker()?;
     let in_allocation = environment.scheduler.is_allocated;
@@ -149,13 +149,13 @@ pub(crate) fn find_node_environment(
             None => Ok(environment.find_pmix_variables()?.or_else(|| environment.find_batch_variables())),
         }
     };
-    Ok(find()?.and_then(NodeEnvironment::into_multi_node))
+    Ok(find()?.and_then(NodeEnvironment::only_if_multi_node))
 }
 
 impl NodeEnvironment {
     /// Returns the description of the nodes if there are several or an unknown number, and `None`
     /// for a single node.
-    fn into_multi_node(self) -> Option<NodeEnvironment> {
+    fn only_if_multi_node(self) -> Option<NodeEnvironment> {
         (self.nodes.is_none_or(|nodes| nodes.max > 1)).then_some(self)
     }
 }
@@ -163,14 +163,14 @@ impl NodeEnvironment {
 impl ProcessEnvironment<'_> {
     /// Returns the value of the environment variable `name`; `None` if the variable is not set or
     /// empty.
-    fn value(&self, name: &str) -> Option<String> {
+    fn find_nonempty_variable(&self, name: &str) -> Option<String> {
         (self.get)(name).filter(|value| !value.is_empty())
     }
 
     /// Parses the value of the environment variable `name` as a `T`. Returns `None` if the variable
     /// is not set or empty. Fails if the value is malformed.
-    fn parse<T: FromStr>(&self, name: &str) -> diagnostic::Result<Option<T>> {
-        let Some(value) = self.value(name) else { return Ok(None) };
+    fn parse_variable<T: FromStr>(&self, name: &str) -> diagnostic::Result<Option<T>> {
+        let Some(value) = self.find_nonempty_variable(name) else { return Ok(None) };
         let parsed = value.trim().parse().map(Some);
         parsed.map_err(|_| {
             let shown: String = value.chars().take(60).flat_map(char::escape_default).collect();
@@ -183,20 +183,20 @@ impl ProcessEnvironment<'_> {
 
     /// Reads the environment variables by which a user describes this node to launch itself, such
     /// as `LAUNCH_NODES`. Returns `None` without `LAUNCH_NODES`.
-    fn find_own_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
-        let Some(nodes) = self.parse::<NodeCount>(env::LAUNCH_NODES)? else { return Ok(None) };
+    fn find_launch_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
+        let Some(nodes) = self.parse_variable::<NodeCount>(env::LAUNCH_NODES)? else { return Ok(None) };
         Ok(Some(NodeEnvironment {
             source: env::LAUNCH_NODES.to_owned(),
             nodes: Some(nodes),
-            node_rank: self.parse(env::LAUNCH_NODE_RANK)?.or(self.parse("JOB_COMPLETION_INDEX")?),
-            rendezvous: self.parse(env::LAUNCH_RENDEZVOUS)?,
+            node_rank: self.parse_variable(env::LAUNCH_NODE_RANK)?.or(self.parse_variable("JOB_COMPLETION_INDEX")?),
+            rendezvous: self.parse_variable(env::LAUNCH_RENDEZVOUS)?,
         }))
     }
 
     /// Fails if this process is one of several workers that another launcher, or launch, has
     /// started.
     fn check_not_a_worker(&self) -> diagnostic::Result<()> {
-        let [rank, local, world] = [env::RANK, env::LOCAL_RANK, env::WORLD_SIZE].map(|name| self.value(name));
+        let [rank, local, world] = [env::RANK, env::LOCAL_RANK, env::WORLD_SIZE].map(|name| self.find_nonempty_variable(name));
         match (rank, local, world.and_then(|world| world.trim().parse::<u32>().ok())) {
             (Some(rank), Some(_), Some(world)) if world > 1 => {
                 let message = format!(
@@ -214,15 +214,15 @@ impl ProcessEnvironment<'_> {
     /// Reads the `PET_*` environment variables, with which the Kubeflow Trainer sets the options of
     /// torchrun.
     fn find_pet_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
-        let Some(nodes) = self.parse::<NodeCount>("PET_NNODES")? else { return Ok(None) };
-        let endpoint = self.parse::<RendezvousAddress>("PET_RDZV_ENDPOINT")?;
+        let Some(nodes) = self.parse_variable::<NodeCount>("PET_NNODES")? else { return Ok(None) };
+        let endpoint = self.parse_variable::<RendezvousAddress>("PET_RDZV_ENDPOINT")?;
         Ok(Some(NodeEnvironment {
             source: "PET_NNODES".to_owned(),
             nodes: Some(nodes),
-            node_rank: self.parse("PET_NODE_RANK")?,
+            node_rank: self.parse_variable("PET_NODE_RANK")?,
             rendezvous: match endpoint {
                 Some(endpoint) => Some(endpoint),
-                None => self.read_address("PET_MASTER_ADDR", "PET_MASTER_PORT")?,
+                None => self.read_node_0_address("PET_MASTER_ADDR", "PET_MASTER_PORT")?,
             },
         }))
     }
@@ -230,7 +230,7 @@ impl ProcessEnvironment<'_> {
     /// Reads the environment variables that Kubeflow's training operator sets for each pod of a
     /// PyTorchJob.
     fn find_training_operator_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
-        let is_set = |name: &str| self.value(name).is_some();
+        let is_set = |name: &str| self.find_nonempty_variable(name).is_some();
         if !is_set(env::RANK)
             || !is_set(env::WORLD_SIZE)
             || !is_set(env::MASTER_ADDR)
@@ -240,9 +240,9 @@ impl ProcessEnvironment<'_> {
         }
         Ok(Some(NodeEnvironment {
             source: "WORLD_SIZE and RANK".to_owned(),
-            nodes: self.parse(env::WORLD_SIZE)?,
-            node_rank: self.parse(env::RANK)?,
-            rendezvous: self.read_address(env::MASTER_ADDR, env::MASTER_PORT)?,
+            nodes: self.parse_variable(env::WORLD_SIZE)?,
+            node_rank: self.parse_variable(env::RANK)?,
+            rendezvous: self.read_node_0_address(env::MASTER_ADDR, env::MASTER_PORT)?,
         }))
     }
 
@@ -250,7 +250,7 @@ impl ProcessEnvironment<'_> {
     /// The pods of a job with a headless service have names that end with the index, and node 0 is
     /// the one with index 0.
     fn find_indexed_job_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
-        let Some(index) = self.parse::<u32>("JOB_COMPLETION_INDEX")? else { return Ok(None) };
+        let Some(index) = self.parse_variable::<u32>("JOB_COMPLETION_INDEX")? else { return Ok(None) };
         let host = self.host.split('.').next().unwrap_or_default();
         let stem = host.strip_suffix(&index.to_string()).filter(|stem| stem.ends_with('-'));
         let rendezvous = stem.and_then(|stem| {
@@ -276,17 +276,17 @@ impl ProcessEnvironment<'_> {
     /// an MPI launcher. Fails if it has started several processes on this node.
     fn find_mpi_variables(
         &self,
-        variables: &ProcessVariables,
+        variables: &MpiVariableNames,
     ) -> diagnostic::Result<Option<NodeEnvironment>> {
-        let Some(nodes) = self.parse::<ProcessCount>(variables.size)? else { return Ok(None) };
+        let Some(nodes) = self.parse_variable::<MpiProcessCount>(variables.size)? else { return Ok(None) };
         for name in variables.local_size {
-            check_processes_per_node(name, self.parse(name)?)?;
+            check_processes_per_node(name, self.parse_variable(name)?)?;
         }
         Ok(Some(NodeEnvironment {
             source: format!("{} and {}", variables.size, variables.rank),
             nodes: Some(NodeCount::from_exact_count(nodes.0)),
-            node_rank: self.parse(variables.rank)?,
-            rendezvous: self.find_first_host(),
+            node_rank: self.parse_variable(variables.rank)?,
+            rendezvous: self.find_first_batch_host_address(),
         }))
     }
 
@@ -302,17 +302,17 @@ impl ProcessEnvironment<'_> {
             source: step.source.clone(),
             nodes: Some(NodeCount::from_exact_count(step.nodes)),
             node_rank: Some(step.node_rank),
-            rendezvous: self.find_first_host(),
+            rendezvous: self.find_first_batch_host_address(),
         }))
     }
 
     /// Reads the rank that the process manager PMIx gives this process from an environment
     /// variable. PMIx has no variable for the number of processes.
     fn find_pmix_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
-        let Some(rank) = self.parse::<u32>("PMIX_RANK")? else { return Ok(None) };
+        let Some(rank) = self.parse_variable::<u32>("PMIX_RANK")? else { return Ok(None) };
         let hosts = self.list_batch_hosts().map(|(_, hosts)| hosts).unwrap_or_default();
         let nodes = u32::try_from(hosts.len()).ok().filter(|n| *n > 0).map(NodeCount::from_exact_count);
-        let rendezvous = self.find_first_host();
+        let rendezvous = self.find_first_batch_host_address();
         Ok(Some(NodeEnvironment { source: "PMIX_RANK".to_owned(), nodes, node_rank: Some(rank), rendezvous }))
     }
 
@@ -327,13 +327,13 @@ impl ProcessEnvironment<'_> {
             source: source.to_owned(),
             nodes: Some(NodeCount::from_exact_count(nodes)),
             node_rank: hosts.iter().position(|name| short(name) == this_host).map(|rank| rank as u32),
-            rendezvous: self.find_first_host(),
+            rendezvous: self.find_first_batch_host_address(),
         })
     }
 
     /// Returns the address of the first host of a batch job, which is node 0, with launch's default
     /// port.
-    fn find_first_host(&self) -> Option<RendezvousAddress> {
+    fn find_first_batch_host_address(&self) -> Option<RendezvousAddress> {
         let batch = || self.list_batch_hosts().and_then(|(_, hosts)| hosts.into_iter().next());
         let first = self.scheduler.first_host.clone().or_else(batch)?;
         Some(RendezvousAddress::with_default_port(&first))
@@ -342,16 +342,16 @@ impl ProcessEnvironment<'_> {
     /// Returns the hosts of a batch job of LSF or PBS without repetitions, and the name of the
     /// variable that lists them.
     fn list_batch_hosts(&self) -> Option<(&'static str, Vec<String>)> {
-        let lsf = self.value("LSB_MCPU_HOSTS").map(|text| {
+        let lsf = self.find_nonempty_variable("LSB_MCPU_HOSTS").map(|text| {
             // Host names and numbers of slots take turns.
             ("LSB_MCPU_HOSTS", text.split_whitespace().step_by(2).map(str::to_owned).collect())
         });
         let lsf = lsf.or_else(|| {
-            let text = self.value("LSB_HOSTS")?;
+            let text = self.find_nonempty_variable("LSB_HOSTS")?;
             Some(("LSB_HOSTS", text.split_whitespace().map(str::to_owned).collect()))
         });
         let (source, hosts): (&str, Vec<String>) = lsf.or_else(|| {
-            let text = (self.read_file)(&self.value("PBS_NODEFILE")?)?;
+            let text = (self.read_file)(&self.find_nonempty_variable("PBS_NODEFILE")?)?;
             Some(("PBS_NODEFILE", text.split_whitespace().map(str::to_owned).collect()))
         })?;
         let mut unique: Vec<String> = Vec::new();
@@ -365,13 +365,13 @@ impl ProcessEnvironment<'_> {
 
     /// Builds the address of node 0 from the environment variables `host_name` and `port_name`,
     /// which contain its host and port. A missing port is the default one.
-    fn read_address(
+    fn read_node_0_address(
         &self,
         host_name: &str,
         port_name: &str,
     ) -> diagnostic::Result<Option<RendezvousAddress>> {
-        let Some(mut address) = self.parse::<RendezvousAddress>(host_name)? else { return Ok(None) };
-        if let Some(port) = self.parse::<u16>(port_name)?.filter(|port| *port > 0) {
+        let Some(mut address) = self.parse_variable::<RendezvousAddress>(host_name)? else { return Ok(None) };
+        if let Some(port) = self.parse_variable::<u16>(port_name)?.filter(|port| *port > 0) {
             address.port = port;
         }
         Ok(Some(address))

@@ -13,7 +13,7 @@ const CHECK_COMMAND_SUBJECT: &str = "launch check";
 
 /// Returns the path of each key of a job with a hash of its value, for the comparison with the job
 /// of another node. Keys whose values may differ between nodes are left out.
-pub(super) fn hash_job(job: &JobSpec) -> Vec<JobSettingHash> {
+pub(super) fn hash_job_settings(job: &JobSpec) -> Vec<JobSettingHash> {
     let is_local = |path: &str| {
         KEYS_THAT_MAY_DIFFER
             .iter()
@@ -37,7 +37,7 @@ pub(super) fn hash_job(job: &JobSpec) -> Vec<JobSettingHash> {
 
 /// Returns the paths of the keys whose values differ between the jobs of two nodes, given by their
 /// hashes.
-pub(super) fn find_differences(first: &[JobSettingHash], second: &[JobSettingHash]) -> Vec<String> {
+pub(super) fn find_differing_job_keys(first: &[JobSettingHash], second: &[JobSettingHash]) -> Vec<String> {
     let by_path = |keys: &[JobSettingHash]| -> BTreeMap<String, u64> {
         keys.iter().map(|key| (key.path.clone(), key.hash)).collect()
     };
@@ -60,14 +60,14 @@ mod tests {
         let mut other = job.clone();
         other.run.workdir = "/elsewhere".into();
         other.cluster.join.timeout_ms = 7;
-        assert!(find_differences(&hash_job(&job), &hash_job(&other)).is_empty());
+        assert!(find_differing_job_keys(&hash_job_settings(&job), &hash_job_settings(&other)).is_empty());
         other.cluster.join.checks_hosts = true;
-        assert_eq!(find_differences(&hash_job(&job), &hash_job(&other)), ["launch check"]);
+        assert_eq!(find_differing_job_keys(&hash_job_settings(&job), &hash_job_settings(&other)), ["launch check"]);
         other.cluster.join.checks_hosts = false;
         other.run.restarts = 3;
         other.run.env = vec![("A".to_owned(), "b".to_owned())];
         assert_eq!(
-            find_differences(&hash_job(&job), &hash_job(&other)),
+            find_differing_job_keys(&hash_job_settings(&job), &hash_job_settings(&other)),
             ["run.env", "run.env.A", "run.restarts"]
         );
     }

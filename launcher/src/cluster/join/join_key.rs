@@ -19,7 +19,7 @@ const MAX_FILE_BYTES: u64 = 4096;
 /// job's key file or, in a job with `insecure`, from a constant that everyone knows.
 pub(super) fn read_join_key(join: &JoinSpec) -> diagnostic::Result<HandshakeKey> {
     match &join.key_file {
-        _ if join.insecure => Ok(HandshakeKey::derive(INSECURE_KEY_CONTEXT, &[])),
+        _ if join.insecure => Ok(HandshakeKey::derive_from_secret(INSECURE_KEY_CONTEXT, &[])),
         Some(file) => read_key_file(file),
         None => {
             Err(Diagnostic::error(host::JOIN_KEY_MISSING, "the nodes of the job have no key").with_remedy())
@@ -59,7 +59,7 @@ fn read_key_file(file: &Path) -> diagnostic::Result<HandshakeKey> {
             format!("the key in {shown} has {found} bytes; expected {MIN_SECRET_BYTES} to {MAX_FILE_BYTES}");
         return Err(invalid(message).with_help("`openssl rand -hex 32` prints a key"));
     }
-    Ok(HandshakeKey::derive(KEY_FILE_CONTEXT, secret))
+    Ok(HandshakeKey::derive_from_secret(KEY_FILE_CONTEXT, secret))
 }
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
 //! [`JoinTransport`]: starts the agent of node 0 as a child process, and waits until the agents of
 //! the other nodes connect.
 use super::{
-    job_hashes::hash_job,
+    job_hashes::hash_job_settings,
     join_key::read_join_key,
     listener::{JoinContext, accept_nodes},
     node_name::parse_node_name,
     node_table::NodeTable,
-    rendezvous::open_listeners,
+    rendezvous::open_node_0_listeners,
 };
 use crate::{
     cluster::{
@@ -40,10 +40,10 @@ use tokio::{
 const MAX_REJOINS: u32 = 10;
 /// The number of messages about joining nodes that may wait until they are shown to the user.
 /// Further lines are dropped.
-const LINE_CAPACITY: usize = 16;
+const USER_LINE_QUEUE_CAPACITY: usize = 16;
 /// The size, in bytes, of the buffer through which node 0 passes messages about joining nodes to
 /// the controller, which shows them to the user.
-const LINE_BUFFER_BYTES: usize = 16 << 10;
+const USER_LINE_BUFFER_BYTES: usize = 16 << 10;
 
 /// Starts the agent of node 0, and provides the connections to the agents of the other nodes, which
 /// join by themselves.
@@ -66,11 +66,11 @@ impl JoinTransport {
             MinHosts::All => nodes,
             MinHosts::AtLeast(n) => n.min(nodes),
         };
-        let job = hash_job(job);
+        let job = hash_job_settings(job);
         let (timeout, last_call) = (join.timeout_ms, join.last_call_ms);
         let (timeout, last_call) = (Duration::from_millis(timeout), Duration::from_millis(last_call));
-        let listeners = open_listeners(address, &key, (nodes, &job))?;
-        let (lines, received) = mpsc::channel(LINE_CAPACITY);
+        let listeners = open_node_0_listeners(address, &key, (nodes, &job))?;
+        let (lines, received) = mpsc::channel(USER_LINE_QUEUE_CAPACITY);
         let context = JoinContext {
             key,
             nodes,
@@ -93,8 +93,8 @@ impl JoinTransport {
             Diagnostic::error(host::JOIN_ADDRESS_IN_USE, message).with_cause(&error)
         })?;
         tokio::spawn(accept_nodes(listeners, self.context.clone()));
-        let (near, far) = tokio::io::duplex(LINE_BUFFER_BYTES);
-        tokio::spawn(write_lines(lines, near));
+        let (near, far) = tokio::io::duplex(USER_LINE_BUFFER_BYTES);
+        tokio::spawn(write_user_lines(lines, near));
         Ok(Some(far))
     }
 
@@ -104,7 +104,7 @@ impl JoinTransport {
     fn open_node_slot(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
         let PendingAgent { input, output, slot } = PendingAgent::new(name);
         let expired = self.context.lock_table().open_slot(rank, slot.clone(), Instant::now());
-        let connection = NodeConnection { slot, expired };
+        let connection = PendingNodeConnection { slot, expired };
         AgentProcess {
             handle: AgentHandle::Connection(Box::new(connection)),
             input: Box::new(input),
@@ -117,7 +117,7 @@ impl JoinTransport {
 
 /// Writes messages about joining nodes to the stream whose content the controller shows to the
 /// user.
-async fn write_lines(mut lines: mpsc::Receiver<String>, mut stream: DuplexStream) {
+async fn write_user_lines(mut lines: mpsc::Receiver<String>, mut stream: DuplexStream) {
     while let Some(line) = lines.recv().await {
         // An error means that the controller has ended.
         _ = stream.write_all(format!("{line}\n").as_bytes()).await;
@@ -158,19 +158,19 @@ impl Transport for JoinTransport {
 }
 
 /// The connection of the controller to the agent of a node, before and after the node has joined.
-struct NodeConnection {
+struct PendingNodeConnection {
     slot: AgentConnectionSlot,
     /// Whether the slot was closed because the node did not join in time.
     expired: Arc<AtomicBool>,
 }
 
-impl fmt::Debug for NodeConnection {
+impl fmt::Debug for PendingNodeConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("NodeConnection").field("name", &self.slot.name).finish_non_exhaustive()
     }
 }
 
-impl RemoteConnection for NodeConnection {
+impl RemoteConnection for PendingNodeConnection {
     fn abort(&self) {
         self.slot.abort();
     }

@@ -1,12 +1,12 @@
 //! Accepts the nodes that connect to node 0, checks their requests to join the run, and passes the
 //! connections of accepted nodes to the controller.
 use super::{
-    job_hashes::find_differences,
+    job_hashes::find_differing_job_keys,
     node_table::{ConnectionNumber, JoinCandidate, JoinDecision, NodeTable},
 };
 use crate::{
     cluster::{
-        open_handshakes::OpenHandshakes,
+        open_handshakes::UnauthenticatedConnections,
         pending_agent::{AgentConnection, AgentConnectionSlot},
     },
     connection::{
@@ -71,7 +71,7 @@ impl JoinContext {
     /// Warns the user about a connection from `peer`, at most once a minute for each address.
     fn warn_about_peer(&self, peer: IpAddr, reason: &str) {
         let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
-        let text = format_rejection(peer, reason);
+        let text = format_rejection_warning(peer, reason);
         match limit.admit_warning(peer, Instant::now()) {
             None => {}
             Some(0) => self.show_line(text),
@@ -87,7 +87,7 @@ impl JoinContext {
         if request.version != PROTOCOL_VERSION {
             return rejected(format!("{node} runs another version of launch than node 0"));
         }
-        let different = find_differences(&self.job, &request.job);
+        let different = find_differing_job_keys(&self.job, &request.job);
         if !different.is_empty() {
             let more = different.len().saturating_sub(MAX_NAMED_KEYS);
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
@@ -117,17 +117,17 @@ impl JoinContext {
 
 /// Formats the warning that node 0 has rejected a connection from the address `peer`, with the
 /// reason.
-fn format_rejection(peer: IpAddr, reason: &str) -> String {
+fn format_rejection_warning(peer: IpAddr, reason: &str) -> String {
     format!("launch: rejected a node that connected from {peer}: {reason}")
 }
 
 /// Accepts connections of nodes that want to join the run, until the async runtime ends.
 pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<JoinContext>) {
-    let mut handshakes = OpenHandshakes::new(context.nodes as usize);
+    let mut handshakes = UnauthenticatedConnections::new(context.nodes as usize);
     let mut number: ConnectionNumber = 0;
     let mut report_at = Instant::now() + FIRST_REPORT_DELAY;
     loop {
-        context.lock_table().close_expired_slots(Instant::now());
+        context.lock_table().close_slots_of_missing_nodes(Instant::now());
         report_missing_nodes(&context, &mut report_at);
         let accepted = tokio::select! {
             accepted = accept_next(&mut listeners) => accepted,
@@ -137,12 +137,12 @@ pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<J
             sleep(RETRY_INTERVAL).await;
             continue;
         };
-        if let Some(closed) = handshakes.make_space(peer.ip()) {
+        if let Some(closed) = handshakes.close_one_if_full(peer.ip()) {
             context.warn_about_peer(closed, "too many connections from there wait");
         }
         number += 1;
-        let task = tokio::spawn(admit_connection(stream, peer, number, context.clone()));
-        handshakes.add(peer.ip(), task.abort_handle());
+        let task = tokio::spawn(authenticate_and_admit_node(stream, peer, number, context.clone()));
+        handshakes.add_connection(peer.ip(), task.abort_handle());
     }
 }
 
@@ -163,30 +163,30 @@ fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
 
 /// Authenticates a node that has connected, and passes its connection to the controller if the node
 /// may join the run. Warns the user about a node that cannot join.
-async fn admit_connection(
+async fn authenticate_and_admit_node(
     stream: TcpStream,
     peer: SocketAddr,
     number: ConnectionNumber,
     context: Arc<JoinContext>,
 ) {
-    let received = timeout(HANDSHAKE_TIMEOUT, receive_request(stream, &context.key)).await;
+    let received = timeout(HANDSHAKE_TIMEOUT, authenticate_and_read_request(stream, &context.key)).await;
     let (connection, request) = match received.unwrap_or(Err(HandshakeError::Timeout)) {
         Ok(received) => received,
         // A node tries several addresses, and port scanners send nothing.
         Err(HandshakeError::Io(_)) => return,
         Err(error) => return context.warn_about_peer(peer.ip(), &error.to_string()),
     };
-    let mut claims = SlotClaims { number, context: &context };
+    let mut claims = SlotClaimGuard { number, context: &context };
     if let Err(error) = context.check_join_request(&request) {
-        return claims.reject(connection, peer, error).await;
+        return claims.reject_node(connection, peer, error).await;
     }
     let mut candidate = JoinCandidate::new(number, request.node_rank, Instant::now());
-    claims.wait_for_slot(connection, peer, &mut candidate, &request).await;
+    claims.wait_for_slot_and_join(connection, peer, &mut candidate, &request).await;
 }
 
 /// Makes a node that has connected prove that it has the key, and reads its request to join the
 /// run.
-async fn receive_request(
+async fn authenticate_and_read_request(
     stream: TcpStream,
     key: &HandshakeKey,
 ) -> Result<(AgentConnection, JoinRequest), HandshakeError> {
@@ -203,21 +203,21 @@ async fn receive_request(
 
 /// What one connection of a joining node has reserved in the table of nodes. The reservations are
 /// released when the value is dropped.
-struct SlotClaims<'a> {
+struct SlotClaimGuard<'a> {
     number: ConnectionNumber,
     context: &'a JoinContext,
 }
 
-impl Drop for SlotClaims<'_> {
+impl Drop for SlotClaimGuard<'_> {
     fn drop(&mut self) {
         self.context.lock_table().release_claims(self.number, None);
     }
 }
 
-impl SlotClaims<'_> {
+impl SlotClaimGuard<'_> {
     /// Waits until the node may take its place in the run, and passes the node's connection to the
     /// controller. Rejects the node if it cannot get a place.
-    async fn wait_for_slot(
+    async fn wait_for_slot_and_join(
         &mut self,
         mut connection: AgentConnection,
         peer: SocketAddr,
@@ -244,7 +244,7 @@ impl SlotClaims<'_> {
                 }
             };
             let error = Diagnostic::error(host::JOIN_REJECTED, message).with_remedy();
-            return self.reject(connection, peer, error).await;
+            return self.reject_node(connection, peer, error).await;
         }
     }
 
@@ -257,15 +257,15 @@ impl SlotClaims<'_> {
         node_rank: u32,
         node: &str,
     ) {
-        if send_answer(&mut connection, &JoinAnswer::Accepted { node_rank }).await && slot.fill(connection) {
+        if send_answer(&mut connection, &JoinAnswer::Accepted { node_rank }).await && slot.connect(connection) {
             self.context.lock_table().release_claims(self.number, Some(node));
         }
     }
 
     /// Informs a node that it cannot join the run, and warns the user of node 0.
-    async fn reject(&mut self, mut connection: AgentConnection, peer: SocketAddr, error: Diagnostic) {
+    async fn reject_node(&mut self, mut connection: AgentConnection, peer: SocketAddr, error: Diagnostic) {
         // Nodes with the key are few, so that their warnings need no limit.
-        self.context.show_line(format_rejection(peer.ip(), error.message()));
+        self.context.show_line(format_rejection_warning(peer.ip(), error.message()));
         send_answer(&mut connection, &JoinAnswer::Rejected(error)).await;
     }
 }

@@ -5,10 +5,10 @@
 //! node 0. So it ends with this process. This process handles the signals of the node, kills what
 //! the agent leaves, and exits with the exit code of the run.
 use super::{
-    dial::{DialError, JoinTarget, JoinedNode, try_join_once},
-    job_hashes::hash_job,
+    dial::{JoinAttemptError, JoinTarget, JoinedNode, try_join_once},
+    job_hashes::hash_job_settings,
     join_key::read_join_key,
-    node_relay::{NodeEnd, NodeRelay},
+    node_relay::{NodeEndReason, NodeRelay},
     node_signals::NodeSignals,
 };
 use crate::{
@@ -35,7 +35,7 @@ const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause between two attempts of a node to connect to node 0.
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 /// How long a node tries to connect to node 0 before it first informs the user that it waits.
-const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
+const FIRST_WAITING_REPORT_DELAY: Duration = Duration::from_secs(10);
 /// How long a node waits for the end of the processes that its agent has left and that it has
 /// killed.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -57,7 +57,7 @@ pub(crate) fn join_run(
         nodes: join.nodes.unwrap_or(1),
         host: read_host_name(),
         pid: std::process::id(),
-        job: hash_job(job),
+        job: hash_job_settings(job),
     };
     let target = JoinTarget { address: address.clone(), key: read_join_key(join)?, request };
     let cannot_start = |error: io::Error| {
@@ -71,7 +71,7 @@ pub(crate) fn join_run(
         let mut signals = NodeSignals::install().map_err(cannot_start)?;
         let timeout = Duration::from_millis(join.timeout_ms);
         let joined = tokio::select! {
-            joined = wait_for_node_0(&target, timeout) => joined?,
+            joined = join_with_retries(&target, timeout) => joined?,
             code = signals.receive_end_signal() => {
                 write_message("launch: stopped before the node joined\n");
                 return Ok(code);
@@ -79,13 +79,13 @@ pub(crate) fn join_run(
         };
         run_agent(joined, &target, &mut signals).await.map_err(cannot_start)?
     });
-    sweep_processes(&earlier_children);
+    kill_processes_left_by_agent(&earlier_children);
     result
 }
 
 /// Repeats attempts to join the run of node 0 until node 0 accepts this node. Fails if node 0
 /// rejects the node, or after the time limit.
-async fn wait_for_node_0(target: &JoinTarget, limit: Duration) -> diagnostic::Result<JoinedNode> {
+async fn join_with_retries(target: &JoinTarget, limit: Duration) -> diagnostic::Result<JoinedNode> {
     let began = Instant::now();
     let deadline = tokio::time::Instant::now() + limit;
     let (mut pause, mut is_reported) = (FIRST_RETRY_PAUSE, false);
@@ -93,8 +93,8 @@ async fn wait_for_node_0(target: &JoinTarget, limit: Duration) -> diagnostic::Re
     loop {
         match timeout_at(deadline, try_join_once(target)).await {
             Ok(Ok(joined)) => return Ok(joined),
-            Ok(Err(DialError::Rejected(error))) => return Err(error),
-            Ok(Err(DialError::Unreachable(text))) => reason = text,
+            Ok(Err(JoinAttemptError::Rejected(error))) => return Err(error),
+            Ok(Err(JoinAttemptError::Unreachable(text))) => reason = text,
             Err(_) => {}
         }
         if tokio::time::Instant::now() + pause >= deadline {
@@ -106,7 +106,7 @@ async fn wait_for_node_0(target: &JoinTarget, limit: Duration) -> diagnostic::Re
                 .with_field("reason", reason)
                 .with_remedy());
         }
-        if !is_reported && began.elapsed() >= FIRST_REPORT_DELAY {
+        if !is_reported && began.elapsed() >= FIRST_WAITING_REPORT_DELAY {
             is_reported = true;
             write_message(&format!("launch: waiting for node 0 at {}: {reason}\n", target.address));
         }
@@ -124,37 +124,37 @@ async fn run_agent(
 ) -> io::Result<diagnostic::Result<u8>> {
     let (rank, address) = (joined.node_rank, &target.address);
     write_message(&format!("launch: node {rank} joined node 0 at {address}\n"));
-    let end = NodeRelay::start(joined)?.run(signals).await;
+    let end = NodeRelay::start(joined)?.relay_until_agent_end(signals).await;
     let lost = |message: String| {
         Err(Diagnostic::error(host::JOIN_NODE_LOST, message).with_subject(address.to_string()).with_remedy())
     };
     Ok(match end {
-        NodeEnd::RunEnded(code) => {
+        NodeEndReason::RunEnded(code) => {
             let outcome =
                 if code == exit::DONE { "done".to_owned() } else { format!("ended with exit code {code}") };
             write_message(&format!("launch: {outcome}; node 0 shows the result\n"));
             Ok(code)
         }
-        NodeEnd::Released => {
+        NodeEndReason::Released => {
             write_message("launch: the run continues without this node\n");
             Ok(exit::DONE)
         }
-        NodeEnd::Signalled(code) => Ok(code),
-        NodeEnd::ControllerLost => {
+        NodeEndReason::Signalled(code) => Ok(code),
+        NodeEndReason::ControllerLost => {
             lost(format!("lost the connection to node 0 at {address}; the workers of node {rank} were ended"))
         }
-        NodeEnd::AgentFailed(error) => {
+        NodeEndReason::AgentFailed(error) => {
             Err(Diagnostic::error(host::JOIN_NODE_LOST, format!("the agent of node {rank} failed"))
                 .with_cause(&error))
         }
-        NodeEnd::AgentEnded(how) => lost(format!("the agent of node {rank} {how}")),
+        NodeEndReason::AgentEnded(how) => lost(format!("the agent of node {rank} {how}")),
     })
 }
 
 /// Kills and reaps the processes that the agent of this node has left, except for the children
 /// `earlier` that this process had before. Spares the children `earlier`, which this process had
 /// before.
-fn sweep_processes(earlier: &[u32]) {
+fn kill_processes_left_by_agent(earlier: &[u32]) {
     let began = Instant::now();
     while began.elapsed() < SWEEP_TIMEOUT {
         let is_any_left = reap_children(|_| false, |_, _| ());

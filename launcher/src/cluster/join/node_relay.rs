@@ -36,7 +36,7 @@ const STDERR_CHUNK_BYTES: usize = 4 << 10;
 
 /// The reason why this node no longer takes part in a run.
 #[derive(Debug)]
-pub(super) enum NodeEnd {
+pub(super) enum NodeEndReason {
     /// The run has ended with this exit code.
     RunEnded(u8),
     /// The run continues without this node.
@@ -73,7 +73,7 @@ pub(super) struct NodeRelay {
     /// The task that writes messages to node 0. It ends when the last message was written.
     writer: tokio::task::JoinHandle<()>,
     /// The result that node 0 sent when it no longer needed this node; `None` before.
-    end: Option<NodeEnd>,
+    end: Option<NodeEndReason>,
     is_controller_gone: bool,
     failure: Option<Diagnostic>,
     /// Whether a signal was received whose request to node 0 did not fit into the queue.
@@ -122,7 +122,7 @@ impl NodeRelay {
     }
 
     /// Passes messages between node 0 and the agent of this node until the agent has ended.
-    pub(super) async fn run(mut self, signals: &mut NodeSignals) -> NodeEnd {
+    pub(super) async fn relay_until_agent_end(mut self, signals: &mut NodeSignals) -> NodeEndReason {
         while self.agent_status.is_none() || self.to_controller.is_some() {
             let kill_at = self.kill_at;
             let kill_time = async {
@@ -145,22 +145,22 @@ impl NodeRelay {
         }
         // The last messages explain the end of the node to node 0.
         _ = tokio::time::timeout(FLUSH_TIMEOUT, &mut self.writer).await;
-        self.into_node_end()
+        self.determine_node_end()
     }
 
     /// Returns the reason why this node no longer takes part in the run, after the agent of the
     /// node has ended.
-    fn into_node_end(self) -> NodeEnd {
+    fn determine_node_end(self) -> NodeEndReason {
         let how = |status| format!("was {}", describe_process_end(status, false));
         match (self.end, self.signalled.filter(|_| self.is_killed), self.failure) {
             (Some(end), ..) => end,
-            (None, Some(code), _) => NodeEnd::Signalled(code),
-            (None, None, Some(failure)) => NodeEnd::AgentFailed(failure),
-            (None, None, None) if self.is_controller_gone => NodeEnd::ControllerLost,
+            (None, Some(code), _) => NodeEndReason::Signalled(code),
+            (None, None, Some(failure)) => NodeEndReason::AgentFailed(failure),
+            (None, None, None) if self.is_controller_gone => NodeEndReason::ControllerLost,
             (None, None, None) => match self.agent_status {
-                Some(ExitStatus::Code(code)) => NodeEnd::AgentEnded(format!("exited with code {code}")),
-                Some(status) => NodeEnd::AgentEnded(how(status)),
-                None => NodeEnd::AgentEnded("ended".to_owned()),
+                Some(ExitStatus::Code(code)) => NodeEndReason::AgentEnded(format!("exited with code {code}")),
+                Some(status) => NodeEndReason::AgentEnded(how(status)),
+                None => NodeEndReason::AgentEnded("ended".to_owned()),
             },
         }
     }
@@ -173,7 +173,7 @@ impl NodeRelay {
             return self.close_agent_stream();
         };
         if let (ToAgent::End { exit_code }, true) = (&message, self.to_agent.is_some()) {
-            self.end = Some(exit_code.map_or(NodeEnd::Released, NodeEnd::RunEnded));
+            self.end = Some(exit_code.map_or(NodeEndReason::Released, NodeEndReason::RunEnded));
         }
         // Without a place, the agent has ended.
         place.map(|place| place.send(message));
@@ -190,13 +190,13 @@ impl NodeRelay {
         // Without a place, the connection has ended.
         place.map(|place| place.send(message));
         if self.is_stop_unsent {
-            self.request_stop();
+            self.request_save_and_stop_of_run();
         }
     }
 
     /// Asks node 0 to make all workers of the run save and stop. If no message fits into the queue,
     /// the request follows the next message of the agent.
-    fn request_stop(&mut self) {
+    fn request_save_and_stop_of_run(&mut self) {
         self.is_stop_unsent = self.to_controller.as_ref().is_some_and(|queue| {
             matches!(queue.try_send(FromAgent::Terminating), Err(TrySendError::Full(_)))
         });
@@ -213,7 +213,7 @@ impl NodeRelay {
         write_message(
             "launch: asked node 0 to save and stop the run; a second signal ends the workers of this node\n",
         );
-        self.request_stop();
+        self.request_save_and_stop_of_run();
     }
 
     /// Closes the control connection to the agent of this node, which then ends its workers and

@@ -15,7 +15,7 @@ use std::{
 
 /// How long node 0 ignores late messages of a node as signs of life, after a second node with the
 /// same rank has connected. The first node may have sent them before it died.
-const LATE_MESSAGE_TIME: Duration = Duration::from_millis(1500);
+const LATE_MESSAGE_WINDOW: Duration = Duration::from_millis(1500);
 /// How long a node that asks for no particular rank waits for a free place, if all nodes of the run
 /// have joined. After this time the node is rejected.
 const FREE_PLACE_TIMEOUT: Duration = Duration::from_secs(15);
@@ -61,7 +61,7 @@ pub(super) enum JoinDecision {
 /// One node of the job at node 0: the slot for its agent's connection, and the connections of nodes
 /// that want to fill the slot.
 #[derive(Default)]
-struct NodeEntry {
+struct NodeTableEntry {
     /// The slot for the node's connection that the controller opened most recently; `None` before
     /// the first one.
     slot: Option<AgentConnectionSlot>,
@@ -76,7 +76,7 @@ struct NodeEntry {
     host: String,
 }
 
-impl NodeEntry {
+impl NodeTableEntry {
     /// Returns whether node 0 still waits until this node joins.
     fn is_waiting(&self) -> bool {
         self.slot.as_ref().is_some_and(AgentConnectionSlot::is_waiting)
@@ -91,7 +91,7 @@ impl NodeEntry {
 /// The table in which node 0 records, by node rank, which nodes have joined the run and which
 /// connections want to join as them. The entry of node 0 is not used, because node 0 does not join.
 pub(super) struct NodeTable {
-    entries: Vec<NodeEntry>,
+    entries: Vec<NodeTableEntry>,
     /// The number of nodes, including node 0, with which the job can begin.
     min_nodes: usize,
     /// The time for which a slot waits for its node. Then the slot is closed.
@@ -105,7 +105,7 @@ pub(super) struct NodeTable {
 impl NodeTable {
     /// Creates the table of a job with `nodes` nodes, of which none has joined.
     pub(super) fn new(nodes: u32, min_nodes: u32, timeout: Duration, last_call: Duration) -> NodeTable {
-        let entries = (0..nodes).map(|_| NodeEntry::default()).collect();
+        let entries = (0..nodes).map(|_| NodeTableEntry::default()).collect();
         NodeTable { entries, min_nodes: min_nodes as usize, timeout, last_call, enough_since: None }
     }
 
@@ -153,7 +153,7 @@ impl NodeTable {
             },
             Some(slot) if slot.is_connected() => {
                 let received = slot.count_reads();
-                let baseline = match age >= LATE_MESSAGE_TIME {
+                let baseline = match age >= LATE_MESSAGE_WINDOW {
                     true => *candidate.baseline.get_or_insert(received),
                     false => received,
                 };
@@ -163,7 +163,7 @@ impl NodeTable {
                 }
             }
             _ => match entry.parked {
-                Some(other) if other != candidate.number && age >= LATE_MESSAGE_TIME => {
+                Some(other) if other != candidate.number && age >= LATE_MESSAGE_WINDOW => {
                     JoinDecision::Duplicate(rank, "another node waits to join".to_owned())
                 }
                 Some(_) => JoinDecision::Wait,
@@ -210,7 +210,7 @@ impl NodeTable {
     }
 
     /// Closes, at the time `now`, the slots of those nodes that have not joined in time.
-    pub(super) fn close_expired_slots(&mut self, now: Instant) {
+    pub(super) fn close_slots_of_missing_nodes(&mut self, now: Instant) {
         let joined = 1 + self.entries.iter().filter(|entry| entry.is_connected()).count();
         self.enough_since = if joined >= self.min_nodes { self.enough_since.or(Some(now)) } else { None };
         let is_last_call_over = self.min_nodes < self.entries.len()
@@ -219,7 +219,7 @@ impl NodeTable {
             let is_late = entry.opened_at.is_some_and(|opened| now >= opened + self.timeout);
             if is_late || is_last_call_over {
                 entry.expired.store(true, Ordering::Relaxed);
-                entry.slot.iter().for_each(AgentConnectionSlot::close);
+                entry.slot.iter().for_each(AgentConnectionSlot::stop_waiting);
             }
         }
     }
@@ -308,16 +308,16 @@ mod tests {
     fn slots_close_at_their_time_limit_or_after_the_last_call() {
         let mut bench = TestTable::new(3, 3);
         let expired = bench.open(1, Duration::ZERO);
-        bench.table.close_expired_slots(bench.start + 59 * SECOND);
+        bench.table.close_slots_of_missing_nodes(bench.start + 59 * SECOND);
         assert_eq!(bench.table.list_awaited_ranks(), [1]);
-        bench.table.close_expired_slots(bench.start + 60 * SECOND);
+        bench.table.close_slots_of_missing_nodes(bench.start + 60 * SECOND);
         assert!(bench.table.list_awaited_ranks().is_empty() && expired.load(Ordering::Relaxed));
         let mut bench = TestTable::new(3, 1);
         let expired = bench.open(1, Duration::ZERO);
-        bench.table.close_expired_slots(bench.start);
-        bench.table.close_expired_slots(bench.start + 4 * SECOND);
+        bench.table.close_slots_of_missing_nodes(bench.start);
+        bench.table.close_slots_of_missing_nodes(bench.start + 4 * SECOND);
         assert!(!expired.load(Ordering::Relaxed));
-        bench.table.close_expired_slots(bench.start + 5 * SECOND);
+        bench.table.close_slots_of_missing_nodes(bench.start + 5 * SECOND);
         assert!(expired.load(Ordering::Relaxed), "node 0 alone is enough for the job");
     }
 }

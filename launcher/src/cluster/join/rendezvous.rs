@@ -1,7 +1,7 @@
 //! Determines whether the rendezvous address (the address of node 0) belongs to this machine, and
 //! opens the listeners of node 0.
-use super::dial::{DialError, JoinTarget, try_join_once};
-use crate::{connection::handshake::HandshakeKey, discover::list_addresses};
+use super::dial::{JoinAttemptError, JoinTarget, try_join_once};
+use crate::{connection::handshake::HandshakeKey, discover::list_interface_addresses};
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::hosts::RendezvousAddress;
 use protocol::control::{JobSettingHash, JoinRequest, PROTOCOL_VERSION};
@@ -12,13 +12,13 @@ use std::{
 };
 
 /// The time limit for asking which job already listens at the rendezvous address.
-const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+const OTHER_JOB_QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Resolves the rendezvous address of node 0, and returns those of its IP addresses that belong to
 /// this machine. Blocks for the resolution of the name. A name that cannot be resolved has no
 /// addresses.
 pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr> {
-    let known: Vec<IpAddr> = list_addresses().into_iter().map(|interface| interface.address).collect();
+    let known: Vec<IpAddr> = list_interface_addresses().into_iter().map(|interface| interface.address).collect();
     let resolved = (address.host.as_str(), address.port).to_socket_addrs().into_iter().flatten();
     let mut found = Vec::new();
     for candidate in
@@ -35,7 +35,7 @@ pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr>
 /// address ([`needs_every_address`]). Fails if the port is in use. The error names the job that
 /// uses the port if it has the same key. `(nodes, job)` are the number of nodes and the keys of the
 /// job.
-pub(super) fn open_listeners(
+pub(super) fn open_node_0_listeners(
     address: &RendezvousAddress,
     key: &HandshakeKey,
     (nodes, job): (u32, &[JobSettingHash]),
@@ -50,7 +50,7 @@ pub(super) fn open_listeners(
             pid: std::process::id(),
             job: job.to_vec(),
         };
-        find_other_job(&JoinTarget { address: address.clone(), key: key.clone(), request })
+        find_job_at_rendezvous_address(&JoinTarget { address: address.clone(), key: key.clone(), request })
     };
     if local.is_empty()
         && let Some(other) = probe()
@@ -105,11 +105,11 @@ fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
 /// Asks the process that already listens at the rendezvous address whether it is node 0 of another
 /// job of launch. Returns the error that names the other job, or `None` if no job of launch
 /// answers.
-fn find_other_job(target: &JoinTarget) -> Option<Diagnostic> {
+fn find_job_at_rendezvous_address(target: &JoinTarget) -> Option<Diagnostic> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
-    let dial = runtime.block_on(async { tokio::time::timeout(PROBE_TIMEOUT, try_join_once(target)).await });
+    let dial = runtime.block_on(async { tokio::time::timeout(OTHER_JOB_QUERY_TIMEOUT, try_join_once(target)).await });
     match dial {
-        Ok(Err(DialError::Rejected(error))) => {
+        Ok(Err(JoinAttemptError::Rejected(error))) => {
             let message = format!("another job uses the rendezvous address {}", target.address);
             Some(
                 Diagnostic::error(host::JOIN_ADDRESS_IN_USE, message)

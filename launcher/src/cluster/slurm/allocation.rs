@@ -23,7 +23,7 @@ const MAX_LIST_BYTES: usize = 1 << 20;
 const MAX_NAME_BYTES: usize = 255;
 /// The largest number of components (groups of nodes) of a heterogeneous Slurm job that is
 /// accepted.
-const MAX_GROUPS: u32 = 128;
+const MAX_HETEROGENEOUS_GROUPS: u32 = 128;
 
 /// The Slurm job in which launch runs, with the nodes that Slurm has allocated to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,14 +111,14 @@ pub(super) fn read_allocation(
     get: &dyn Fn(&str) -> Option<String>,
 ) -> diagnostic::Result<Option<SlurmAllocation>> {
     let Some(job) = get("SLURM_JOB_ID") else { return Ok(None) };
-    let job = parse_number(&job).ok_or_else(|| invalid_variable_error("SLURM_JOB_ID", &job))?;
+    let job = parse_number(&job).ok_or_else(|| build_invalid_variable_error("SLURM_JOB_ID", &job))?;
     check_single_task_step(get)?;
     let groups = match get("SLURM_HET_SIZE") {
-        None => vec![read_group(get, None)?],
+        None => vec![read_node_group(get, None)?],
         Some(size) => {
-            let count = parse_number(&size).filter(|n| (1..=u64::from(MAX_GROUPS)).contains(n));
-            let count = count.ok_or_else(|| invalid_variable_error("SLURM_HET_SIZE", &size))?;
-            (0..count as u32).map(|g| read_group(get, Some(g))).collect::<Result<_, _>>()?
+            let count = parse_number(&size).filter(|n| (1..=u64::from(MAX_HETEROGENEOUS_GROUPS)).contains(n));
+            let count = count.ok_or_else(|| build_invalid_variable_error("SLURM_HET_SIZE", &size))?;
+            (0..count as u32).map(|g| read_node_group(get, Some(g))).collect::<Result<_, _>>()?
         }
     };
     let mut names = BTreeSet::new();
@@ -163,7 +163,7 @@ fn check_single_task_step(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::R
 /// Reads the nodes of the whole Slurm job, or of one component of a heterogeneous job, from Slurm's
 /// environment variables. `het` is the number of the group in a heterogeneous job; `None` in other
 /// jobs.
-fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnostic::Result<SlurmNodeGroup> {
+fn read_node_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnostic::Result<SlurmNodeGroup> {
     let full_name = |name: &str| het.map_or_else(|| name.to_owned(), |n| format!("{name}_HET_GROUP_{n}"));
     let variable = |name: &str| get(&full_name(name));
     let list = variable("SLURM_JOB_NODELIST").ok_or_else(|| {
@@ -174,11 +174,11 @@ fn read_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnos
             .with_help("start launch inside sbatch or salloc, or set `cluster.hosts: local`")
     })?;
     let names = expand_node_list(&list)
-        .ok_or_else(|| invalid_variable_error(&full_name("SLURM_JOB_NODELIST"), &list))?;
+        .ok_or_else(|| build_invalid_variable_error(&full_name("SLURM_JOB_NODELIST"), &list))?;
     let counts = |name: &str| -> diagnostic::Result<Option<Vec<u32>>> {
         let Some(text) = variable(name) else { return Ok(None) };
         let counts = expand_counts(&text).filter(|counts| counts.len() == names.len());
-        counts.map(Some).ok_or_else(|| invalid_variable_error(&full_name(name), &text))
+        counts.map(Some).ok_or_else(|| build_invalid_variable_error(&full_name(name), &text))
     };
     let are_requested = variable("SLURM_NTASKS").is_some() || variable("SLURM_NTASKS_PER_NODE").is_some();
     // In a step of one task these variables describe the step, not the job.
@@ -219,7 +219,7 @@ fn parse_gpu_count(text: &str) -> Option<u32> {
 
 /// Creates the error that the environment variable `name` has a value that is not in Slurm's
 /// notation.
-fn invalid_variable_error(name: &str, value: &str) -> Diagnostic {
+fn build_invalid_variable_error(name: &str, value: &str) -> Diagnostic {
     let excerpt: String = value.chars().take(60).flat_map(char::escape_default).collect();
     Diagnostic::error(codes::SLURM_VARIABLE_INVALID, format!("{name} has an unexpected value: `{excerpt}`"))
         .with_subject(name)

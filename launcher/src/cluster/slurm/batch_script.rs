@@ -35,7 +35,7 @@ pub(super) struct BatchScript {
 /// a batch job.
 pub(super) fn build_batch_script(request: SubmitRequest<'_>) -> Result<BatchScript, ClusterError> {
     let SubmitRequest { job, job_file, set, .. } = request;
-    check_batch_job(&job).map_err(|error| ClusterError::Job(vec![error]))?;
+    check_job_is_batchable(&job).map_err(|error| ClusterError::Job(vec![error]))?;
     let executable = std::env::current_exe().map_err(|e| {
         let message = "cannot determine the path of launch's executable";
         Diagnostic::error(command::EXECUTABLE_UNKNOWN, message).with_cause(&e)
@@ -69,14 +69,14 @@ pub(super) fn build_batch_script(request: SubmitRequest<'_>) -> Result<BatchScri
         command: words,
     };
     for path in [&script.chdir, &script.output] {
-        check_option_path(path)?;
+        check_sbatch_option_path(path)?;
     }
     Ok(script)
 }
 
 /// Fails if a job is not suited for a Slurm batch job, because `cluster.hosts` leaves allocated
 /// nodes idle or the working directory does not exist.
-fn check_batch_job(job: &JobSpec) -> diagnostic::Result<()> {
+fn check_job_is_batchable(job: &JobSpec) -> diagnostic::Result<()> {
     if job.cluster.hosts == HostSelection::Local && job.slurm.nodes > 1 {
         let message =
             format!("`cluster.hosts: local` would leave all but one of {} nodes idle", job.slurm.nodes);
@@ -146,7 +146,7 @@ fn path_to_script_text(path: &Path) -> diagnostic::Result<String> {
 
 /// Fails if a path contains characters that cannot be escaped in the `#SBATCH` lines of a batch
 /// script, such as quotes.
-fn check_option_path(path: &Path) -> diagnostic::Result<()> {
+fn check_sbatch_option_path(path: &Path) -> diagnostic::Result<()> {
     let path = path_to_script_text(path)?;
     // `%j` is intended. Slurm would replace any other `%`, too.
     let without_id = path.strip_suffix("slurm-%j.out").unwrap_or(&path);
@@ -165,7 +165,7 @@ fn check_option_path(path: &Path) -> diagnostic::Result<()> {
 
 impl BatchScript {
     /// Returns the text of the batch script, with its `#SBATCH` lines and the command.
-    pub(super) fn render(&self) -> String {
+    pub(super) fn format_script(&self) -> String {
         let options: String =
             self.list_sbatch_options().iter().map(|option| format!("#SBATCH {option}\n")).collect();
         format!(
@@ -198,8 +198,8 @@ impl BatchScript {
             format!("--signal=B:USR1@{}", s.signal_time_ms.div_ceil(1000)),
             if s.requeues > 0 { "--requeue" } else { "--no-requeue" }.to_owned(),
             "--open-mode=append".to_owned(),
-            format!("--output={}", quote_option_path(&self.output)),
-            format!("--chdir={}", quote_option_path(&self.chdir)),
+            format!("--output={}", quote_sbatch_option_path(&self.output)),
+            format!("--chdir={}", quote_sbatch_option_path(&self.chdir)),
         ]);
         options.extend(s.extra.iter().cloned());
         options
@@ -208,7 +208,7 @@ impl BatchScript {
 
 /// Returns a path for an `#SBATCH` line of a batch script, in quotes if the path contains white
 /// space or `#`.
-fn quote_option_path(path: &Path) -> String {
+fn quote_sbatch_option_path(path: &Path) -> String {
     let path = path.display().to_string();
     let is_plain = |c: char| !c.is_whitespace() && c != '#';
     if path.chars().all(is_plain) { path } else { format!("\"{path}\"") }
@@ -231,7 +231,7 @@ pub(super) fn submit_script(script: &BatchScript, options: &[String]) -> diagnos
             .with_subject(path)
             .with_cause(&e)
     })?;
-    let id = submit_job(&script.render(), options)?;
+    let id = submit_job(&script.format_script(), options)?;
     let output = script.output.display().to_string().replace("%j", &id);
     Ok(Submission::Queued { id, output })
 }
@@ -282,12 +282,12 @@ mod tests {
             \n\
             # exec replaces the shell, so that Slurm's signal before the time limit reaches launch.\n\
             exec /x/launch run '/w/my job.yaml' --requeue '--set=a=it'\\''s'\n";
-        assert_eq!(make_sample_script(slurm).render(), expected);
+        assert_eq!(make_sample_script(slurm).format_script(), expected);
     }
 
     #[test]
     fn without_requeues_slurm_does_not_requeue_either() {
-        let text = make_sample_script(SlurmSpec { requeues: 0, ..SlurmSpec::default() }).render();
+        let text = make_sample_script(SlurmSpec { requeues: 0, ..SlurmSpec::default() }).format_script();
         assert!(text.lines().any(|line| line == "#SBATCH --no-requeue"), "{text}");
     }
 
@@ -335,9 +335,9 @@ mod tests {
 
     #[test]
     fn paths_that_slurm_cannot_quote_are_rejected() {
-        assert!(check_option_path(Path::new("/a b/slurm-%j.out")).is_ok());
+        assert!(check_sbatch_option_path(Path::new("/a b/slurm-%j.out")).is_ok());
         for path in ["/a%b/slurm-%j.out", "/a\"b", "/a\\b", "/a\nb"] {
-            assert!(check_option_path(Path::new(path)).is_err(), "{path}");
+            assert!(check_sbatch_option_path(Path::new(path)).is_err(), "{path}");
         }
     }
 

@@ -21,7 +21,7 @@ pub(super) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result
         // If sbatch has ended already, its exit status and output explain why.
         _ = stdin.write_all(script.as_bytes());
     }
-    let output = into_output("sbatch", child.wait_with_output())?;
+    let output = check_command_output("sbatch", child.wait_with_output())?;
     // `ID` or `ID;CLUSTER`
     let text = String::from_utf8_lossy(&output.stdout);
     let job = text.trim().split(';').next().unwrap_or_default();
@@ -37,26 +37,26 @@ pub(super) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result
 /// same id.
 pub(super) fn requeue_job(job: &str) -> diagnostic::Result<()> {
     let output = Command::new("scontrol").arg("requeue").arg(job).stdin(Stdio::null()).output();
-    into_output("scontrol requeue", output).map(drop)
+    check_command_output("scontrol requeue", output).map(drop)
 }
 
 /// Asks Slurm whether it is preempting the Slurm job `job`, and returns the time that is left, or
 /// `None`. Blocks.
 pub(super) fn find_preemption(job: u64) -> diagnostic::Result<Option<Preemption>> {
-    Ok(parse_preemption(job, &show_job(job)?, civil::DateTime::from(Zoned::now())))
+    Ok(parse_preemption(job, &read_scontrol_show_job(job)?, civil::DateTime::from(Zoned::now())))
 }
 
 /// Asks Slurm for the number of GPUs that the Slurm job `job` has on each of its nodes. Nodes
 /// without GPUs have 0 GPUs or are left out. Blocks.
-pub(super) fn read_gpu_counts(job: u64) -> diagnostic::Result<BTreeMap<String, u32>> {
-    Ok(parse_gpu_counts(&show_job(job)?))
+pub(super) fn query_gpu_counts(job: u64) -> diagnostic::Result<BTreeMap<String, u32>> {
+    Ok(parse_gpu_counts(&read_scontrol_show_job(job)?))
 }
 
 /// Returns the output of `scontrol --details show job` for the Slurm job `job`. Blocks.
-fn show_job(job: u64) -> diagnostic::Result<String> {
+fn read_scontrol_show_job(job: u64) -> diagnostic::Result<String> {
     let mut command = Command::new("scontrol");
     command.args(["--details", "show", "job", &job.to_string()]).stdin(Stdio::null());
-    let output = into_output("scontrol show job", command.output())?;
+    let output = check_command_output("scontrol show job", command.output())?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
@@ -113,7 +113,7 @@ pub(super) fn build_start_error(command: &str, error: &io::Error) -> Diagnostic 
 fn build_command_error(command: &str, status: ExitStatus, stderr: &[u8]) -> Diagnostic {
     let stderr = join_lines(stderr);
     let separator = if stderr.is_empty() { "" } else { ": " };
-    let code = srun::classify_output(&stderr).unwrap_or(slurm::SLURM_COMMAND_FAILED);
+    let code = srun::classify_failure_output(&stderr).unwrap_or(slurm::SLURM_COMMAND_FAILED);
     Diagnostic::error(code, format!("`{command}` failed ({status}){separator}{stderr}"))
         .with_subject(command)
         .with_field("output", stderr)
@@ -121,7 +121,7 @@ fn build_command_error(command: &str, status: ExitStatus, stderr: &[u8]) -> Diag
 
 /// Returns the output of a Slurm command that has ended, or an error if the command has failed.
 /// Fails if the command could not be started, or if its exit status is not 0.
-pub(super) fn into_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
+pub(super) fn check_command_output(command: &str, output: io::Result<Output>) -> diagnostic::Result<Output> {
     let output = output.map_err(|error| build_start_error(command, &error))?;
     if output.status.success() {
         Ok(output)

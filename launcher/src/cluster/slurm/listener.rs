@@ -1,10 +1,10 @@
 //! Accepts the TCP connections of the agents that a Slurm step (`srun`) has started, one agent for
 //! each node. Accepts one agent for each node, and only agents that hold the key of the step's
 //! invitation.
-use super::step::SlurmStep;
+use super::step::SrunProcess;
 use crate::{
     cluster::{
-        open_handshakes::OpenHandshakes,
+        open_handshakes::UnauthenticatedConnections,
         pending_agent::{AgentConnection, AgentConnectionSlot},
     },
     connection::{
@@ -36,20 +36,20 @@ pub(super) async fn accept_agents(
     mut listeners: Vec<TcpListener>,
     key: HandshakeKey,
     slots: Vec<AgentConnectionSlot>,
-    step: Arc<SlurmStep>,
+    step: Arc<SrunProcess>,
 ) {
-    let mut handshakes = OpenHandshakes::new(slots.len());
+    let mut handshakes = UnauthenticatedConnections::new(slots.len());
     let slots = Arc::new(slots);
     let warnings = Arc::new(RejectionWarnings { step: step.clone(), limit: Mutex::default() });
-    let mut step_exit = step.watch_exit();
+    let mut step_exit = step.exit_receiver();
     while slots.iter().any(AgentConnectionSlot::is_waiting) {
         let accepted = tokio::select! {
             accepted = accept_next(&mut listeners) => accepted,
             _ = step_exit.wait_for(Option::is_some) => break,
             // A slot may have been filled meanwhile, and agents that failed never connect.
             () = sleep(RETRY_INTERVAL) => {
-                let failed = |slot: &&AgentConnectionSlot| slot.is_waiting() && step.has_failed_on(&slot.name);
-                slots.iter().filter(failed).for_each(AgentConnectionSlot::close);
+                let failed = |slot: &&AgentConnectionSlot| slot.is_waiting() && step.has_task_failed_on(&slot.name);
+                slots.iter().filter(failed).for_each(AgentConnectionSlot::stop_waiting);
                 continue;
             }
         };
@@ -57,34 +57,34 @@ pub(super) async fn accept_agents(
             sleep(RETRY_INTERVAL).await;
             continue;
         };
-        if let Some(closed) = handshakes.make_space(peer.ip()) {
-            warnings.warn(closed, "too many connections from there have not proved the key");
+        if let Some(closed) = handshakes.close_one_if_full(peer.ip()) {
+            warnings.warn_about_rejected_peer(closed, "too many connections from there have not proved the key");
         }
         let (key, slots, warnings) = (key.clone(), slots.clone(), warnings.clone());
         let handshake = tokio::spawn(async move {
-            let accepted = timeout(HANDSHAKE_TIMEOUT, accept_agent(stream, &key, &slots)).await;
+            let accepted = timeout(HANDSHAKE_TIMEOUT, authenticate_and_connect_agent(stream, &key, &slots)).await;
             match accepted.unwrap_or(Err(HandshakeError::Timeout)) {
                 // An agent tries several addresses, and closes all connections but one.
                 Ok(()) | Err(HandshakeError::Io(_)) => {}
-                Err(error) => warnings.warn(peer.ip(), &error.to_string()),
+                Err(error) => warnings.warn_about_rejected_peer(peer.ip(), &error.to_string()),
             }
         });
-        handshakes.add(peer.ip(), handshake.abort_handle());
+        handshakes.add_connection(peer.ip(), handshake.abort_handle());
     }
-    slots.iter().for_each(AgentConnectionSlot::close);
+    slots.iter().for_each(AgentConnectionSlot::stop_waiting);
 }
 
 /// Warns the user about connections that were closed because they do not come from an agent of the
 /// Slurm step.
 struct RejectionWarnings {
-    step: Arc<SlurmStep>,
+    step: Arc<SrunProcess>,
     limit: Mutex<WarningLimit>,
 }
 
 impl RejectionWarnings {
     /// Warns the user about a rejected connection from the address `peer`, at most once a minute
     /// for each address.
-    fn warn(&self, peer: IpAddr, reason: &str) {
+    fn warn_about_rejected_peer(&self, peer: IpAddr, reason: &str) {
         let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
         let text = format!("launch: closed a connection from {peer} to the port of the agents: {reason}");
         match limit.admit_warning(peer, Instant::now()) {
@@ -102,7 +102,7 @@ impl RejectionWarnings {
 
 /// Authenticates an agent of the Slurm step that has connected, and passes its connection to the
 /// controller. Drops the connection if no slot waits for the agent. Fails if the handshake fails.
-async fn accept_agent(
+async fn authenticate_and_connect_agent(
     stream: TcpStream,
     key: &HandshakeKey,
     slots: &[AgentConnectionSlot],
@@ -110,14 +110,14 @@ async fn accept_agent(
     stream.set_nodelay(true)?;
     let (stream, name) = authenticate_agent(stream, key).await?;
     if let Some(slot) = slots.iter().find(|slot| slot.name == name) {
-        slot.fill(AgentConnection::new(stream)?);
+        slot.connect(AgentConnection::new(stream)?);
     }
     Ok(())
 }
 
 /// Formats the warning that the controller has more addresses than agents try, with the addresses
 /// `omitted` that they do not try.
-pub(super) fn format_omitted_addresses(omitted: &[IpAddr]) -> String {
+pub(super) fn format_omitted_addresses_warning(omitted: &[IpAddr]) -> String {
     let list: Vec<String> = omitted.iter().map(IpAddr::to_string).collect();
     format!(
         "launch: this machine has {} addresses; agents try {MAX_ADDRESSES} of them, and do not try {}\n",
@@ -133,6 +133,6 @@ mod tests {
     #[test]
     fn a_warning_names_the_addresses_that_agents_do_not_try() {
         let link_local: Vec<IpAddr> = vec!["169.254.3.4".parse().expect("an address")];
-        insta::assert_snapshot!("omitted_addresses", format_omitted_addresses(&link_local));
+        insta::assert_snapshot!("omitted_addresses", format_omitted_addresses_warning(&link_local));
     }
 }

@@ -11,8 +11,8 @@
 use super::{
     allocation::SlurmAllocation,
     listener, srun,
-    step::SlurmStep,
-    step_connection::{SlurmConnection, StepAgentOutput},
+    step::SrunProcess,
+    step_connection::{SlurmAgentConnection, SlurmAgentReader},
 };
 use crate::{
     cluster::{
@@ -23,7 +23,7 @@ use crate::{
         handshake::{HandshakeKey, Invitation},
         listeners::open_listeners,
     },
-    discover::{find_reachable_addresses, list_addresses, sort_and_limit_addresses},
+    discover::{find_reachable_addresses, list_interface_addresses, sort_and_limit_addresses},
 };
 use diagnostic::{Diagnostic, codes::slurm};
 use globset::Glob;
@@ -47,7 +47,7 @@ pub(crate) struct SlurmTransport {
     /// Variables of this process that srun does not get, because Slurm sends the environment of
     /// srun to the nodes without encryption.
     secret_variables: Vec<String>,
-    steps: Vec<Arc<SlurmStep>>,
+    steps: Vec<Arc<SrunProcess>>,
 }
 
 impl SlurmTransport {
@@ -70,14 +70,14 @@ impl SlurmTransport {
     ///
     /// A step holds the nodes of one heterogeneous group. If steps must request GPUs and the nodes
     /// have different numbers of GPUs, each node gets a separate step.
-    fn group_nodes_into_steps(&self, hosts: &[String]) -> Vec<srun::StepNodes> {
+    fn group_nodes_into_steps(&self, hosts: &[String]) -> Vec<srun::StepNodesAndGpus> {
         let requested: HashSet<&str> = hosts.iter().map(String::as_str).collect();
-        let mut steps: Vec<srun::StepNodes> = Vec::new();
+        let mut steps: Vec<srun::StepNodesAndGpus> = Vec::new();
         for group in &self.allocation.groups {
             let requires_request = group.nodes.iter().any(|node| node.requires_gpu_request);
             let gpus_are_equal = group.nodes.windows(2).all(|pair| pair[0].gpus == pair[1].gpus);
             let one_step = !requires_request || gpus_are_equal;
-            let mut current: Option<srun::StepNodes> = None;
+            let mut current: Option<srun::StepNodesAndGpus> = None;
             for node in group.nodes.iter().filter(|node| requested.contains(node.name.as_str())) {
                 let gpus = node.gpus.filter(|_| requires_request);
                 let gpus = gpus.map(if gpus_are_equal {
@@ -85,7 +85,7 @@ impl SlurmTransport {
                 } else {
                     srun::StepGpuRequest::Total
                 });
-                let single = srun::StepNodes { het_group: group.het, gpus, names: vec![node.name.clone()] };
+                let single = srun::StepNodesAndGpus { het_group: group.het, gpus, names: vec![node.name.clone()] };
                 match &mut current {
                     Some(current) if one_step => current.names.push(node.name.clone()),
                     _ => steps.extend(current.replace(single)),
@@ -100,26 +100,26 @@ impl SlurmTransport {
     /// agents connect. Returns the agents, which have not connected yet, with the names of their
     /// nodes. The `stderr` of the first agent carries the output of the whole step; the others have
     /// none.
-    fn start_step(&mut self, nodes: &srun::StepNodes) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
+    fn start_step(&mut self, nodes: &srun::StepNodesAndGpus) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
         let cannot_listen = |error: io::Error| {
             Diagnostic::error(slurm::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
                 .with_cause(&error)
         };
-        let ips = find_reachable_addresses(&self.interface, list_addresses());
+        let ips = find_reachable_addresses(&self.interface, list_interface_addresses());
         let (ips, omitted) = sort_and_limit_addresses(ips);
         let (listeners, addresses) =
             open_listeners(&ips, self.ports, nodes.names.len()).map_err(cannot_listen)?;
         let invitation = Invitation { key: HandshakeKey::generate().map_err(cannot_listen)?, addresses };
         let executable = srun::StepExecutable::find_current(self.bcast, self.allocation.job)?;
-        let arguments = srun::build_arguments(nodes, &executable, &self.step_options);
-        let (step, output) = SlurmStep::start(&arguments, &invitation, &self.secret_variables)?;
+        let arguments = srun::build_srun_arguments(nodes, &executable, &self.step_options);
+        let (step, output) = SrunProcess::start(&arguments, &invitation, &self.secret_variables)?;
         self.steps.push(step.clone());
         let pending = nodes.names.iter().map(|name| PendingAgent::new(name));
         let (mut agents, mut slots) = (Vec::new(), Vec::new());
         // Only the output of the first step begins with the warning.
         let warning = match omitted.is_empty() || self.steps.len() > 1 {
             true => String::new(),
-            false => listener::format_omitted_addresses(&omitted),
+            false => listener::format_omitted_addresses_warning(&omitted),
         };
         // The output of the whole step belongs to the first agent.
         let mut step_output = Some(io::Cursor::new(warning).chain(output));
@@ -128,8 +128,8 @@ impl SlurmTransport {
                 Some(output) => Box::new(output),
                 None => Box::new(tokio::io::empty()),
             };
-            let connection = SlurmConnection { slot: slot.clone(), step: step.clone() };
-            let output = StepAgentOutput { stream: output, step: step.clone(), end: None };
+            let connection = SlurmAgentConnection { slot: slot.clone(), step: step.clone() };
+            let output = SlurmAgentReader { stream: output, step: step.clone(), end: None };
             agents.push((
                 slot.name.clone(),
                 AgentProcess {

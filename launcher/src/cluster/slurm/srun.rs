@@ -10,7 +10,7 @@ use std::path::PathBuf;
 /// The nodes of one Slurm step (`srun`) that starts agents, and the GPUs that the step requests on
 /// these nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct StepNodes {
+pub(super) struct StepNodesAndGpus {
     /// The index of the nodes' group in a heterogeneous job; `None` in other jobs.
     pub(super) het_group: Option<u32>,
     /// The GPUs to request; `None` if the step gets the GPUs of the job without a request.
@@ -133,8 +133,8 @@ pub(super) const REMOVED_ENV_VARIABLES: &[&str] = &[
 ///   CPUs.
 /// - `--no-kill` and `--kill-on-bad-exit=0`: when an agent or a node is lost, the others continue,
 ///   and the controller decides what follows.
-pub(super) fn build_arguments(
-    nodes: &StepNodes,
+pub(super) fn build_srun_arguments(
+    nodes: &StepNodesAndGpus,
     executable: &StepExecutable,
     step_options: &[String],
 ) -> Vec<String> {
@@ -186,7 +186,7 @@ pub(super) fn parse_failed_nodes(line: &str) -> Vec<String> {
 
 /// Determines the error code for a failed Slurm command from the text that the command has printed.
 /// Returns `None` if the reason is not known.
-pub(super) fn classify_output(output: &str) -> Option<Code> {
+pub(super) fn classify_failure_output(output: &str) -> Option<Code> {
     let has = |part: &str| output.contains(part);
     if has("execve()") && has("No such file") {
         return Some(slurm::SLURM_EXECUTABLE_MISSING);
@@ -206,9 +206,9 @@ mod tests {
 
     #[test]
     fn a_step_has_one_task_on_each_node() {
-        let nodes = StepNodes { het_group: None, gpus: None, names: vec!["a".into(), "b".into()] };
+        let nodes = StepNodesAndGpus { het_group: None, gpus: None, names: vec!["a".into(), "b".into()] };
         let executable = StepExecutable { path: "/x/launch".into(), copy: None };
-        let arguments = build_arguments(&nodes, &executable, &["--container-image=a".to_owned()]);
+        let arguments = build_srun_arguments(&nodes, &executable, &["--container-image=a".to_owned()]);
         for argument in
             ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=a,b", "--overlap", "--no-kill"]
         {
@@ -225,9 +225,9 @@ mod tests {
     #[test]
     fn het_groups_gpus_and_copies_become_options_of_srun() {
         let nodes =
-            StepNodes { het_group: Some(1), gpus: Some(StepGpuRequest::Total(3)), names: vec!["a".into()] };
+            StepNodesAndGpus { het_group: Some(1), gpus: Some(StepGpuRequest::Total(3)), names: vec!["a".into()] };
         let executable = StepExecutable { path: "/x/launch".into(), copy: Some("/tmp/l-7".into()) };
-        let arguments = build_arguments(&nodes, &executable, &[]);
+        let arguments = build_srun_arguments(&nodes, &executable, &[]);
         for argument in ["--het-group=1", "--gpus=3", "--bcast=/tmp/l-7", "--remove-own-file"] {
             assert!(arguments.iter().any(|a| a == argument), "{argument}: {arguments:?}");
         }
@@ -260,7 +260,7 @@ mod tests {
             ),
             ("srun: error: h1: task 0: Killed", None),
         ] {
-            assert_eq!(classify_output(output), code, "{output}");
+            assert_eq!(classify_failure_output(output), code, "{output}");
         }
     }
 }

@@ -35,7 +35,7 @@ const WARNING_CAPACITY: usize = 16;
 /// A running `srun` process whose tasks are agents, with its last lines of output and its exit
 /// status. The value is shared by the connections to all of these agents.
 #[derive(Debug)]
-pub(super) struct SlurmStep {
+pub(super) struct SrunProcess {
     pid: u32,
     /// The exit status of srun; `None` until srun was reaped.
     exit_status: watch::Sender<Option<ExitStatus>>,
@@ -47,7 +47,7 @@ pub(super) struct SlurmStep {
     warnings: mpsc::Sender<String>,
 }
 
-impl SlurmStep {
+impl SrunProcess {
     /// Starts `srun` with `arguments`, whose tasks are agents, without the environment variables
     /// `hidden`. Passes `invitation`, with which agents find the controller, to the agents that
     /// srun starts. Returns the step and a stream with the output of srun and of the agents. The
@@ -56,7 +56,7 @@ impl SlurmStep {
         arguments: &[String],
         invitation: &Invitation,
         hidden: &[String],
-    ) -> diagnostic::Result<(Arc<SlurmStep>, DuplexStream)> {
+    ) -> diagnostic::Result<(Arc<SrunProcess>, DuplexStream)> {
         Self::spawn_srun(arguments, invitation, hidden).map_err(|error| build_start_error("srun", &error))
     }
 
@@ -67,7 +67,7 @@ impl SlurmStep {
         arguments: &[String],
         invitation: &Invitation,
         hidden: &[String],
-    ) -> io::Result<(Arc<SlurmStep>, DuplexStream)> {
+    ) -> io::Result<(Arc<SrunProcess>, DuplexStream)> {
         let (output, output_writer) = io::pipe()?;
         let mut command = Command::new("srun");
         command.args(arguments);
@@ -82,7 +82,7 @@ impl SlurmStep {
         let mut child = command.spawn()?;
         drop(command); // closes this process's copies of the pipe's writing end
         let (warnings, received_warnings) = mpsc::channel(WARNING_CAPACITY);
-        let step = Arc::new(SlurmStep {
+        let step = Arc::new(SrunProcess {
             pid: child.id(),
             exit_status: watch::Sender::new(None),
             tail: Mutex::default(),
@@ -123,7 +123,7 @@ impl SlurmStep {
 
     /// Returns a channel from which tasks learn when srun has ended, because its value then becomes
     /// `Some`.
-    pub(super) fn watch_exit(&self) -> watch::Receiver<Option<ExitStatus>> {
+    pub(super) fn exit_receiver(&self) -> watch::Receiver<Option<ExitStatus>> {
         self.exit_status.subscribe()
     }
 
@@ -142,7 +142,7 @@ impl SlurmStep {
     }
 
     /// Returns whether srun has reported that its task on the node `node` ended with an error.
-    pub(super) fn has_failed_on(&self, node: &str) -> bool {
+    pub(super) fn has_task_failed_on(&self, node: &str) -> bool {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }
 
@@ -166,7 +166,7 @@ impl SlurmStep {
 async fn forward_srun_output(
     output: impl AsyncRead + Unpin,
     mut forwarded: DuplexStream,
-    step: Arc<SlurmStep>,
+    step: Arc<SrunProcess>,
     mut warnings: mpsc::Receiver<String>,
 ) {
     let mut output = BufReader::new(output);

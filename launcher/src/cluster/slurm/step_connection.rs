@@ -1,8 +1,8 @@
 //! [`SlurmConnection`]: the connection to an agent in a Slurm step, and [`StepAgentOutput`], which
 //! delays the end of the agent's stream until srun has ended.
-use super::{srun, step::SlurmStep};
+use super::{srun, step::SrunProcess};
 use crate::cluster::{
-    pending_agent::{AgentConnectionSlot, PendingAgentOutput},
+    pending_agent::{AgentConnectionSlot, PendingAgentReader},
     transport::RemoteConnection,
 };
 use diagnostic::{Diagnostic, codes::slurm};
@@ -28,18 +28,18 @@ const STEP_EXIT_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// The controller's connection to an agent in a Slurm step, before and after the agent has
 /// connected.
-pub(super) struct SlurmConnection {
+pub(super) struct SlurmAgentConnection {
     pub(super) slot: AgentConnectionSlot,
-    pub(super) step: Arc<SlurmStep>,
+    pub(super) step: Arc<SrunProcess>,
 }
 
-impl fmt::Debug for SlurmConnection {
+impl fmt::Debug for SlurmAgentConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SlurmConnection").field("name", &self.slot.name).finish_non_exhaustive()
     }
 }
 
-impl RemoteConnection for SlurmConnection {
+impl RemoteConnection for SlurmAgentConnection {
     fn abort(&self) {
         self.slot.abort();
     }
@@ -63,7 +63,7 @@ impl RemoteConnection for SlurmConnection {
             ),
         };
         let output = self.step.join_output_tail();
-        let known_code = srun::classify_output(&output);
+        let known_code = srun::classify_failure_output(&output);
         let message = if output.is_empty() { message } else { format!("{message}: {output}") };
         let diagnostic = Diagnostic::error(known_code.unwrap_or(default_code), message)
             .with_subject(name)
@@ -81,9 +81,9 @@ impl RemoteConnection for SlurmConnection {
 ///
 /// The end of the stream is reported when srun has ended, or after [`STEP_EXIT_TIMEOUT`] if srun is
 /// still running.
-pub(super) struct StepAgentOutput {
-    pub(super) stream: PendingAgentOutput,
-    pub(super) step: Arc<SlurmStep>,
+pub(super) struct SlurmAgentReader {
+    pub(super) stream: PendingAgentReader,
+    pub(super) step: Arc<SrunProcess>,
     pub(super) end: Option<PostponedStreamEnd>,
 }
 
@@ -95,7 +95,7 @@ pub(super) struct PostponedStreamEnd {
     step_exit: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-impl AsyncRead for StepAgentOutput {
+impl AsyncRead for SlurmAgentReader {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -107,7 +107,7 @@ impl AsyncRead for StepAgentOutput {
             if result.is_ok() && (buffer.filled().len() > filled_before || buffer.remaining() == 0) {
                 return Poll::Ready(Ok(()));
             }
-            let mut exit = self.step.watch_exit();
+            let mut exit = self.step.exit_receiver();
             let step_exit = Box::pin(async move { _ = exit.wait_for(Option::is_some).await });
             let deadline = Box::pin(sleep(STEP_EXIT_TIMEOUT));
             self.end = Some(PostponedStreamEnd { result, deadline, step_exit });

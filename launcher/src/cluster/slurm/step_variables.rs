@@ -6,7 +6,7 @@ use crate::cluster::join::{SchedulerVariables, StepVariables};
 /// Determines from Slurm's environment variables in which Slurm allocation and step this process
 /// runs. `get` returns the value of a variable. Malformed variables are ignored here, because
 /// [`read_allocation`](super::allocation::read_allocation) reports them.
-pub(in crate::cluster) fn read_scheduler_variables(
+pub(in crate::cluster) fn read_slurm_variables(
     get: &dyn Fn(&str) -> Option<String>,
 ) -> SchedulerVariables {
     if get("SLURM_JOB_ID").is_none() {
@@ -35,7 +35,7 @@ mod tests {
             let variables: Vec<(&str, &str)> =
                 text.split(' ').filter_map(|word| word.split_once('=')).collect();
             let get = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
-            read_scheduler_variables(&get)
+            read_slurm_variables(&get)
         };
         assert!(!read("HOME=/").is_allocated);
         let batch = read("SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n[3-4] SLURM_STEP_NUM_TASKS=2");

@@ -21,7 +21,7 @@ const MAX_KEY_BYTES: u64 = 64 << 10;
 /// key files. Blocks. Fails if no key is accepted. The error lists the result of each key.
 pub(super) fn log_in(target: &SshTarget, session: &Session) -> diagnostic::Result<()> {
     let mut attempts = LoginAttempts::default();
-    let agent = connect_ssh_agent(target, session, &mut attempts);
+    let agent = connect_ssh_agent_and_list_keys(target, session, &mut attempts);
     let public_keys: Vec<Option<String>> = target.keys.iter().map(|key| read_public_key(key)).collect();
     if let Some((agent, identities)) = &agent {
         // Keys that the configuration names are offered first.
@@ -145,7 +145,7 @@ impl LoginAttempts {
 
 /// Connects to the SSH agent (`ssh-agent`) of the user and lists its keys. Returns `None` if there
 /// is no SSH agent, or if it does not answer.
-fn connect_ssh_agent(
+fn connect_ssh_agent_and_list_keys(
     target: &SshTarget,
     session: &Session,
     attempts: &mut LoginAttempts,
@@ -217,7 +217,7 @@ fn inspect_key_file(file: &Path) -> KeyFileState {
     match lines.next() {
         Some("-----BEGIN OPENSSH PRIVATE KEY-----") => {
             let body: String = lines.take_while(|l| !l.starts_with('-')).collect();
-            match parse_openssh_cipher(&body) {
+            match parse_private_key_cipher(&body) {
                 Some(cipher) if cipher == b"none" => KeyFileState::Usable,
                 Some(_) => KeyFileState::Locked,
                 None => KeyFileState::Damaged,
@@ -233,7 +233,7 @@ fn inspect_key_file(file: &Path) -> KeyFileState {
 
 /// Parses the name of the cipher with which a private key in OpenSSH's format is encrypted. The
 /// cipher `none` means that the key has no passphrase. Returns `None` if the key is malformed.
-fn parse_openssh_cipher(base64: &str) -> Option<Vec<u8>> {
+fn parse_private_key_cipher(base64: &str) -> Option<Vec<u8>> {
     let bytes = known_hosts::decode_base64(base64)?;
     let rest = bytes.strip_prefix(b"openssh-key-v1\0")?;
     let (length, rest) = rest.split_first_chunk::<4>()?;
@@ -288,6 +288,6 @@ mod tests {
         assert!(matches!(inspect_key_file(&file), KeyFileState::Damaged));
         // The length of the cipher's name reaches beyond the end.
         let key = known_hosts::encode_base64(b"openssh-key-v1\0\xff\xff\xff\xffnone");
-        assert_eq!(parse_openssh_cipher(&key), None);
+        assert_eq!(parse_private_key_cipher(&key), None);
     }
 }

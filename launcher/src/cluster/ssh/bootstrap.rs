@@ -7,7 +7,7 @@
 //! on a line with a random marker. Everything before that line is output of the login shell.
 use super::{
     bootstrap_scripts::{
-        FETCH_TIMEOUT_S, MAX_FETCH_ADDRESSES, build_copy_script, build_fetch_script, build_run_script,
+        FETCH_TIMEOUT_S, MAX_FETCH_ADDRESSES, build_executable_copy_script, build_executable_fetch_script, build_agent_start_script,
     },
     connection_progress::ConnectionProgress,
     copy_failure::{classify_copy_failure, make_printable_excerpt},
@@ -17,7 +17,7 @@ use super::{
     tree::{ExecutableSource, TreeHub},
 };
 use crate::{
-    cluster::transport::{ConnectionStage, StartStep},
+    cluster::transport::{ConnectionStage, AgentStartStep},
     connection::{
         encode_frame,
         tree::{TreeFrame, TreeSetup},
@@ -41,7 +41,7 @@ use std::{
 /// connection has started on a host.
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
 /// How long copying the executable of launch to a host may make no progress.
-const SEND_TIMEOUT: Duration = Duration::from_secs(60);
+const COPY_STALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// The rate, in bytes per second, from which the time limit for copying the executable of launch to
 /// a host is computed. The time limit of a copy grows with the size of the executable.
 const MIN_COPY_BYTES_PER_SECOND: u64 = 128 << 10;
@@ -50,7 +50,7 @@ const MIN_COPY_BYTES_PER_SECOND: u64 = 128 << 10;
 const FETCH_ANSWER_TIMEOUT_MS: u32 = MAX_FETCH_ADDRESSES as u32 * FETCH_TIMEOUT_S * 1000 + ANSWER_TIMEOUT_MS;
 /// The time limit, in milliseconds, for a started agent to connect to its neighbour in the tree of
 /// agents.
-const JOIN_TIMEOUT_MS: u32 = 30_000;
+const TREE_JOIN_TIMEOUT_MS: u32 = 30_000;
 /// The largest number of bytes that the login shell of a host may print before a script of launch
 /// answers. The start of the agent fails if the shell prints more.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
@@ -59,7 +59,7 @@ const CHUNK_BYTES: usize = 256 << 10;
 
 /// The executable file of this process with its hash, which is copied to hosts that do not have it.
 #[derive(Debug)]
-pub(super) struct Executable {
+pub(super) struct LaunchExecutable {
     file: File,
     /// The BLAKE3 hash of the executable, in hexadecimal.
     pub(super) hash: String,
@@ -68,21 +68,21 @@ pub(super) struct Executable {
     sha256: Mutex<Option<String>>,
 }
 
-impl Executable {
+impl LaunchExecutable {
     /// Returns the executable file of this process, which is opened and hashed at the first call.
     /// Later calls return the result of the first call.
-    pub(super) fn open_current() -> diagnostic::Result<&'static Executable> {
-        static CURRENT: OnceLock<diagnostic::Result<Executable>> = OnceLock::new();
+    pub(super) fn open_current() -> diagnostic::Result<&'static LaunchExecutable> {
+        static CURRENT: OnceLock<diagnostic::Result<LaunchExecutable>> = OnceLock::new();
         let open = || Self::open_and_hash().map_err(|error| build_unreadable_error(&error));
         CURRENT.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 
     /// Opens the executable file of this process and computes its hash.
-    fn open_and_hash() -> io::Result<Executable> {
+    fn open_and_hash() -> io::Result<LaunchExecutable> {
         let file = File::open("/proc/self/exe")?;
         let size = file.metadata()?.len();
         let hash = crate::executable::hash_executable()?;
-        Ok(Executable { file, hash, size, sha256: Mutex::new(None) })
+        Ok(LaunchExecutable { file, hash, size, sha256: Mutex::new(None) })
     }
 
     /// Returns the SHA-256 hash of the executable, in hexadecimal. The hash is for programs of
@@ -92,7 +92,7 @@ impl Executable {
         if let Some(hash) = &*known {
             return Ok(hash.clone());
         }
-        let hash = crate::executable::compute_sha256()?;
+        let hash = crate::executable::compute_executable_sha256()?;
         Ok(known.insert(hash).clone())
     }
 }
@@ -115,7 +115,7 @@ pub(super) struct RemoteAgent {
 pub(super) struct AgentStartInputs<'a> {
     pub(super) target: &'a SshTarget,
     pub(super) session: &'a SshSession,
-    pub(super) executable: &'a Executable,
+    pub(super) executable: &'a LaunchExecutable,
     pub(super) progress: &'a ConnectionProgress,
 }
 
@@ -140,7 +140,7 @@ pub(super) fn start_remote_agent(
     }
     begin_copy();
     bootstrap.copy_or_fetch_executable(tree)?;
-    progress.report_start_step(StartStep::Started);
+    progress.report_start_step(AgentStartStep::Started);
     match bootstrap.run_executable_as_agent()? {
         AgentStartResult::Running(agent) => Ok(agent),
         AgentStartResult::Missing => {
@@ -154,13 +154,13 @@ pub(super) fn start_remote_agent(
 
 /// Informs a started agent of its place in the tree of agents, and waits until the agent is
 /// connected with its neighbour. Fails if the agent cannot connect to it. Blocks.
-pub(super) fn connect_with_neighbour(
+pub(super) fn make_agent_join_tree(
     AgentStartInputs { target, session, progress, .. }: &AgentStartInputs<'_>,
     agent: RemoteAgent,
     setup: TreeSetup,
 ) -> diagnostic::Result<()> {
     let RemoteAgent { mut channel, leftover } = agent;
-    session.set_timeout(JOIN_TIMEOUT_MS);
+    session.set_timeout(TREE_JOIN_TIMEOUT_MS);
     let exchange = || -> io::Result<TreeFrame> {
         let frame = encode_frame(&TreeFrame::Setup(Box::new(setup))).map_err(io::Error::other)?;
         channel.write_all(&frame)?;
@@ -180,14 +180,14 @@ pub(super) fn connect_with_neighbour(
             Ok(())
         }
         Ok(TreeFrame::NotJoined(error)) => Err(error),
-        Ok(_) => Err(build_join_error(target, &io::Error::from(io::ErrorKind::InvalidData))),
-        Err(error) => Err(build_join_error(target, &error)),
+        Ok(_) => Err(build_tree_join_error(target, &io::Error::from(io::ErrorKind::InvalidData))),
+        Err(error) => Err(build_tree_join_error(target, &error)),
     }
 }
 
 /// Builds the error that a started agent does not answer when it is informed of its place in the
 /// tree of agents.
-fn build_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
+fn build_tree_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("the agent on host {} did not connect to another host of the job", target.name);
     build_ssh_error(target, host::TREE_PARENT_UNREACHABLE, message).with_cause(error).with_remedy()
 }
@@ -195,7 +195,7 @@ fn build_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
 /// Returns the time limit for copying an executable of `size` bytes to a host and starting it
 /// there. The copy counts at [`MIN_COPY_BYTES_PER_SECOND`], in addition to the limit for a start
 /// without a copy.
-fn compute_copy_limit(size: u64) -> Duration {
+fn compute_copy_time_limit(size: u64) -> Duration {
     HELLO_TIMEOUT + Duration::from_secs(size.div_ceil(MIN_COPY_BYTES_PER_SECOND))
 }
 
@@ -220,7 +220,7 @@ enum AgentStartResult {
 struct AgentBootstrap<'a> {
     target: &'a SshTarget,
     session: &'a SshSession,
-    executable: &'a Executable,
+    executable: &'a LaunchExecutable,
     progress: &'a ConnectionProgress,
     /// The random text that precedes each answer of the host.
     marker: String,
@@ -237,10 +237,10 @@ impl AgentBootstrap<'_> {
 
     /// Runs a shell script on the host, in a new channel of the SSH session. Returns the reader of
     /// its output.
-    fn exec_script(&self, script: &str) -> diagnostic::Result<ChannelReader> {
+    fn exec_script(&self, script: &str) -> diagnostic::Result<ChannelLineReader> {
         self.progress.check_not_aborted(&self.target.name)?;
         self.session.set_timeout(ANSWER_TIMEOUT_MS);
-        let channel = self.session.exec(script).map_err(|error| match error {
+        let channel = self.session.exec_script(script).map_err(|error| match error {
             SshExecError::Rejected(reason) => self
                 .build_error(ssh::SSH_COMMAND_REJECTED, format!("the host runs no commands: {reason}"))
                 .with_help(
@@ -249,15 +249,15 @@ impl AgentBootstrap<'_> {
                 ),
             SshExecError::Connection(error) => error,
         })?;
-        Ok(ChannelReader { channel, unread: Vec::new() })
+        Ok(ChannelLineReader { channel, unread: Vec::new() })
     }
 
     /// Runs the cached copy of launch's executable on the host as an agent, if the host has it.
     /// Fails if the host has another architecture.
     fn run_executable_as_agent(&mut self) -> diagnostic::Result<AgentStartResult> {
         let mut reader =
-            self.exec_script(&build_run_script(&self.marker, &self.executable.hash, self.in_tree))?;
-        let answer = self.read_answer(&mut reader)?;
+            self.exec_script(&build_agent_start_script(&self.marker, &self.executable.hash, self.in_tree))?;
+        let answer = self.read_script_answer(&mut reader)?;
         let mut words = answer.split(' ');
         match (words.next(), words.next()) {
             (Some("agent"), _) => {
@@ -283,7 +283,7 @@ impl AgentBootstrap<'_> {
     /// the script's answer on that line. Records the text before the marker as output of the login
     /// shell, in place of earlier output. Fails if that text is longer than
     /// [`MAX_SHELL_OUTPUT_BYTES`].
-    fn read_answer(&self, reader: &mut ChannelReader) -> diagnostic::Result<String> {
+    fn read_script_answer(&self, reader: &mut ChannelLineReader) -> diagnostic::Result<String> {
         let mut shell_output = Vec::new();
         loop {
             match reader.read_line() {
@@ -297,7 +297,7 @@ impl AgentBootstrap<'_> {
                     None => shell_output.extend(line),
                 },
                 Ok(None) => return Err(self.build_shell_exit_error(reader, &shell_output)),
-                Err(error) => return Err(self.build_read_error(&error, &shell_output)),
+                Err(error) => return Err(self.build_answer_read_error(&error, &shell_output)),
             }
             if shell_output.len() > MAX_SHELL_OUTPUT_BYTES {
                 let message = format!(
@@ -314,7 +314,7 @@ impl AgentBootstrap<'_> {
 
     /// Builds the error for reading the answer of a script on the host, when the read has failed or
     /// timed out.
-    fn build_read_error(&self, error: &io::Error, shell_output: &[u8]) -> Diagnostic {
+    fn build_answer_read_error(&self, error: &io::Error, shell_output: &[u8]) -> Diagnostic {
         match error.kind() {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
                 let message = format!(
@@ -330,8 +330,8 @@ impl AgentBootstrap<'_> {
     }
 
     /// Builds the error for a script on the host whose output ended without an answer.
-    fn build_shell_exit_error(&self, reader: &mut ChannelReader, shell_output: &[u8]) -> Diagnostic {
-        if let Some(failure) = reader.channel.find_failure(self.target) {
+    fn build_shell_exit_error(&self, reader: &mut ChannelLineReader, shell_output: &[u8]) -> Diagnostic {
+        if let Some(failure) = reader.channel.explain_output_end(self.target) {
             return failure;
         }
         let (code, stderr) = reader.channel.wait_for_exit();
@@ -361,12 +361,12 @@ impl AgentBootstrap<'_> {
     /// Copies the executable of launch to the host, either from another host that has it or from
     /// this machine.
     fn copy_or_fetch_executable(&mut self, tree: Option<&TreeHub>) -> diagnostic::Result<()> {
-        let step = StartStep::Copying(compute_copy_limit(self.executable.size));
+        let step = AgentStartStep::Copying(compute_copy_time_limit(self.executable.size));
         let Some(tree) = tree else {
             self.progress.report_start_step(step);
             return self.copy_executable();
         };
-        self.progress.report_start_step(StartStep::Waiting);
+        self.progress.report_start_step(AgentStartStep::Waiting);
         let source = tree.wait_for_executable_source(|| self.progress.is_aborted());
         self.progress.check_not_aborted(&self.target.name)?;
         let Some(source) = source else { return Ok(()) };
@@ -389,11 +389,11 @@ impl AgentBootstrap<'_> {
     /// `addresses`. The host checks the copy and then moves it to its path in the cache directory.
     fn fetch_executable(&mut self, addresses: &[SocketAddr], token: &str) -> diagnostic::Result<()> {
         let sha256 = self.executable.read_sha256().map_err(|error| build_unreadable_error(&error))?;
-        let Executable { hash, size, .. } = self.executable;
-        let script = build_fetch_script(&self.marker, (hash, &sha256, *size), addresses, token);
+        let LaunchExecutable { hash, size, .. } = self.executable;
+        let script = build_executable_fetch_script(&self.marker, (hash, &sha256, *size), addresses, token);
         let mut reader = self.exec_script(&script)?;
         self.session.set_timeout(FETCH_ANSWER_TIMEOUT_MS);
-        let answer = self.read_answer(&mut reader)?;
+        let answer = self.read_script_answer(&mut reader)?;
         if answer != "done" {
             return Err(self.build_copy_error(&answer, &mut reader));
         }
@@ -404,16 +404,16 @@ impl AgentBootstrap<'_> {
     /// Copies the executable of launch from this machine to the host over SSH. The copy is checked
     /// on the host and then moved to its path in the cache directory.
     fn copy_executable(&mut self) -> diagnostic::Result<()> {
-        let Executable { hash, size, .. } = self.executable;
-        let mut reader = self.exec_script(&build_copy_script(&self.marker, hash, *size))?;
-        let answer = self.read_answer(&mut reader)?;
+        let LaunchExecutable { hash, size, .. } = self.executable;
+        let mut reader = self.exec_script(&build_executable_copy_script(&self.marker, hash, *size))?;
+        let answer = self.read_script_answer(&mut reader)?;
         if answer != "ready" {
             return Err(self.build_copy_error(&answer, &mut reader));
         }
         let answer = match self.send_executable(&mut reader.channel) {
             // If the host stopped reading, its answer is the reason. If the connection failed, the
             // next read fails, too.
-            Ok(()) | Err(ExecutableSendError::Remote) => self.read_answer(&mut reader)?,
+            Ok(()) | Err(ExecutableSendError::Remote) => self.read_script_answer(&mut reader)?,
             Err(ExecutableSendError::Local(error)) => return Err(build_unreadable_error(&error)),
         };
         if answer != "done" {
@@ -437,7 +437,7 @@ impl AgentBootstrap<'_> {
             if n == 0 {
                 break;
             }
-            let written = self.session.write_input_until_answer(channel, &chunk[..n], SEND_TIMEOUT);
+            let written = self.session.write_input_until_answer(channel, &chunk[..n], COPY_STALL_TIMEOUT);
             written.map_err(|_| ExecutableSendError::Remote)?;
             offset += n as u64;
         }
@@ -446,7 +446,7 @@ impl AgentBootstrap<'_> {
 
     /// Builds the error for an answer `fail STEP CODE` of the script that copies the executable to
     /// the host.
-    fn build_copy_error(&self, answer: &str, reader: &mut ChannelReader) -> Diagnostic {
+    fn build_copy_error(&self, answer: &str, reader: &mut ChannelLineReader) -> Diagnostic {
         let (_, stderr) = reader.channel.wait_for_exit();
         let failure = classify_copy_failure(answer, &stderr);
         let diagnostic =
@@ -503,13 +503,13 @@ fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
 }
 
 /// Reads lines from an SSH channel, and keeps the bytes that follow the last returned line.
-struct ChannelReader {
+struct ChannelLineReader {
     channel: SshChannel,
     /// The bytes that were received and not returned yet.
     unread: Vec<u8>,
 }
 
-impl ChannelReader {
+impl ChannelLineReader {
     /// Returns the next line of the remote command's output with its line end, or the unfinished
     /// last line. A line of more than [`MAX_SHELL_OUTPUT_BYTES`] is returned by several calls,
     /// piece by piece. Returns `None` at the end of the stream. Blocks.

@@ -28,7 +28,7 @@ const SET_CACHE_DIR_SCRIPT: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin
 /// Builds the shell script that starts launch's executable on a host as an agent, which then prints
 /// `MARKER agent`. If the host lacks the executable, the script prints `MARKER missing MACHINE`.
 /// The modification time of the executable becomes the time of its last use.
-pub(super) fn build_run_script(marker: &str, hash: &str, in_tree: bool) -> String {
+pub(super) fn build_agent_start_script(marker: &str, hash: &str, in_tree: bool) -> String {
     let local = std::env::consts::ARCH;
     let option = if in_tree { " --tree" } else { "" };
     format!(
@@ -42,7 +42,7 @@ pub(super) fn build_run_script(marker: &str, hash: &str, in_tree: bool) -> Strin
 /// Builds the shell script with which a host fetches launch's executable from another host,
 /// verifies it, and prints `MARKER done` or `MARKER fail STEP CODE`. The shell cannot encrypt the
 /// connection, so it verifies the SHA-256 hash before it runs the copy.
-pub(super) fn build_fetch_script(
+pub(super) fn build_executable_fetch_script(
     marker: &str,
     (hash, sha256, size): (&str, &str, u64),
     addresses: &[SocketAddr],
@@ -72,7 +72,7 @@ pub(super) fn build_fetch_script(
 
 /// Builds the shell script that stores launch's executable on a host: it prints `MARKER ready`,
 /// reads the executable from stdin, and prints `MARKER done` or `MARKER fail STEP CODE`.
-pub(super) fn build_copy_script(marker: &str, hash: &str, size: u64) -> String {
+pub(super) fn build_executable_copy_script(marker: &str, hash: &str, size: u64) -> String {
     let fail = |step: &str| format!("{{ c=$?; rm -f \"$t\"; echo; echo {marker} fail {step} $c; exit 1; }}");
     let (directory, write, short, run, wrong, place) =
         (fail("directory"), fail("write"), fail("size"), fail("run"), fail("hash"), fail("place"));
@@ -98,10 +98,10 @@ mod tests {
         let addresses =
             ["10.0.0.1:5".parse().expect("an address"), "[fd00::1]:5".parse().expect("an address")];
         for script in [
-            build_run_script("m", "h", false),
-            build_run_script("m", "h", true),
-            build_copy_script("m", "h", 5),
-            build_fetch_script("m", ("h", "s", 5), &addresses, "t"),
+            build_agent_start_script("m", "h", false),
+            build_agent_start_script("m", "h", true),
+            build_executable_copy_script("m", "h", 5),
+            build_executable_fetch_script("m", ("h", "s", 5), &addresses, "t"),
         ] {
             assert!(!script.contains(['\'', '!', '\\', '\n', '`']), "{script}");
         }
@@ -110,7 +110,7 @@ mod tests {
     /// Runs the copy script with the home directory `home`, and with the shell script `program` as
     /// the executable, whose expected size is `size` bytes. Returns the last answer and stderr.
     fn run_copy_script(home: &std::path::Path, program: &str, size: usize) -> (String, String) {
-        run_script(home, &build_copy_script("MARK", "HASH", size as u64), program)
+        run_script(home, &build_executable_copy_script("MARK", "HASH", size as u64), program)
     }
 
     /// Runs a script with the home directory `home` and with `input` on stdin. Returns the last
@@ -186,7 +186,7 @@ mod tests {
             (program, program.len(), &[closed], "fail fetch"),
         ] {
             _ = std::fs::remove_dir_all(&cache);
-            let script = build_fetch_script("MARK", ("HASH", &hash, size as u64), addresses, "token");
+            let script = build_executable_fetch_script("MARK", ("HASH", &hash, size as u64), addresses, "token");
             let (answer, stderr) = run_script(home.path(), &script, "");
             assert!(answer.starts_with(expected), "{served}: {answer}, {stderr}");
             let files = std::fs::read_dir(&cache).map_or(0, Iterator::count);

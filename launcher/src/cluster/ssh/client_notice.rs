@@ -16,7 +16,7 @@ use tokio::{
 
 /// Describes which external SSH client connects to `target` and why it was chosen; `None` for
 /// launch's built-in client.
-pub(super) fn describe_client(target: &SshTarget) -> Option<String> {
+pub(super) fn describe_external_client(target: &SshTarget) -> Option<String> {
     Some(match &target.client.as_ref()?.requirement {
         Some(requirement) => format!("ssh, because of `{}`", requirement.option),
         None => "ssh".to_owned(),
@@ -49,7 +49,7 @@ impl OpenSshNotice {
 
 /// The standard error of an agent as the user sees it, with a notice about the SSH connection
 /// before it.
-pub(super) struct NoticeStream {
+pub(super) struct StderrAfterNotice {
     /// Delivers the notice. Without a notice, the sender is dropped.
     notice: Option<oneshot::Receiver<String>>,
     /// The part of the notice that was not read.
@@ -57,15 +57,15 @@ pub(super) struct NoticeStream {
     stderr: AgentOutput,
 }
 
-impl NoticeStream {
+impl StderrAfterNotice {
     /// Creates the stream, and the sender of the notice that precedes the agent's standard error.
-    pub(super) fn new(stderr: AgentOutput) -> (oneshot::Sender<String>, NoticeStream) {
+    pub(super) fn new(stderr: AgentOutput) -> (oneshot::Sender<String>, StderrAfterNotice) {
         let (sender, receiver) = oneshot::channel();
-        (sender, NoticeStream { notice: Some(receiver), text: Vec::new(), stderr })
+        (sender, StderrAfterNotice { notice: Some(receiver), text: Vec::new(), stderr })
     }
 }
 
-impl AsyncRead for NoticeStream {
+impl AsyncRead for StderrAfterNotice {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -93,7 +93,7 @@ mod tests {
     #[tokio::test]
     async fn a_notice_precedes_the_standard_error() {
         for (notice, expected) in [(Some("notice\n"), "notice\nerror"), (None, "error")] {
-            let (sender, mut stream) = NoticeStream::new(Box::new(&b"error"[..]));
+            let (sender, mut stream) = StderrAfterNotice::new(Box::new(&b"error"[..]));
             match notice {
                 Some(text) => sender.send(text.to_owned()).expect("a receiver"),
                 None => drop(sender),

@@ -122,7 +122,7 @@ impl SshConfigLines {
     /// be read or a line is not valid.
     fn read_file(&mut self, file: &Path, required: bool, home: &Path, depth: u32) -> diagnostic::Result<()> {
         let name = file.display().to_string();
-        let text = match read_text(file) {
+        let text = match read_config_text(file) {
             Ok(text) => text,
             Err(e) if !required && e.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(error) => {
@@ -194,7 +194,7 @@ impl SshConfigLines {
                 }
                 SshConfigLine::EndOfFile { depth } => matches.truncate((*depth as usize).max(1)),
                 SshConfigLine::Set { keyword, values } if matches.iter().all(|m| *m) => {
-                    settings.set_keyword(keyword, values);
+                    settings.apply_setting_line(keyword, values);
                 }
                 SshConfigLine::Set { .. } => {}
             }
@@ -215,7 +215,7 @@ impl SshHostSettings {
             if keyword == "identityfile" {
                 values = vec![values.join(" ")];
             }
-            settings.set_keyword(&keyword, &values);
+            settings.apply_setting_line(&keyword, &values);
         }
         settings
     }
@@ -223,7 +223,7 @@ impl SshHostSettings {
     /// Applies a line of the SSH configuration, with the keyword `keyword` and the values `values`,
     /// to these settings. Ignores keywords that an earlier line has set, except for `IdentityFile`,
     /// whose values add up. Of `ProxyJump` and `ProxyCommand`, only the first one applies.
-    fn set_keyword(&mut self, keyword: &str, values: &[String]) {
+    fn apply_setting_line(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());
         let is_set = |value: &str| !value.eq_ignore_ascii_case("none");
@@ -249,7 +249,7 @@ impl SshHostSettings {
 
 /// Reads an SSH configuration file as text. Fails if the file is longer than [`MAX_FILE_BYTES`] or
 /// is not UTF-8.
-fn read_text(file: &Path) -> io::Result<String> {
+fn read_config_text(file: &Path) -> io::Result<String> {
     if fs::metadata(file)?.len() > MAX_FILE_BYTES {
         return Err(io::Error::other("the file is larger than 1 MiB"));
     }

@@ -72,15 +72,15 @@ impl SshSocket {
 pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<Session> {
     let mut previous = None;
     for hop in &target.jumps {
-        previous = Some((connect_hop(target, hop, previous.take(), progress)?, hop));
+        previous = Some((open_session_with_hop(target, hop, previous.take(), progress)?, hop));
     }
-    connect_hop(target, target, previous, progress)
+    open_session_with_hop(target, target, previous, progress)
 }
 
 /// Opens an SSH session with `hop`, which is `target` or one of the jump hosts on the way to it.
 /// Connects through the session with the previous hop, or directly if `previous` is `None`. Retries
 /// a direct connection that the server closes before its banner.
-fn connect_hop(
+fn open_session_with_hop(
     target: &SshTarget,
     hop: &SshTarget,
     previous: Option<(Session, &SshTarget)>,
@@ -311,18 +311,18 @@ fn verify_host_key(
     })?;
     let (key_type, print, key) = (to_key_type_name(key_type), format_fingerprint(hash), encode_base64(blob));
     let known_name = &target.known_hosts_name;
-    let status = known_hosts.check_key(known_name, key_type, &key);
+    let status = known_hosts.check_host_key(known_name, key_type, &key);
     if status == HostKeyStatus::Known {
         return Ok(());
     }
     match (status, target.host_key_policy) {
         (HostKeyStatus::Unknown, HostKeyPolicy::AcceptNew) => {
-            store_key(target, key_type, &key)?;
+            store_host_key(target, key_type, &key)?;
             return Ok(());
         }
         (HostKeyStatus::Unknown | HostKeyStatus::OtherTypes, HostKeyPolicy::AcceptAny) => {
             // The key is accepted anyway, also if it cannot be stored.
-            _ = store_key(target, key_type, &key);
+            _ = store_host_key(target, key_type, &key);
             return Ok(());
         }
         (HostKeyStatus::Changed, HostKeyPolicy::AcceptAny) => return Ok(()),
@@ -332,9 +332,9 @@ fn verify_host_key(
 }
 
 /// Adds the new key of an SSH server to the user's first known_hosts file, if there is one.
-fn store_key(target: &SshTarget, key_type: &str, key: &str) -> diagnostic::Result<()> {
+fn store_host_key(target: &SshTarget, key_type: &str, key: &str) -> diagnostic::Result<()> {
     let Some(file) = &target.new_keys_file else { return Ok(()) };
-    known_hosts::append_key(file, &target.known_hosts_name, key_type, key).map_err(|error| {
+    known_hosts::append_host_key(file, &target.known_hosts_name, key_type, key).map_err(|error| {
         let file = file.display().to_string();
         let message = format!("cannot store the new key of host {} in {file}", target.name);
         build_ssh_error(target, ssh::SSH_KNOWN_HOSTS_UNWRITABLE, message)

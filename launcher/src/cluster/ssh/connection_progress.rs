@@ -1,6 +1,6 @@
 //! [`ConnectionProgress`]: which stage the SSH connection to one host has reached and how it ended,
 //! shared by the connection's thread and the controller.
-use crate::cluster::transport::{ConnectionStage, RemoteConnection, StartStep};
+use crate::cluster::transport::{ConnectionStage, RemoteConnection, AgentStartStep};
 use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{Shutdown, shutdown};
 use protocol::control::ExitStatus;
@@ -22,7 +22,7 @@ pub(crate) struct ConnectionProgress {
     state: Mutex<ProgressState>,
     aborted: AtomicBool,
     /// Receives the steps of the start; `None` if no reader exists.
-    start_steps: Option<mpsc::Sender<StartStep>>,
+    start_steps: Option<mpsc::Sender<AgentStartStep>>,
 }
 
 /// The number of steps of an agent's start that may wait until the controller reads them. A start
@@ -47,14 +47,14 @@ struct ProgressState {
 impl ConnectionProgress {
     /// Creates the progress of an SSH connection that has not begun, and the receiver of the steps
     /// of the agent's start.
-    pub(super) fn new() -> (ConnectionProgress, mpsc::Receiver<StartStep>) {
+    pub(super) fn new() -> (ConnectionProgress, mpsc::Receiver<AgentStartStep>) {
         let (sender, receiver) = mpsc::channel(START_STEP_CAPACITY);
         (ConnectionProgress { start_steps: Some(sender), ..ConnectionProgress::default() }, receiver)
     }
 
     /// Reports a step of the agent's start over SSH, such as copying the executable, to the
     /// controller. Never blocks.
-    pub(super) fn report_start_step(&self, step: StartStep) {
+    pub(super) fn report_start_step(&self, step: AgentStartStep) {
         if let Some(steps) = &self.start_steps {
             // An error means that the controller no longer waits for the agent.
             _ = steps.try_send(step);
@@ -73,7 +73,7 @@ impl ConnectionProgress {
 
     /// Records the description of the external SSH client that carries the connection in place of
     /// the built-in one.
-    pub(super) fn set_client(&self, client: Option<String>) {
+    pub(super) fn set_external_client(&self, client: Option<String>) {
         self.lock_state().client = client;
     }
 
@@ -113,7 +113,7 @@ impl ConnectionProgress {
 
     /// Records how the SSH connection ended: its failure, or the agent's exit status. Closes the
     /// duplicate of the socket.
-    pub(super) fn record_end(&self, failure: Option<Diagnostic>, exit_status: Option<ExitStatus>) {
+    pub(super) fn record_connection_end(&self, failure: Option<Diagnostic>, exit_status: Option<ExitStatus>) {
         let mut state = self.lock_state();
         (state.failure, state.exit_status, state.socket) = (failure, exit_status, None);
     }

@@ -19,15 +19,15 @@ pub(super) trait ThreadTask: Send + 'static {
 
 /// A pool of threads that execute blocking tasks in the order of their submission.
 #[derive(Debug)]
-pub(super) struct ConnectionThreads<T> {
+pub(super) struct ConnectionThreadPool<T> {
     /// The largest number of threads, without those in [`ConnectionThreads::run_without_thread_limit`].
     limit: usize,
-    state: Mutex<ThreadsState<T>>,
+    state: Mutex<ThreadPoolState<T>>,
 }
 
 /// The waiting tasks and the number of threads of the thread pool [`ConnectionThreads`].
 #[derive(Debug)]
-struct ThreadsState<T> {
+struct ThreadPoolState<T> {
     /// The tasks that wait for a thread.
     waiting: VecDeque<T>,
     /// The number of threads, and how many of them are in [`ConnectionThreads::run_without_thread_limit`].
@@ -35,22 +35,22 @@ struct ThreadsState<T> {
     long: usize,
 }
 
-impl<T: ThreadTask> ConnectionThreads<T> {
+impl<T: ThreadTask> ConnectionThreadPool<T> {
     /// Creates a thread pool with at most `limit` threads and without tasks.
     pub(super) fn new(limit: usize) -> Self {
-        let state = ThreadsState { waiting: VecDeque::new(), threads: 0, long: 0 };
-        ConnectionThreads { limit, state: Mutex::new(state) }
+        let state = ThreadPoolState { waiting: VecDeque::new(), threads: 0, long: 0 };
+        ConnectionThreadPool { limit, state: Mutex::new(state) }
     }
 
     /// Locks the mutex of the pool's tasks and thread counts, even if a task has panicked.
-    fn lock(&self) -> MutexGuard<'_, ThreadsState<T>> {
+    fn lock_state(&self) -> MutexGuard<'_, ThreadPoolState<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Submits a task, which is executed as soon as a thread of the pool is free. Fails if there is
     /// no thread, and none can be started.
     pub(super) fn submit(self: &Arc<Self>, task: T) -> io::Result<()> {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         state.waiting.push_back(task);
         let has_threads = state.threads > state.long;
         if state.threads - state.long < self.limit
@@ -66,7 +66,7 @@ impl<T: ThreadTask> ConnectionThreads<T> {
     /// Calls `run`, a part of a task that may take as long as the job, without counting the calling
     /// thread for the limit of the pool. Another thread takes over the next tasks meanwhile.
     pub(super) fn run_without_thread_limit<R>(self: &Arc<Self>, run: impl FnOnce() -> R) -> R {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         state.long += 1;
         if !state.waiting.is_empty() {
             // An error leaves the tasks to the other threads.
@@ -74,12 +74,12 @@ impl<T: ThreadTask> ConnectionThreads<T> {
         }
         drop(state);
         let result = run();
-        self.lock().long -= 1;
+        self.lock_state().long -= 1;
         result
     }
 
     /// Starts another thread of the pool.
-    fn spawn_thread(self: &Arc<Self>, state: &mut ThreadsState<T>) -> io::Result<()> {
+    fn spawn_thread(self: &Arc<Self>, state: &mut ThreadPoolState<T>) -> io::Result<()> {
         let threads = self.clone();
         let run = move || {
             while let Some(task) = threads.take_next_task() {
@@ -95,7 +95,7 @@ impl<T: ThreadTask> ConnectionThreads<T> {
     /// Removes the next waiting task from the queue of the pool, and prepares it. Returns `None` if
     /// the thread is to end.
     fn take_next_task(&self) -> Option<T> {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         let is_surplus = state.threads - state.long > self.limit;
         let task = if is_surplus { None } else { state.waiting.pop_front() };
         match task {
@@ -123,7 +123,7 @@ mod tests {
         prepared: mpsc::Sender<usize>,
         started: mpsc::Sender<usize>,
         wait: mpsc::Receiver<()>,
-        threads: Arc<ConnectionThreads<TestTask>>,
+        threads: Arc<ConnectionThreadPool<TestTask>>,
     }
 
     impl ThreadTask for TestTask {
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn tasks_wait_for_a_thread_in_their_order_and_long_parts_take_none() {
-        let threads = Arc::new(ConnectionThreads::new(2));
+        let threads = Arc::new(ConnectionThreadPool::new(2));
         let ((prepared, order), (started, numbers)) = (mpsc::channel(), mpsc::channel());
         let mut signals: Vec<mpsc::Sender<()>> = (0..6)
             .map(|number| {
@@ -166,9 +166,9 @@ mod tests {
         assert_eq!(rest, [4, 5]);
         assert_eq!(order.iter().take(6).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
         drop(signals);
-        while threads.lock().threads > 0 {
+        while threads.lock_state().threads > 0 {
             thread::yield_now();
         }
-        assert_eq!(threads.lock().long, 0);
+        assert_eq!(threads.lock_state().long, 0);
     }
 }

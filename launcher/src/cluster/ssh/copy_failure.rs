@@ -31,7 +31,7 @@ pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCop
         _ => ("", ""),
     };
     let stderr = stderr.to_lowercase();
-    if let Some(failure) = classify_full_disk(&stderr) {
+    if let Some(failure) = find_full_disk_failure(&stderr) {
         return failure;
     }
     match step {
@@ -60,7 +60,7 @@ pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCop
 
 /// Returns the reason of a failed copy if the messages in `stderr` show that a disk is full or a
 /// quota is exceeded. `stderr` is in lower case. Returns `None` for other reasons.
-fn classify_full_disk(stderr: &str) -> Option<ExecutableCopyFailure> {
+fn find_full_disk_failure(stderr: &str) -> Option<ExecutableCopyFailure> {
     let has = |part: &str| stderr.contains(part);
     let (code, message) = if has("no space left") {
         (host::EXECUTABLE_DISK_FULL, "the disk is full, so the executable cannot be copied")

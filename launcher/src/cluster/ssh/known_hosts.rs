@@ -20,18 +20,18 @@ const MAX_CACHED_LISTS: usize = 64;
 
 /// The device, inode, size and change time of a file, which show whether the file has changed;
 /// `None` if it does not exist.
-type FileStamp = Option<(u64, u64, u64, i64, i64)>;
+type FileChangeStamp = Option<(u64, u64, u64, i64, i64)>;
 /// A cache of the parsed content of known_hosts files, by the list of the files, with the inodes
 /// and times that show whether a file has changed.
-type KnownHostsCache = HashMap<Vec<PathBuf>, (Vec<FileStamp>, Arc<KnownHosts>)>;
+type KnownHostsCache = HashMap<Vec<PathBuf>, (Vec<FileChangeStamp>, Arc<KnownHosts>)>;
 
 /// The cache of the known_hosts files that this process has read.
 static KNOWN_HOSTS_CACHE: LazyLock<Mutex<KnownHostsCache>> = LazyLock::new(Mutex::default);
 
 /// Reads a list of known_hosts files, or returns the cached content if the files have not changed
 /// since they were read.
-pub(super) fn read_cached(files: &[PathBuf]) -> diagnostic::Result<Arc<KnownHosts>> {
-    let stamps: Vec<FileStamp> = files.iter().map(|file| read_file_stamp(file)).collect();
+pub(super) fn read_known_hosts_cached(files: &[PathBuf]) -> diagnostic::Result<Arc<KnownHosts>> {
+    let stamps: Vec<FileChangeStamp> = files.iter().map(|file| read_file_stamp(file)).collect();
     // The cache is locked while reading, so that connections to many hosts read the files once.
     let mut cache = KNOWN_HOSTS_CACHE.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, known_hosts)) = cache.get(files).filter(|(cached, _)| *cached == stamps) {
@@ -47,7 +47,7 @@ pub(super) fn read_cached(files: &[PathBuf]) -> diagnostic::Result<Arc<KnownHost
 
 /// Reads the device, inode, size and change time of a file, by which a change of the file is
 /// detected. Returns `None` if the file does not exist.
-fn read_file_stamp(file: &Path) -> FileStamp {
+fn read_file_stamp(file: &Path) -> FileChangeStamp {
     let metadata = fs::metadata(file).ok()?;
     Some((metadata.dev(), metadata.ino(), metadata.size(), metadata.ctime(), metadata.ctime_nsec()))
 }
@@ -151,7 +151,7 @@ impl KnownHosts {
     /// Checks whether the host `name` may present the key `key`, according to the known_hosts
     /// files. `name` is the host's name in known_hosts, and `key` the base64 of the key's wire
     /// format.
-    pub(super) fn check_key(&self, name: &str, key_type: &str, key: &str) -> HostKeyStatus {
+    pub(super) fn check_host_key(&self, name: &str, key_type: &str, key: &str) -> HostKeyStatus {
         if self.find_entries(name).any(|e| e.marker == EntryMarker::Revoked && e.key == key) {
             return HostKeyStatus::Revoked;
         }
@@ -226,7 +226,7 @@ pub(super) fn format_known_hosts_name(host: &str, port: u16) -> String {
 
 /// Appends the key of a host to a known_hosts file. Creates the file and its directory if they do
 /// not exist. A device such as `/dev/null` stores nothing.
-pub(super) fn append_key(file: &Path, name: &str, key_type: &str, key: &str) -> io::Result<()> {
+pub(super) fn append_host_key(file: &Path, name: &str, key_type: &str, key: &str) -> io::Result<()> {
     /// A lock under which threads that connect to different hosts append keys to known_hosts files,
     /// one after the other.
     static APPEND: Mutex<()> = Mutex::new(());
@@ -320,13 +320,13 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let files = [dir.path().join("k"), dir.path().join("missing")];
         fs::write(&files[0], format!("a ssh-ed25519 {KEY}\n")).expect("a file");
-        let first = read_cached(&files).expect("readable");
-        assert!(Arc::ptr_eq(&first, &read_cached(&files).expect("readable")));
-        append_key(&files[0], "b", "ssh-ed25519", KEY).expect("added");
-        let second = read_cached(&files).expect("readable");
+        let first = read_known_hosts_cached(&files).expect("readable");
+        assert!(Arc::ptr_eq(&first, &read_known_hosts_cached(&files).expect("readable")));
+        append_host_key(&files[0], "b", "ssh-ed25519", KEY).expect("added");
+        let second = read_known_hosts_cached(&files).expect("readable");
         assert_eq!((first.list_key_types("b").len(), second.list_key_types("b").len()), (0, 1));
         fs::write(&files[1], format!("c ssh-ed25519 {KEY}\n")).expect("a file");
-        assert_eq!(read_cached(&files).expect("readable").list_key_types("c").len(), 1);
+        assert_eq!(read_known_hosts_cached(&files).expect("readable").list_key_types("c").len(), 1);
     }
 
     #[test]
@@ -348,7 +348,7 @@ mod tests {
             ("d", KEY, Unknown),
             ("e", KEY, OtherTypes),
         ] {
-            assert_eq!(known_hosts.check_key(name, "ssh-ed25519", key), expected, "{name} {key}");
+            assert_eq!(known_hosts.check_host_key(name, "ssh-ed25519", key), expected, "{name} {key}");
         }
         assert_eq!(known_hosts.list_key_types("e"), ["ssh-rsa"]);
         assert!(known_hosts.has_certificate_authority("d") && !known_hosts.has_certificate_authority("a"));
@@ -368,7 +368,7 @@ mod tests {
         }
         assert!(fs::read_to_string(&file).expect("text").starts_with("|1|"));
         let known_hosts = KnownHosts::read_files(&[file]).expect("readable");
-        let check = |name: &str| known_hosts.check_key(name, "ssh-ed25519", KEY);
+        let check = |name: &str| known_hosts.check_host_key(name, "ssh-ed25519", KEY);
         assert_eq!(check("node-1"), HostKeyStatus::Known);
         assert_eq!(check(&format_known_hosts_name("Node-2", 2222)), HostKeyStatus::Known);
         assert_eq!(check("node-2"), HostKeyStatus::Unknown);
@@ -378,17 +378,17 @@ mod tests {
     fn added_keys_are_known() {
         let dir = tempfile::tempdir().expect("a directory");
         let file = dir.path().join("new/known_hosts");
-        append_key(&file, "a", "ssh-ed25519", KEY).expect("added");
+        append_host_key(&file, "a", "ssh-ed25519", KEY).expect("added");
         fs::OpenOptions::new()
             .append(true)
             .open(&file)
             .and_then(|mut f| f.write_all(b"# end"))
             .expect("appended");
-        append_key(&file, "[b]:7", "ssh-ed25519", KEY).expect("added");
-        append_key(Path::new("/dev/null"), "a", "ssh-ed25519", KEY).expect("dropped");
+        append_host_key(&file, "[b]:7", "ssh-ed25519", KEY).expect("added");
+        append_host_key(Path::new("/dev/null"), "a", "ssh-ed25519", KEY).expect("dropped");
         let known_hosts = KnownHosts::read_files(&[file, "/dev/null".into()]).expect("readable");
         for name in ["a", "[b]:7"] {
-            assert_eq!(known_hosts.check_key(name, "ssh-ed25519", KEY), HostKeyStatus::Known);
+            assert_eq!(known_hosts.check_host_key(name, "ssh-ed25519", KEY), HostKeyStatus::Known);
         }
     }
 

@@ -20,7 +20,7 @@ use std::{
 /// 5.2).
 pub(super) const STDERR_STREAM_ID: i32 = 1;
 /// The interval, in seconds, at which keepalive messages are sent on an idle SSH connection.
-const KEEPALIVE_S: u32 = 15;
+const KEEPALIVE_INTERVAL_S: u32 = 15;
 /// The size, in bytes, of the buffer of each direction in which bytes are copied.
 const BUFFER_BYTES: usize = 32 << 10;
 /// How long the host may take to report the exit status of a remote process, after the output of
@@ -47,7 +47,7 @@ pub(super) fn relay_channel(
     }
     // Blocking calls of libssh2 fail when a keepalive message is due, even if their time limit has
     // not passed. So the messages begin here.
-    session.set_keepalive(true, KEEPALIVE_S);
+    session.set_keepalive(true, KEEPALIVE_INTERVAL_S);
     session.set_blocking(false);
     let mut relay = ChannelRelay {
         session,
@@ -59,7 +59,7 @@ pub(super) fn relay_channel(
         from_stderr: RelayBuffer::default(),
         input: RelayInputState::Open,
         blocked: None,
-        keepalive_s: KEEPALIVE_S,
+        keepalive_s: KEEPALIVE_INTERVAL_S,
     };
     relay.run_relay()?;
     Ok(relay.wait_for_exit_status())

@@ -99,7 +99,7 @@ impl SshSession {
     }
 
     /// Runs `script`, a shell script of one line, on the host. Blocks.
-    pub(super) fn exec(&self, script: &str) -> Result<SshChannel, SshExecError> {
+    pub(super) fn exec_script(&self, script: &str) -> Result<SshChannel, SshExecError> {
         match self {
             SshSession::Builtin(session) => {
                 let open = session.channel_session().and_then(|mut channel| {
@@ -109,7 +109,7 @@ impl SshSession {
                 open.map(SshChannel::Builtin).map_err(|error| SshExecError::Rejected(error.message().into()))
             }
             SshSession::OpenSsh(session) => {
-                session.exec(script).map(SshChannel::OpenSsh).map_err(SshExecError::Connection)
+                session.exec_script(script).map(SshChannel::OpenSsh).map_err(SshExecError::Connection)
             }
         }
     }
@@ -121,7 +121,7 @@ impl SshSession {
     /// `local` receives `leftover` (output of the agent that was read before) and then the rest of
     /// the output, and provides the input of the agent. `stderr` receives the standard error of the
     /// agent. Returns the exit status of the agent, or `None` if the host does not report it.
-    pub(super) fn relay(
+    pub(super) fn relay_agent_streams(
         &self,
         target: &SshTarget,
         channel: SshChannel,
@@ -202,10 +202,10 @@ impl SshChannel {
 
     /// Determines why the output of the host has ended; returns `None` if the remote command may
     /// simply have ended.
-    pub(super) fn find_failure(&self, target: &SshTarget) -> Option<Diagnostic> {
+    pub(super) fn explain_output_end(&self, target: &SshTarget) -> Option<Diagnostic> {
         match self {
             SshChannel::Builtin(_) => None,
-            SshChannel::OpenSsh(channel) => channel.find_failure(target),
+            SshChannel::OpenSsh(channel) => channel.explain_output_end(target),
         }
     }
 
@@ -221,7 +221,7 @@ impl SshChannel {
                 let code = channel.wait_close().and_then(|()| channel.exit_status()).unwrap_or(-1);
                 (code, String::from_utf8_lossy(&stderr).into_owned())
             }
-            SshChannel::OpenSsh(channel) => channel.wait_for_exit(),
+            SshChannel::OpenSsh(channel) => channel.end_input_and_wait_for_exit(),
         }
     }
 }

@@ -6,11 +6,11 @@
 //! login shell. In a [tree](super::tree), the connection ends once the agent is connected with
 //! another one.
 use super::{
-    bootstrap::{self, AgentStartInputs, Executable, RemoteAgent},
-    client_notice::{NoticeStream, OpenSshNotice, describe_client},
+    bootstrap::{self, AgentStartInputs, LaunchExecutable, RemoteAgent},
+    client_notice::{StderrAfterNotice, OpenSshNotice, describe_external_client},
     connection_progress::ConnectionProgress,
-    connection_threads::{ConnectionThreads, ThreadTask},
-    openssh::{list_running_children, record_child_exit},
+    connection_threads::{ConnectionThreadPool, ThreadTask},
+    openssh::{list_unreaped_children, record_child_exit},
     ssh_error::build_ssh_error,
     ssh_session::SshSession,
     target::{SshTarget, TargetResolver},
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     cluster::transport::{
-        AgentHandle, AgentProcess, ArrivalLimits, DESCRIPTORS_PER_CONNECTION, StartStep, Transport,
+        AgentHandle, AgentProcess, ArrivalLimits, DESCRIPTORS_PER_CONNECTION, AgentStartStep, Transport,
     },
     connection::tree::StreamId,
 };
@@ -48,23 +48,23 @@ const MAX_JUMP_FANOUT: u32 = 8;
 const COPIES_PER_FANOUT: u32 = 2;
 /// The number of file descriptors that an SSH connection needs during its setup, if it is replaced
 /// by the tree of agents later.
-const DESCRIPTORS_PER_SETUP: u64 = 2;
+const DESCRIPTORS_PER_TREE_SETUP: u64 = 2;
 
 /// The number of additional file descriptors that a connection through OpenSSH's client needs, for
 /// the client's log and stderr.
-const DESCRIPTORS_PER_CLIENT: u64 = 2;
+const DESCRIPTORS_PER_OPENSSH_CLIENT: u64 = 2;
 
 /// Starts the agents of a job on other hosts over SSH.
 pub(crate) struct SshTransport {
     /// The hosts by their names in the job.
     hosts: HashMap<String, HostAddress>,
     resolver: Arc<TargetResolver>,
-    executable: &'static Executable,
+    executable: &'static LaunchExecutable,
     limits: Arc<ConnectionLimits>,
     /// The tree of agents; `None` if the controller is connected with each agent.
     tree: Option<Arc<TreeHub>>,
     fanout: u32,
-    threads: Arc<ConnectionThreads<SshConnection>>,
+    threads: Arc<ConnectionThreadPool<SshConnection>>,
     /// The number of file descriptors of each connection.
     connection_descriptors: u64,
     notice: Arc<OpenSshNotice>,
@@ -100,7 +100,7 @@ impl SshTransport {
         })?;
         Ok(SshTransport {
             hosts: hosts.iter().map(|host| (host.name_with_port(), host.clone())).collect(),
-            executable: Executable::open_current()?,
+            executable: LaunchExecutable::open_current()?,
             resolver: Arc::new(TargetResolver::new(spec, &job.run.workdir)?),
             limits: Arc::new(ConnectionLimits {
                 direct: FanoutLimit::new(spec.fanout),
@@ -108,7 +108,7 @@ impl SshTransport {
                 copies: FanoutLimit::new(spec.fanout.saturating_mul(COPIES_PER_FANOUT)),
             }),
             // In a tree, most threads wait for a turn, a place or the executable.
-            threads: Arc::new(ConnectionThreads::new(match tree {
+            threads: Arc::new(ConnectionThreadPool::new(match tree {
                 Some(_) => spec.fanout.saturating_mul(1 + COPIES_PER_FANOUT) as usize,
                 None => usize::MAX,
             })),
@@ -116,7 +116,7 @@ impl SshTransport {
             fanout: spec.fanout,
             connection_descriptors: match spec.client {
                 SshClient::Builtin => DESCRIPTORS_PER_CONNECTION,
-                SshClient::Auto | SshClient::OpenSsh => DESCRIPTORS_PER_CONNECTION + DESCRIPTORS_PER_CLIENT,
+                SshClient::Auto | SshClient::OpenSsh => DESCRIPTORS_PER_CONNECTION + DESCRIPTORS_PER_OPENSSH_CLIENT,
             },
             notice: Arc::default(),
         })
@@ -129,7 +129,7 @@ impl SshTransport {
         let host = self.hosts.get(name).ok_or_else(|| {
             Diagnostic::error(host::HOST_UNKNOWN, format!("the job has no host {name}")).with_subject(name)
         })?;
-        self.spawn_connection(host).map_err(|error| {
+        self.submit_connection(host).map_err(|error| {
             Diagnostic::error(ssh::SSH_SESSION_LIMIT, format!("cannot open an SSH connection to host {name}"))
                 .with_subject(name)
                 .with_cause(&error)
@@ -139,7 +139,7 @@ impl SshTransport {
     /// Submits the SSH connection to a host to the thread pool, and returns the streams of the
     /// agent that is to be started. Returns the agent's streams, which carry data once the
     /// connection is set up.
-    fn spawn_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
+    fn submit_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
         let (progress, start_steps) = ConnectionProgress::new();
         let progress = Arc::new(progress);
         let (mut process, carrier) = match &self.tree {
@@ -168,7 +168,7 @@ impl SshTransport {
                 (process, ControlStreamCarrier::Direct { control: control_end, stderr: stderr_end })
             }
         };
-        let (notice_sender, stderr) = NoticeStream::new(process.stderr);
+        let (notice_sender, stderr) = StderrAfterNotice::new(process.stderr);
         process.stderr = Box::new(stderr);
         let connection = SshConnection {
             host: host.clone(),
@@ -183,7 +183,7 @@ impl SshTransport {
         };
         if self.tree.is_some() {
             // For a thread, a place and a turn.
-            progress.report_start_step(StartStep::Waiting);
+            progress.report_start_step(AgentStartStep::Waiting);
         }
         self.threads.submit(connection)?;
         Ok(process)
@@ -210,18 +210,18 @@ impl Transport for SshTransport {
         match self.tree {
             None => hosts as u64 * self.connection_descriptors,
             Some(_) => {
-                let setups = u64::from(1 + COPIES_PER_FANOUT) * DESCRIPTORS_PER_SETUP;
+                let setups = u64::from(1 + COPIES_PER_FANOUT) * DESCRIPTORS_PER_TREE_SETUP;
                 connections * (self.connection_descriptors + setups)
             }
         }
     }
 
     fn child_processes(&self) -> Vec<u32> {
-        list_running_children()
+        list_unreaped_children()
     }
 
     fn children_with_killed_groups(&self) -> Vec<u32> {
-        list_running_children()
+        list_unreaped_children()
     }
 
     fn record_child_exit(&mut self, pid: u32, status: ExitStatus) {
@@ -249,11 +249,11 @@ struct SshConnection {
     /// Passes the notice on to the stderr of the agent, which begins with it.
     notice_sender: Option<oneshot::Sender<String>>,
     resolver: Arc<TargetResolver>,
-    executable: &'static Executable,
+    executable: &'static LaunchExecutable,
     limits: Arc<ConnectionLimits>,
     progress: Arc<ConnectionProgress>,
     carrier: ControlStreamCarrier,
-    threads: Arc<ConnectionThreads<SshConnection>>,
+    threads: Arc<ConnectionThreadPool<SshConnection>>,
 }
 
 impl ThreadTask for SshConnection {
@@ -270,7 +270,7 @@ impl ThreadTask for SshConnection {
     /// one.
     fn run(mut self) {
         let target = self.resolver.resolve_target(&self.host);
-        self.progress.set_client(target.as_ref().ok().and_then(describe_client));
+        self.progress.set_external_client(target.as_ref().ok().and_then(describe_external_client));
         let notice = target.as_ref().ok().and_then(|target| self.notice.take_notice_text(target));
         if let (Some(sender), Some(text)) = (self.notice_sender.take(), notice) {
             // An error means that the controller no longer waits for the agent.
@@ -281,7 +281,7 @@ impl ThreadTask for SshConnection {
             Err(failure) => (Some(failure), None),
         };
         let has_failed = failure.is_some();
-        self.progress.record_end(failure, status);
+        self.progress.record_connection_end(failure, status);
         // The streams end when `self` is dropped. So the result is recorded before they end.
         if let ControlStreamCarrier::Tree { tree, stream, .. } = &self.carrier
             && has_failed
@@ -299,7 +299,7 @@ impl SshConnection {
         match &self.carrier {
             ControlStreamCarrier::Direct { control, stderr } => {
                 let (session, agent) = self.start_agent(target, None)?;
-                session.relay(target, agent.channel, agent.leftover, (control, stderr))
+                session.relay_agent_streams(target, agent.channel, agent.leftover, (control, stderr))
             }
             ControlStreamCarrier::Tree { tree, stream, place } => {
                 let place =
@@ -325,7 +325,7 @@ impl SshConnection {
         match place {
             TreePlace::Below(planned) => {
                 // Agents may have ended, and others become ready, while this one was started.
-                let present = tree.list_parents(stream);
+                let present = tree.list_possible_parents(stream);
                 let parents = if present.is_empty() { planned } else { present };
                 let setup = tree.build_first_message(stream, &target.name, parents);
                 let start = AgentStartInputs {
@@ -334,7 +334,7 @@ impl SshConnection {
                     executable: self.executable,
                     progress: &self.progress,
                 };
-                bootstrap::connect_with_neighbour(&start, agent, setup).map(|()| None)
+                bootstrap::make_agent_join_tree(&start, agent, setup).map(|()| None)
             }
             TreePlace::Root => {
                 let pairs = StdStream::pair().and_then(|control| Ok((control, StdStream::pair()?)));
@@ -344,7 +344,7 @@ impl SshConnection {
                 })?;
                 tree.add_root(tree.build_first_message(stream, &target.name, Vec::new()), control, stderr);
                 self.threads.run_without_thread_limit(|| {
-                    session.relay(target, agent.channel, agent.leftover, (&control_end, &stderr_end))
+                    session.relay_agent_streams(target, agent.channel, agent.leftover, (&control_end, &stderr_end))
                 })
             }
         }
@@ -361,10 +361,10 @@ impl SshConnection {
         let limits = &self.limits;
         let limit = if target.is_direct() { &limits.direct } else { &limits.through_jump_hosts };
         let mut turn = Some(limit.try_acquire_permit().unwrap_or_else(|| {
-            self.progress.report_start_step(StartStep::Waiting);
+            self.progress.report_start_step(AgentStartStep::Waiting);
             limit.acquire_permit()
         }));
-        self.progress.report_start_step(StartStep::Started);
+        self.progress.report_start_step(AgentStartStep::Started);
         self.progress.check_not_aborted(&target.name)?;
         let session = SshSession::open(target, &self.progress)?;
         let mut copy_turn = None;

@@ -4,7 +4,7 @@ use super::{
     config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
     known_hosts::{self, KnownHosts, format_known_hosts_name},
     openssh::{
-        ClientOptions, ClientRequirement, HostSettingsAndFiles, SupervisedChild, find_client_requirement,
+        ClientOptions, OpenSshRequirement, HostSshFiles, SupervisedChild, find_openssh_requirement,
     },
 };
 use diagnostic::{Diagnostic, codes::ssh};
@@ -22,13 +22,13 @@ use std::{
 
 /// The largest number of jump hosts through which launch connects to one host. More jump hosts are
 /// an error.
-const MAX_JUMPS: usize = 4;
+const MAX_JUMP_HOSTS: usize = 4;
 /// The time limit of the command `ssh -G`, which prints the settings of a host and may run the
 /// commands of `Match exec`.
-const QUERY_TIMEOUT: Duration = Duration::from_secs(30);
+const SSH_G_TIMEOUT: Duration = Duration::from_secs(30);
 /// The names of the key files in `~/.ssh` with which launch tries to log in if no key is
 /// configured. OpenSSH tries them, too.
-const DEFAULT_KEYS: [&str; 3] = ["id_ed25519", "id_ecdsa", "id_rsa"];
+const DEFAULT_KEY_FILES: [&str; 3] = ["id_ed25519", "id_ecdsa", "id_rsa"];
 
 /// Everything that is needed to connect to a host over SSH, such as its address, user, keys and
 /// jump hosts.
@@ -134,16 +134,16 @@ impl TargetResolver {
     pub(super) fn resolve_target(&self, host: &HostAddress) -> diagnostic::Result<SshTarget> {
         let settings = self.find_host_settings(host)?;
         let resolved = match self.spec.client {
-            SshClient::OpenSsh => return Ok(self.build_client_target(host, &settings, None)),
+            SshClient::OpenSsh => return Ok(self.build_openssh_target(host, &settings, None)),
             SshClient::Auto | SshClient::Builtin => self.resolve_builtin_target(host, &settings),
         };
         match resolved {
             Err(TargetResolveError::Requirement(requirement)) if self.spec.client == SshClient::Auto => {
-                Ok(self.build_client_target(host, &settings, Some(requirement)))
+                Ok(self.build_openssh_target(host, &settings, Some(requirement)))
             }
             Err(TargetResolveError::Path(path, _)) if self.spec.client == SshClient::Auto => {
-                let requirement = ClientRequirement::new(format!("the path {path}"));
-                Ok(self.build_client_target(host, &settings, Some(requirement)))
+                let requirement = OpenSshRequirement::new(format!("the path {path}"));
+                Ok(self.build_openssh_target(host, &settings, Some(requirement)))
             }
             resolved => resolved.map_err(|error| error.into_diagnostic(host, &settings)),
         }
@@ -160,7 +160,7 @@ impl TargetResolver {
         if let Some(command) = settings.proxy_command.as_ref().filter(is_set)
             && self.spec.jump.is_none()
         {
-            return Err(TargetResolveError::Requirement(ClientRequirement::new(format!(
+            return Err(TargetResolveError::Requirement(OpenSshRequirement::new(format!(
                 "ProxyCommand {command}"
             ))));
         }
@@ -175,13 +175,13 @@ impl TargetResolver {
     /// Determines how OpenSSH's client reaches a host, which was chosen because of `requirement`
     /// (`None` if the job requires it). `requirement` is why it was chosen; `None` if the job
     /// requires it.
-    fn build_client_target(
+    fn build_openssh_target(
         &self,
         host: &HostAddress,
         settings: &SshHostSettings,
-        requirement: Option<ClientRequirement>,
+        requirement: Option<OpenSshRequirement>,
     ) -> SshTarget {
-        let mut target = self.build_target(host, settings, &self.spec);
+        let mut target = self.build_target_without_keys(host, settings, &self.spec);
         let config_file = self.config_file.as_deref();
         target.client = Some(ClientOptions::new(host, &self.spec, settings, config_file, requirement));
         target
@@ -197,8 +197,8 @@ impl TargetResolver {
             Diagnostic::error(ssh::SSH_JUMP_INVALID, message).with_subject(&target.name)
         };
         let hosts = parse_hosts(text).map_err(|error| invalid(error.to_string()))?;
-        if hosts.len() > MAX_JUMPS {
-            return Err(invalid(format!("at most {MAX_JUMPS} are supported")).into());
+        if hosts.len() > MAX_JUMP_HOSTS {
+            return Err(invalid(format!("at most {MAX_JUMP_HOSTS} are supported")).into());
         }
         // The user and port of the job apply to its hosts only. The key of the job applies to jump
         // hosts, too.
@@ -216,13 +216,13 @@ impl TargetResolver {
     fn find_host_settings(&self, host: &HostAddress) -> diagnostic::Result<SshHostSettings> {
         match &self.config.unsupported {
             None => Ok(self.config.find_settings(&host.host)),
-            Some(keyword) => query_openssh(host, self.config_file.as_deref(), &self.spec, keyword),
+            Some(keyword) => query_settings_with_ssh_g(host, self.config_file.as_deref(), &self.spec, keyword),
         }
     }
 
     /// Determines the address, the user and the limits of one host, without keys and known_hosts
     /// files.
-    fn build_target(&self, host: &HostAddress, settings: &SshHostSettings, spec: &SshSpec) -> SshTarget {
+    fn build_target_without_keys(&self, host: &HostAddress, settings: &SshHostSettings, spec: &SshSpec) -> SshTarget {
         let hostname = settings.hostname.clone().unwrap_or_else(|| host.host.clone());
         let hostname = hostname.replace("%h", &host.host).replace("%%", "%");
         let user = host.user.clone().or_else(|| spec.user.clone()).or_else(|| settings.user.clone());
@@ -258,11 +258,11 @@ impl TargetResolver {
         settings: &SshHostSettings,
         spec: &SshSpec,
     ) -> Result<SshTarget, TargetResolveError> {
-        let mut target = self.build_target(host, settings, spec);
+        let mut target = self.build_target_without_keys(host, settings, spec);
         let (hostname, port, user) = (target.hostname.clone(), target.port, target.user.clone());
         let tokens = PathTokens { typed: &host.host, hostname: &hostname, port, user: &user };
         let path = |text: &String| {
-            let expanded = self.expand_path(text, &tokens);
+            let expanded = self.expand_path_tokens(text, &tokens);
             expanded.map_err(|error| TargetResolveError::Path(text.clone(), error))
         };
         let paths =
@@ -276,7 +276,7 @@ impl TargetResolver {
         let has_default_keys = spec.key.is_none() && settings.identity_files.is_empty();
         target.keys = match &spec.key {
             Some(key) => vec![key.clone()],
-            None if has_default_keys => DEFAULT_KEYS.iter().map(|k| self.home.join(".ssh").join(k)).collect(),
+            None if has_default_keys => DEFAULT_KEY_FILES.iter().map(|k| self.home.join(".ssh").join(k)).collect(),
             None => paths(&settings.identity_files)?,
         };
         target.agent = match settings.identity_agent.as_deref() {
@@ -286,14 +286,14 @@ impl TargetResolver {
         };
         // An unreadable file is an error when the key of the host is verified.
         let known_hosts = target.load_known_hosts().ok();
-        let files = HostSettingsAndFiles {
+        let files = HostSshFiles {
             keys: &target.keys,
             has_default_keys,
             user_directory: &self.home.join(".ssh"),
             known_hosts: known_hosts.as_deref(),
             known_hosts_name: &target.known_hosts_name,
         };
-        match find_client_requirement(settings, &files) {
+        match find_openssh_requirement(settings, &files) {
             None => Ok(target),
             Some(requirement) => Err(TargetResolveError::Requirement(requirement)),
         }
@@ -301,7 +301,7 @@ impl TargetResolver {
 
     /// Expands the tokens (such as `%h`, see ssh_config(5)) and a leading `~/` in a path of the SSH
     /// configuration. Fails if the path contains an unknown token or an environment variable.
-    fn expand_path(&self, text: &str, tokens: &PathTokens<'_>) -> Result<PathBuf, PathTokenError> {
+    fn expand_path_tokens(&self, text: &str, tokens: &PathTokens<'_>) -> Result<PathBuf, PathTokenError> {
         let mut path = String::new();
         let mut chars = text.chars();
         while let Some(c) = chars.next() {
@@ -347,7 +347,7 @@ enum PathTokenError {
 /// The reason why launch's built-in SSH client cannot reach a host.
 enum TargetResolveError {
     /// Only OpenSSH's client can follow the configuration.
-    Requirement(ClientRequirement),
+    Requirement(OpenSshRequirement),
     /// A path of the configuration cannot be expanded.
     Path(String, PathTokenError),
     Other(Diagnostic),
@@ -373,7 +373,7 @@ impl TargetResolveError {
                     .with_field("path", path)
                     .with_help("set `cluster.ssh.key`, or another file as `cluster.ssh.config`");
             }
-            TargetResolveError::Requirement(ClientRequirement { option }) => {
+            TargetResolveError::Requirement(OpenSshRequirement { option }) => {
                 let message = format!(
                     "the SSH configuration of host {host} requires OpenSSH's client (`{option}`), and \
                      `cluster.ssh.client` is `builtin`"
@@ -395,17 +395,17 @@ impl SshTarget {
     /// Returns whether the SSH connection to this host passes through no jump host and no proxy
     /// command.
     pub(super) fn is_direct(&self) -> bool {
-        self.jumps.is_empty() && self.client_proxy().is_none()
+        self.jumps.is_empty() && self.openssh_proxy().is_none()
     }
 
     /// Returns the jump hosts or the proxy command through which OpenSSH's client connects to this
     /// host, if there are any.
-    pub(super) fn client_proxy(&self) -> Option<&str> {
+    pub(super) fn openssh_proxy(&self) -> Option<&str> {
         self.client.as_ref()?.proxy.as_deref()
     }
 
     /// Returns the `ssh` command with which the user can connect to this host.
-    pub(super) fn format_client_command(&self) -> String {
+    pub(super) fn format_ssh_command_for_user(&self) -> String {
         match &self.client {
             Some(options) => options.shown_command.clone(),
             None => format!("ssh -p {} {}@{}", self.port, self.user, self.hostname),
@@ -415,12 +415,12 @@ impl SshTarget {
     /// Returns the content of the known_hosts files that apply to this host. Returns the cached
     /// content if the files have not changed since they were read.
     pub(super) fn load_known_hosts(&self) -> diagnostic::Result<Arc<KnownHosts>> {
-        known_hosts::read_cached(&self.known_hosts_files).map_err(|error| error.with_subject(&self.name))
+        known_hosts::read_known_hosts_cached(&self.known_hosts_files).map_err(|error| error.with_subject(&self.name))
     }
 }
 
 /// Runs `ssh -G`, and returns the settings of a host as OpenSSH's client evaluates them. Blocks.
-fn query_openssh(
+fn query_settings_with_ssh_g(
     host: &HostAddress,
     config_file: Option<&Path>,
     spec: &SshSpec,
@@ -438,7 +438,7 @@ fn query_openssh(
             command.args([option, &value]);
         }
     }
-    let reason = match SupervisedChild::run_to_end(command.arg("--").arg(&host.host), QUERY_TIMEOUT) {
+    let reason = match SupervisedChild::run_to_end(command.arg("--").arg(&host.host), SSH_G_TIMEOUT) {
         Ok(output) if output.status.success() => {
             return Ok(SshHostSettings::from_ssh_g(&String::from_utf8_lossy(&output.stdout)));
         }
@@ -522,7 +522,7 @@ mod tests {
             [("p", "ProxyCommand nc %h %p"), ("c", "CertificateFile /c"), ("j", "CertificateFile /c")]
         {
             let options = clients(SshClient::Auto, host).expect("a target").expect("OpenSSH's client");
-            assert_eq!(options.requirement, Some(ClientRequirement::new(option)), "{host}");
+            assert_eq!(options.requirement, Some(OpenSshRequirement::new(option)), "{host}");
             let error = clients(SshClient::Builtin, host).expect_err("not supported");
             let is_proxy = host == "p";
             let code = if is_proxy { ssh::SSH_PROXY_UNSUPPORTED } else { ssh::SSH_OPTION_UNSUPPORTED };

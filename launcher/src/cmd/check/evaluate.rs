@@ -6,7 +6,7 @@ use super::{
     gpus,
     probe::ProbeResult,
 };
-use crate::cluster::{ClusterPreflight, ConnectionStage, HostTarget};
+use crate::cluster::{ClusterCheckSettings, ConnectionStage, HostTarget};
 use diagnostic::{
     codes::{host as codes, training},
     quantity::{format_bytes, format_count},
@@ -35,7 +35,7 @@ const MIN_DISK_BYTES: u64 = 1 << 30;
 pub(super) fn evaluate_probes(
     job: &JobSpec,
     hosts: &[HostTarget],
-    preflight: ClusterPreflight,
+    preflight: ClusterCheckSettings,
     probes: Vec<ProbeResult>,
 ) -> CheckReport {
     let checks = check_shared_directories(job, &probes);
@@ -351,7 +351,7 @@ mod tests {
     fn evaluate_changed_host(change: impl FnOnce(&mut ProbeResult)) -> Vec<(&'static str, CheckLevel)> {
         let mut job = crate::testing::sample_job();
         job.cluster.hosts = jobspec::HostSelection::List(vec!["n[1-2]".into()]);
-        let preflight = crate::cluster::find_cluster(&job).expect("named hosts").preflight();
+        let preflight = crate::cluster::find_host_provider(&job).expect("named hosts").preflight();
         let mut second = make_probe_result(Some(make_inspection()));
         change(&mut second);
         let probes = vec![make_probe_result(Some(make_inspection())), second];

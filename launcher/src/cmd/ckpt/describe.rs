@@ -2,7 +2,7 @@
 use crate::format::format_table;
 use ckpt::{
     Checkpoint, ExternalCheckpoint, TensorInfo, TensorRole, TensorSource, TiedWeight,
-    rng_files::rank_files::{self, StreamDigest},
+    rng_files::rank_files::{self, RngStateDigest},
 };
 use diagnostic::quantity::{format_bytes, format_count};
 use diagnostic::terminal_text::filter_line;
@@ -174,14 +174,14 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
 
 /// Computes the digests of a checkpoint's RNG streams from the RNG files in the checkpoint's
 /// directory or, if there are no RNG files, in the parent directory.
-fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<StreamDigest>> {
+fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<RngStateDigest>> {
     if checkpoint.facts().rng_files.is_empty() {
         return Ok(Vec::new());
     }
     let path = checkpoint.path();
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(path);
-    let digests = rank_files::compute_stream_digests(path)?;
-    if digests.is_empty() { Ok(rank_files::compute_stream_digests(parent)?) } else { Ok(digests) }
+    let digests = rank_files::compute_rng_state_digests(path)?;
+    if digests.is_empty() { Ok(rank_files::compute_rng_state_digests(parent)?) } else { Ok(digests) }
 }
 
 /// Describes an external checkpoint as a JSON object with properties, files, tensors and RNG

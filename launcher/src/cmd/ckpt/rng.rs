@@ -3,8 +3,8 @@ use super::output::log_line;
 use crate::cmd::output::{print_json, print_line};
 use ckpt::rng_files::{
     prepare::{self, PrepareDestination},
-    reconcile::{ReconcileOptions, ReconcilePolicy, StreamScope},
-    streams::StreamKind,
+    reconcile::{ReconcileOptions, ReconcilePolicy, RngStreamScope},
+    streams::RngStreamKind,
 };
 use clap::{Args, ValueEnum};
 use serde_json::json;
@@ -59,12 +59,12 @@ pub(super) enum StreamKindOption {
 }
 
 impl StreamKindOption {
-    fn to_stream_kind(self) -> StreamKind {
+    fn to_stream_kind(self) -> RngStreamKind {
         match self {
-            StreamKindOption::Python => StreamKind::Python,
-            StreamKindOption::Numpy => StreamKind::Numpy,
-            StreamKindOption::TorchCpu => StreamKind::TorchCpu,
-            StreamKindOption::TorchCuda => StreamKind::TorchCuda,
+            StreamKindOption::Python => RngStreamKind::Python,
+            StreamKindOption::Numpy => RngStreamKind::Numpy,
+            StreamKindOption::TorchCpu => RngStreamKind::TorchCpu,
+            StreamKindOption::TorchCuda => RngStreamKind::TorchCuda,
         }
     }
 }
@@ -79,8 +79,8 @@ pub(super) fn run(args: RngArgs, json: bool) -> diagnostic::Result<u8> {
     };
     let mut options = ReconcileOptions::new(args.world_size, policy);
     (options.run_seed, options.gpus) = (args.seed, args.gpus);
-    options.scopes.extend(args.per_rank.iter().map(|s| (s.to_stream_kind(), StreamScope::PerDataRank)));
-    options.scopes.extend(args.replicated.iter().map(|s| (s.to_stream_kind(), StreamScope::Replicated)));
+    options.scopes.extend(args.per_rank.iter().map(|s| (s.to_stream_kind(), RngStreamScope::PerDataRank)));
+    options.scopes.extend(args.replicated.iter().map(|s| (s.to_stream_kind(), RngStreamScope::Replicated)));
     let destination = match (args.out, args.in_place) {
         (Some(dir), _) => PrepareDestination::At(dir),
         (None, true) => PrepareDestination::InPlace,

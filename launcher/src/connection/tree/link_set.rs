@@ -50,7 +50,7 @@ struct Link {
 
 impl Link {
     /// Closes the link after the frames in its queue were written, or after [`FLUSH_TIMEOUT`].
-    async fn finish(self) {
+    async fn flush_and_close(self) {
         let Link { queue, reader, mut writer, .. } = self;
         reader.abort();
         drop(queue);
@@ -73,7 +73,7 @@ pub(crate) struct LinkSet {
 impl LinkSet {
     /// Adds a link to a neighbour in the tree, over the streams `input` and `output`, and starts
     /// the tasks that read and write it. Its frames arrive in `inbox`.
-    pub(crate) fn add(
+    pub(crate) fn add_link(
         &mut self,
         input: impl AsyncRead + Send + Unpin + 'static,
         output: impl AsyncWrite + Send + Unpin + 'static,
@@ -84,19 +84,19 @@ impl LinkSet {
         // So many frames have more than the permitted number of bytes.
         let (queue, frames) = mpsc::channel(MAX_QUEUED_BYTES / FRAME_OVERHEAD_BYTES);
         let queued = Arc::new(AtomicUsize::new(0));
-        let writer = tokio::spawn(write_link(output, frames, queued.clone()));
-        let reader = tokio::spawn(read_link(id, input, inbox));
+        let writer = tokio::spawn(write_frames_to_link(output, frames, queued.clone()));
+        let reader = tokio::spawn(read_frames_of_link(id, input, inbox));
         self.links.insert(id, Link { queue, queued, last_heard: Instant::now(), reader, writer });
         id
     }
 
     /// Queues a frame (message) to the neighbour at the other end of a link. Closes a link whose
     /// queue is full, which [`LinkSet::take_overflowed`] reports. Never blocks.
-    pub(crate) fn send(&mut self, link: LinkId, frame: TreeFrame) {
+    pub(crate) fn send_frame(&mut self, link: LinkId, frame: TreeFrame) {
         let Some(target) = self.links.get(&link) else { return };
         let size = estimate_frame_bytes(&frame);
         if target.queued.fetch_add(size, Ordering::Relaxed) + size > MAX_QUEUED_BYTES {
-            self.close(link);
+            self.close_link(link);
             self.overflowed.push(link);
             return;
         }
@@ -112,28 +112,28 @@ impl LinkSet {
 
     /// Records that a frame has arrived on a link from a neighbour in the tree, which proves that
     /// the neighbour is alive. Returns whether the link is open.
-    pub(crate) fn record_input(&mut self, link: LinkId) -> bool {
+    pub(crate) fn record_frame_arrival(&mut self, link: LinkId) -> bool {
         let found = self.links.get_mut(&link);
         found.map(|link| link.last_heard = Instant::now()).is_some()
     }
 
     /// Closes a link to a neighbour in the tree. The frames in its queue are still written, for
     /// [`FLUSH_TIMEOUT`] at most.
-    pub(crate) fn close(&mut self, link: LinkId) {
+    pub(crate) fn close_link(&mut self, link: LinkId) {
         if let Some(link) = self.links.remove(&link) {
-            tokio::spawn(link.finish());
+            tokio::spawn(link.flush_and_close());
         }
     }
 
     /// Closes the links to all neighbours after the queued frames were written, or after a short
     /// time.
-    pub(crate) async fn finish(&mut self) {
-        let mut closed: JoinSet<()> = self.links.drain().map(|(_, link)| link.finish()).collect();
+    pub(crate) async fn flush_and_close_all(&mut self) {
+        let mut closed: JoinSet<()> = self.links.drain().map(|(_, link)| link.flush_and_close()).collect();
         while closed.join_next().await.is_some() {}
     }
 
     /// Returns the links to neighbours from which nothing has arrived for longer than `lease`.
-    pub(crate) fn list_silent(&self, lease: Duration) -> Vec<LinkId> {
+    pub(crate) fn list_silent_links(&self, lease: Duration) -> Vec<LinkId> {
         let silent = self.links.iter().filter(|(_, link)| link.last_heard.elapsed() > lease);
         silent.map(|(id, _)| *id).collect()
     }
@@ -142,7 +142,7 @@ impl LinkSet {
     pub(crate) fn send_heartbeats(&mut self) {
         let links: Vec<LinkId> = self.links.keys().copied().collect();
         for link in links {
-            self.send(link, TreeFrame::Heartbeat);
+            self.send_frame(link, TreeFrame::Heartbeat);
         }
     }
 
@@ -157,14 +157,14 @@ impl LinkSet {
 
     /// Makes all links except `except` count as just heard, because this process has not read from
     /// them before.
-    pub(crate) fn reset_silence(&mut self, except: Option<LinkId>) {
+    pub(crate) fn reset_silence_except(&mut self, except: Option<LinkId>) {
         let now = Instant::now();
         let renewed = self.links.iter_mut().filter(|(id, _)| Some(**id) != except);
         renewed.for_each(|(_, link)| link.last_heard = now);
     }
 
     /// Returns all links to neighbours except `except`.
-    pub(crate) fn list(&self, except: Option<LinkId>) -> Vec<LinkId> {
+    pub(crate) fn list_links_except(&self, except: Option<LinkId>) -> Vec<LinkId> {
         self.links.keys().copied().filter(|link| Some(*link) != except).collect()
     }
 
@@ -188,7 +188,7 @@ fn estimate_frame_bytes(frame: &TreeFrame) -> usize {
 
 /// Reads the frames (messages) of a neighbour in the tree into `inbox`, until the link ends or
 /// `inbox` is closed. An error is an end, too, because nothing after it can be read.
-async fn read_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: mpsc::Sender<LinkInput>) {
+async fn read_frames_of_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: mpsc::Sender<LinkInput>) {
     let mut input = BufReader::new(input);
     loop {
         let frame: Result<Option<TreeFrame>, FrameError> =
@@ -206,7 +206,7 @@ async fn read_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: mpsc::Sende
 
 /// Writes the frames (messages) of a queue to a neighbour in the tree, until the queue is closed
 /// and empty, or the link fails.
-async fn write_link(
+async fn write_frames_to_link(
     mut output: impl AsyncWrite + Unpin,
     mut queue: mpsc::Receiver<TreeFrame>,
     queued: Arc<AtomicUsize>,
@@ -244,20 +244,20 @@ mod tests {
         // The neighbours read nothing.
         let (near, _far) = tokio::io::duplex(1 << 10);
         let (input, output) = tokio::io::split(near);
-        let full = links.add(input, output, inbox.clone());
+        let full = links.add_link(input, output, inbox.clone());
         let (near, _other_far) = tokio::io::duplex(1 << 10);
         let (input, output) = tokio::io::split(near);
-        let other = links.add(input, output, inbox);
+        let other = links.add_link(input, output, inbox);
         let data = || TreeFrame::Data { stream: 1, offset: 0, bytes: StreamBytes(vec![0; 1 << 20]) };
         for _ in 1..MAX_QUEUED_BYTES >> 20 {
-            links.send(full, data());
+            links.send_frame(full, data());
         }
         assert!(links.take_overflowed().is_empty());
-        links.send(full, data());
+        links.send_frame(full, data());
         // The link does not exist any more.
         links.send_heartbeats();
         assert_eq!((links.take_overflowed(), links.take_overflowed()), (vec![full], Vec::new()));
-        assert_eq!(links.list(None), [other]);
+        assert_eq!(links.list_links_except(None), [other]);
     }
 
     #[tokio::test]
@@ -265,14 +265,14 @@ mod tests {
         let (mut links, (inbox, _frames)) = (LinkSet::default(), mpsc::channel(1));
         let (near, _far) = tokio::io::duplex(1 << 10);
         let (input, output) = tokio::io::split(near);
-        let link = links.add(input, output, inbox);
+        let link = links.add_link(input, output, inbox);
         let minutes = |count: u64| Duration::from_secs(60 * count);
         links.links.get_mut(&link).expect("the link").last_heard = Instant::now() - minutes(30);
         links.exclude_pause_from_silence(minutes(20));
-        assert_eq!((links.list_silent(minutes(11)), links.list_silent(minutes(9))), (vec![], vec![link]));
+        assert_eq!((links.list_silent_links(minutes(11)), links.list_silent_links(minutes(9))), (vec![], vec![link]));
         // The pause is longer than the silence.
         links.exclude_pause_from_silence(minutes(60));
-        assert!(links.list_silent(minutes(1)).is_empty());
+        assert!(links.list_silent_links(minutes(1)).is_empty());
         assert!(links.links[&link].last_heard <= Instant::now());
     }
 }

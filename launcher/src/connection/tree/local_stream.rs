@@ -70,7 +70,7 @@ impl LocalStream {
 
     /// Passes `bytes`, which have arrived through the tree, to the reader of the control
     /// connection. Never blocks.
-    pub(crate) fn deliver(&self, bytes: Vec<u8>) {
+    pub(crate) fn deliver_to_reader(&self, bytes: Vec<u8>) {
         if let Some(delivered) = &self.delivered {
             // An error means that the reader has gone.
             _ = delivered.try_send(bytes);
@@ -83,12 +83,12 @@ impl LocalStream {
     }
 
     /// Permits the writer of the control connection to write `count` more bytes.
-    pub(crate) fn add_space(&self, count: usize) {
+    pub(crate) fn permit_writing(&self, count: usize) {
         self.space.add_permits(count);
     }
 
     /// Makes further writes to the control connection fail, because the connection has ended.
-    pub(crate) fn end_writing(&self) {
+    pub(crate) fn fail_further_writes(&self) {
         self.space.close();
     }
 }

@@ -89,7 +89,7 @@ impl ResumableStream {
 
     /// Returns the next frame to send to the other end of the stream, or `None` if everything is
     /// sent or there is no way to the other end.
-    pub(super) fn take_frame(&mut self, stream: StreamId) -> Option<TreeFrame> {
+    pub(super) fn take_next_frame(&mut self, stream: StreamId) -> Option<TreeFrame> {
         if !self.is_synchronized {
             return None;
         }
@@ -149,7 +149,7 @@ impl ResumableStream {
     }
 
     /// Adds received bytes, which begin at `offset` of the stream, to the received data.
-    pub(super) fn receive_bytes(&mut self, offset: u64, bytes: Vec<u8>) -> ReceivedData {
+    pub(super) fn accept_received_bytes(&mut self, offset: u64, bytes: Vec<u8>) -> ReceivedData {
         if bytes.len() > MAX_DATA_BYTES {
             return ReceivedData::Violation;
         }
@@ -166,7 +166,7 @@ impl ResumableStream {
     }
 
     /// Handles the other end's message that its direction of the stream ends after `offset` bytes.
-    pub(super) fn receive_end(&mut self, offset: u64) -> ReceivedData {
+    pub(super) fn accept_received_end(&mut self, offset: u64) -> ReceivedData {
         if self.has_received_end || offset != self.received {
             return ReceivedData::Nothing;
         }

@@ -121,7 +121,7 @@ impl TreeRouter {
     }
 
     /// Writes bytes to a stream whose writer is in this process. The caller observes the space.
-    pub(crate) fn write(&mut self, stream: StreamId, bytes: &[u8]) {
+    pub(crate) fn write_to_stream(&mut self, stream: StreamId, bytes: &[u8]) {
         if let Some(state) = self.streams.get_mut(&stream) {
             state.write(bytes);
             self.send_pending_frames(stream);
@@ -176,7 +176,7 @@ impl TreeRouter {
 
     /// Sends all frames of a stream of this process that are ready to be sent.
     fn send_pending_frames(&mut self, stream: StreamId) {
-        while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_frame(stream)) {
+        while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_next_frame(stream)) {
             self.send_towards_other_end(stream, frame);
         }
     }
@@ -206,7 +206,7 @@ impl TreeRouter {
 
     /// Reports to the controller the addresses at which the agent of this process accepts agents
     /// below it.
-    pub(crate) fn report_ready(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
+    pub(crate) fn report_accepting_addresses(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
         self.ready.insert(stream, addresses.clone());
         self.send_to_uplink(TreeFrame::Ready { stream, addresses });
     }
@@ -259,7 +259,7 @@ impl TreeRouter {
 
     /// Processes a frame that arrived from a neighbour below in the tree. Ignores frames of streams
     /// that are not registered on the link, and frames that no neighbour below sends.
-    pub(crate) fn receive_from_child(&mut self, link: LinkId, frame: TreeFrame) {
+    pub(crate) fn process_child_frame(&mut self, link: LinkId, frame: TreeFrame) {
         let stream = match &frame {
             TreeFrame::Register { stream } => return self.add_route(link, *stream),
             TreeFrame::Ready { addresses, .. } if addresses.len() > MAX_ADDRESSES => return,
@@ -281,7 +281,7 @@ impl TreeRouter {
             (TreeFrame::Ready { stream, addresses }, RouterRole::Controller) => {
                 self.actions.push(RouterAction::Ready(stream, addresses));
             }
-            (frame, RouterRole::Controller) => self.receive_for_local_stream(frame),
+            (frame, RouterRole::Controller) => self.process_local_stream_frame(frame),
             (frame, RouterRole::Agent) => {
                 if let TreeFrame::Ready { stream, addresses } = &frame {
                     self.ready.insert(*stream, addresses.clone());
@@ -322,7 +322,7 @@ impl TreeRouter {
     }
 
     /// Processes a frame that arrived from the neighbour above in the tree.
-    pub(crate) fn receive_from_uplink(&mut self, frame: TreeFrame) {
+    pub(crate) fn process_uplink_frame(&mut self, frame: TreeFrame) {
         let stream = match &frame {
             TreeFrame::Data { stream, .. }
             | TreeFrame::Fin { stream, .. }
@@ -335,25 +335,25 @@ impl TreeRouter {
         };
         match self.find_route(stream) {
             Some(link) => self.actions.push(RouterAction::Send(link, frame)),
-            None => self.receive_for_local_stream(frame),
+            None => self.process_local_stream_frame(frame),
         }
     }
 
     /// Processes a frame of a stream that ends in this process. Ignores frames of other streams.
-    fn receive_for_local_stream(&mut self, frame: TreeFrame) {
+    fn process_local_stream_frame(&mut self, frame: TreeFrame) {
         let (stream, part) = match frame {
             TreeFrame::Data { stream, offset, bytes } => {
                 let Some(state) = self.streams.get_mut(&stream) else { return };
-                (stream, state.receive_bytes(offset, bytes.0))
+                (stream, state.accept_received_bytes(offset, bytes.0))
             }
             TreeFrame::Fin { stream, offset } => {
                 let Some(state) = self.streams.get_mut(&stream) else { return };
-                (stream, state.receive_end(offset))
+                (stream, state.accept_received_end(offset))
             }
             TreeFrame::Ack { stream, acknowledged } => {
                 let Some(state) = self.streams.get_mut(&stream) else { return };
                 let freed = state.handle_acknowledgement(acknowledged);
-                return self.add_space(stream, freed);
+                return self.request_space_for_writer(stream, freed);
             }
             TreeFrame::Sync { stream, progress } | TreeFrame::SyncAck { stream, progress } => {
                 let Some(state) = self.streams.get_mut(&stream) else { return };
@@ -362,7 +362,7 @@ impl TreeRouter {
                     let progress = state.report_progress();
                     self.send_towards_other_end(stream, TreeFrame::SyncAck { stream, progress });
                 }
-                self.add_space(stream, freed);
+                self.request_space_for_writer(stream, freed);
                 return self.send_pending_frames(stream);
             }
             TreeFrame::Abort { stream } => return self.end_stream(stream, StreamEnd::Aborted),
@@ -394,7 +394,7 @@ impl TreeRouter {
 
     /// Requests that the writer of a stream in this process be permitted to write `count` more
     /// bytes.
-    fn add_space(&mut self, stream: StreamId, count: usize) {
+    fn request_space_for_writer(&mut self, stream: StreamId, count: usize) {
         if count > 0 {
             self.actions.push(RouterAction::AddSpace(stream, count));
         }

@@ -155,7 +155,7 @@ impl TestTree {
         let start = direction.written;
         let bytes: Vec<u8> = (start..start + count).map(|offset| build_byte(stream, offset)).collect();
         (direction.written, direction.space) = (start + count, direction.space - count);
-        self.router(at).write(stream as StreamId, &bytes);
+        self.router(at).write_to_stream(stream as StreamId, &bytes);
         self.execute(at);
     }
 
@@ -179,8 +179,8 @@ impl TestTree {
         let Some(frame) = frame else { return false };
         let to = if is_down { lower } else { upper };
         match is_down {
-            true => self.router(to).receive_from_uplink(frame),
-            false => self.router(to).receive_from_child(id, frame),
+            true => self.router(to).process_uplink_frame(frame),
+            false => self.router(to).process_child_frame(id, frame),
         }
         self.execute(to);
         true
@@ -339,11 +339,11 @@ fn a_late_report_about_an_old_way_does_not_detach_a_stream() {
 fn a_writer_that_ignores_the_window_ends_its_stream() {
     let mut router = TreeRouter::new_controller();
     router.open_stream(1);
-    router.receive_from_child(1, TreeFrame::Register { stream: 1 });
+    router.process_child_frame(1, TreeFrame::Register { stream: 1 });
     let bytes = vec![0; 32 << 10];
     for offset in (0..=WINDOW_BYTES as u64).step_by(bytes.len()) {
         let bytes = crate::connection::tree::frame::StreamBytes(bytes.clone());
-        router.receive_from_child(1, TreeFrame::Data { stream: 1, offset, bytes });
+        router.process_child_frame(1, TreeFrame::Data { stream: 1, offset, bytes });
     }
     let end = router.take_actions().pop();
     assert_eq!(end, Some(RouterAction::End(1, StreamEnd::Violation)));

@@ -9,7 +9,7 @@ use super::{
     taken_journal::TakenJournal,
 };
 use crate::{
-    cluster::StartStep,
+    cluster::AgentStartStep,
     controller::{report_id::ReportId, root_cause::AgentEnd},
     worker_end::PeerEnd,
 };
@@ -41,7 +41,7 @@ pub(crate) enum ControllerInput {
     /// that host is gone with the agent.
     AgentGone { host: HostIndex, end: AgentEnd },
     /// The start of the agent on a host has reached this step.
-    StartStep(HostIndex, StartStep),
+    StartStep(HostIndex, AgentStartStep),
     /// An attempt is planned. `workers` holds the workers of each host that
     /// [`ControllerAction::Prepare`] named, with ranks ascending. `bind` is the request for the
     /// agent of the first host to bind the rendezvous.

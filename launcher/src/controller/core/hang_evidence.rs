@@ -37,7 +37,7 @@ impl ControllerCore {
         let verdict = find_verdict(&self.evidence);
         let evidence = std::mem::take(&mut self.evidence);
         *field = Some(Box::new(verdict.clone()));
-        let path = self.setup.run_dir.join(HangFile::name(self.attempt));
+        let path = self.setup.run_dir.join(HangFile::file_name(self.attempt));
         let text = describe_verdict(&verdict);
         cause.message = format!("{text}; {}; evidence: {}", cause.message, path.display());
         let file = HangFile { verdict, evidence };

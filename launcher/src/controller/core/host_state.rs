@@ -1,5 +1,5 @@
 //! [`HostState`]: the state of a host and its agent, as far as the controller knows it.
-use crate::cluster::StartStep;
+use crate::cluster::AgentStartStep;
 use jobspec::ids::Rank;
 use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
 
@@ -40,7 +40,7 @@ pub(super) struct HostState {
     pub(super) inner_host: Option<HostIndex>,
     /// The most recent step of the agent's start that the transport has reported; `None` if it has
     /// reported no step.
-    pub(super) start_step: Option<StartStep>,
+    pub(super) start_step: Option<AgentStartStep>,
     /// The number of attempts that failed because of this host. With copies in memory, the number
     /// of such attempts since the last attempt that brought progress.
     pub(super) failures: u32,

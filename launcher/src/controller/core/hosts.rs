@@ -6,7 +6,7 @@ use super::{
     RENDEZVOUS_BIND_TIMEOUT, RootCause, WorkerState,
 };
 use crate::{
-    cluster::StartStep,
+    cluster::AgentStartStep,
     controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
     leases::{AGENT_LEASE, ATTACH_TIMEOUT, HEARTBEAT_INTERVAL},
 };
@@ -30,8 +30,8 @@ impl ControllerCore {
         match (host.agent, host.start_step) {
             (AgentConnectionState::Joined, _) if self.setup.hosts[id].remote => Some(self.setup.host_lease),
             (AgentConnectionState::Joined, _) => Some(AGENT_LEASE),
-            (AgentConnectionState::Starting, Some(StartStep::Waiting)) => None,
-            (AgentConnectionState::Starting, Some(StartStep::Copying(limit))) => Some(limit),
+            (AgentConnectionState::Starting, Some(AgentStartStep::Waiting)) => None,
+            (AgentConnectionState::Starting, Some(AgentStartStep::Copying(limit))) => Some(limit),
             _ if self.state == AttemptState::Adopting => Some(self.setup.host_lease + ATTACH_TIMEOUT),
             _ => Some(self.setup.arrival.hello_timeout),
         }
@@ -39,7 +39,7 @@ impl ControllerCore {
 
     /// Processes a step of the start of a host's agent: the time limit of the agent's first message
     /// counts from this step.
-    pub(super) fn handle_start_step(&mut self, now: Duration, id: HostIndex, step: StartStep) {
+    pub(super) fn handle_start_step(&mut self, now: Duration, id: HostIndex, step: AgentStartStep) {
         let Some(host) = self.hosts.get_mut(id) else { return };
         if host.agent == AgentConnectionState::Starting {
             (host.start_step, host.last_heard) = (Some(step), now);

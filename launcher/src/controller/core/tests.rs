@@ -7,7 +7,7 @@ use super::{
     *,
 };
 use crate::{
-    cluster::StartStep,
+    cluster::AgentStartStep,
     leases::{AGENT_LEASE, HELLO_TIMEOUT},
     worker_end::WorkerEnd,
 };
@@ -241,8 +241,8 @@ fn silent_agents_are_killed() {
 #[test]
 fn the_limit_of_the_first_message_counts_from_the_turn_of_the_host() {
     let mut harness = CoreHarness::new(2, 1, true);
-    harness.feed_input(ControllerInput::StartStep(0, StartStep::Waiting));
-    harness.feed_input(ControllerInput::StartStep(1, StartStep::Started));
+    harness.feed_input(ControllerInput::StartStep(0, AgentStartStep::Waiting));
+    harness.feed_input(ControllerInput::StartStep(1, AgentStartStep::Started));
     harness.send_hello(1);
     // Agents that wait have no limit. A joined agent has its lease.
     for turn in 1..10 {
@@ -257,14 +257,14 @@ fn the_limit_of_the_first_message_counts_from_the_turn_of_the_host() {
         let before = harness.tick_at(from + limit);
         assert!(!before.contains(&ControllerAction::KillAgent(0)), "{before:?}");
     };
-    harness.feed_input(ControllerInput::StartStep(0, StartStep::Started));
+    harness.feed_input(ControllerInput::StartStep(0, AgentStartStep::Started));
     silent_after(&mut harness, began, HELLO_TIMEOUT);
     let copied = harness.now;
     let copy_limit = HELLO_TIMEOUT * 5;
-    harness.feed_input(ControllerInput::StartStep(0, StartStep::Copying(copy_limit)));
+    harness.feed_input(ControllerInput::StartStep(0, AgentStartStep::Copying(copy_limit)));
     silent_after(&mut harness, copied, copy_limit);
     let started = harness.now;
-    harness.feed_input(ControllerInput::StartStep(0, StartStep::Started));
+    harness.feed_input(ControllerInput::StartStep(0, AgentStartStep::Started));
     silent_after(&mut harness, started, HELLO_TIMEOUT);
     let actions = harness.tick_at(started + HELLO_TIMEOUT + millis(1));
     assert!(actions.contains(&ControllerAction::KillAgent(0)), "{actions:?}");

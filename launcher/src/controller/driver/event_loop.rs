@@ -4,7 +4,7 @@ use super::{
     loop_event::LoopEvent,
 };
 use crate::{
-    cluster::{AgentOutput, AgentProcess, StartStep},
+    cluster::{AgentOutput, AgentProcess, AgentStartStep},
     connection::{FrameError, Outbox, read_frames, write_frames},
     controller::{
         core::{ControllerInput, HostIndex},
@@ -299,8 +299,8 @@ async fn receive_exec_event(socket: &mut Option<ExecSocket>) -> ExecClientEvent 
 /// channel is closed.
 async fn forward_start_steps(
     agent: AgentId,
-    mut started: mpsc::Receiver<StartStep>,
-    steps: mpsc::Sender<(AgentId, StartStep)>,
+    mut started: mpsc::Receiver<AgentStartStep>,
+    steps: mpsc::Sender<(AgentId, AgentStartStep)>,
 ) {
     while let Some(step) = started.recv().await {
         if steps.send((agent, step)).await.is_err() {

@@ -1,7 +1,7 @@
 //! [`LoopEvent`]: an event that the controller's event loop processes.
 use super::{AgentId, EvictionAnswer, PlanningAttempt};
 use crate::{
-    cluster::StartStep,
+    cluster::AgentStartStep,
     connection::FrameError,
     controller::{
         exec_socket::ExecClientEvent, file_watch::WatchedFileContent, journal::JournalSummary,
@@ -15,7 +15,7 @@ pub(super) enum LoopEvent {
     /// A message of an agent, or the end of its stream.
     Agent(AgentId, Result<Option<FromAgent>, FrameError>),
     /// The start of an agent has reached a step.
-    StartStep(AgentId, StartStep),
+    StartStep(AgentId, AgentStartStep),
     /// A line for the user.
     Line(String),
     Signal(SignalEvent),

@@ -129,7 +129,7 @@ impl ControllerDriver {
             plan.workers.iter_mut().for_each(|w| self.plan.insert_rendezvous(&mut w.env));
             // Secrets are only in the message to the agent, not in the stored plan.
             plan.workers.iter_mut().for_each(|w| w.env.extend(self.secrets.pairs()));
-            plan.debug_filter = debuglog::filter_directives();
+            plan.debug_filter = debuglog::active_filter_directives();
             for worker in plan.workers.iter_mut().filter(|worker| worker.command.is_none()) {
                 worker.env.push((env::LAUNCH_LOG.to_owned(), plan.debug_filter.clone()));
             }

@@ -68,7 +68,7 @@ impl JournalFiles {
 /// Formats an event as a line of `events.jsonl`.
 fn format_journal_line(event: &Event, time: f64, report: Option<ReportId>) -> String {
     // An event has no value that JSON cannot represent.
-    let mut line = event.to_json_at(EventSchema::V2, time).unwrap_or_default();
+    let mut line = event.to_json_with_time(EventSchema::V2, time).unwrap_or_default();
     if let (Some((stream, seq)), Some('}')) = (report, line.pop()) {
         line.push_str(&format!(r#","report":[{stream},{seq}]}}"#));
     } else {
@@ -85,6 +85,6 @@ pub(super) fn format_metrics_line(event: &Event, time: f64) -> Option<String> {
         Event::Step { .. } | Event::Eval { .. } | Event::Sample { .. } | Event::Overflow { .. }
     );
     // Metrics have no schema number.
-    let line = has_metrics.then(|| event.to_json_at(EventSchema::V1, time))?;
+    let line = has_metrics.then(|| event.to_json_with_time(EventSchema::V1, time))?;
     line.ok().map(|line| line + "\n")
 }

@@ -53,13 +53,13 @@ impl MigUuids {
 /// Runs `program -L` (`nvidia-smi -L`), and returns the UUIDs of the MIG instances that the program
 /// lists. The result is empty if the program is missing, fails or exceeds [`NVIDIA_SMI_TIMEOUT`].
 pub(super) fn read_mig_uuids(program: &str) -> MigUuids {
-    run_and_read_output(program, NVIDIA_SMI_TIMEOUT)
+    run_nvidia_smi_list(program, NVIDIA_SMI_TIMEOUT)
         .map_or_else(MigUuids::default, |text| MigUuids::parse(&text))
 }
 
 /// Runs `program -L` (`nvidia-smi -L`) in a separate process group for at most `limit`, and returns
 /// its output. Returns `None` if the output is not complete at this time.
-fn run_and_read_output(program: &str, limit: Duration) -> Option<String> {
+fn run_nvidia_smi_list(program: &str, limit: Duration) -> Option<String> {
     let mut command = Command::new(program);
     command.arg("-L").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
     let mut child = command.spawn().ok()?;
@@ -76,13 +76,13 @@ fn run_and_read_output(program: &str, limit: Duration) -> Option<String> {
         .spawn(read)
         .ok()
         .and_then(|_| receiver.recv_timeout(limit).ok().flatten());
-    end_process_group(&mut child);
+    kill_and_reap_process_group(&mut child);
     text
 }
 
 /// Kills the process group of a child process that is no longer needed, and reaps the child
 /// process.
-fn end_process_group(child: &mut Child) {
+fn kill_and_reap_process_group(child: &mut Child) {
     // The child is not reaped yet, so its process id is not reused.
     let group = nix::unistd::Pid::from_raw(child.id() as i32);
     _ = nix::sys::signal::killpg(group, nix::sys::signal::Signal::SIGKILL);
@@ -121,7 +121,7 @@ mod tests {
         let pid_file = directory.path().join("pid");
         let hung = write("hung", &format!("sleep 300 & echo $! > {}; wait", pid_file.display()));
         let start = Instant::now();
-        assert_eq!(run_and_read_output(&hung, Duration::from_secs(1)), None);
+        assert_eq!(run_nvidia_smi_list(&hung, Duration::from_secs(1)), None);
         assert!(start.elapsed() < Duration::from_secs(60));
         let pid = fs::read_to_string(&pid_file).expect("the script ran");
         let has_ended = || {
@@ -133,6 +133,6 @@ mod tests {
             assert!(start.elapsed() < Duration::from_secs(60), "the whole group is killed");
             thread::sleep(Duration::from_millis(5));
         }
-        assert_eq!(run_and_read_output("/nonexistent/nvidia-smi", NVIDIA_SMI_TIMEOUT), None);
+        assert_eq!(run_nvidia_smi_list("/nonexistent/nvidia-smi", NVIDIA_SMI_TIMEOUT), None);
     }
 }

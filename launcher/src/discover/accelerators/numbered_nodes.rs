@@ -57,7 +57,7 @@ pub(super) fn list_neuron_cores(
     found: &mut DiscoveredAccelerators,
 ) {
     let devices = list_permitted_nodes(tree, "dev", "neuron", found);
-    let cores: Vec<Option<u32>> = devices.iter().map(|device| count_cores(tree, *device, variable)).collect();
+    let cores: Vec<Option<u32>> = devices.iter().map(|device| count_neuron_cores(tree, *device, variable)).collect();
     let is_known = cores.iter().all(Option::is_some);
     let count = cores.into_iter().map(|count| count.filter(|_| is_known).unwrap_or(1)).sum::<u32>();
     let core = |number| Accelerator {
@@ -71,7 +71,7 @@ pub(super) fn list_neuron_cores(
 /// `None` if the driver does not state it. Devices of the second and later generations of Trainium
 /// combine two physical cores to a logical core, unless an environment variable states another
 /// number.
-fn count_cores(
+fn count_neuron_cores(
     tree: &DeviceFiles<'_>,
     device: u32,
     variable: &dyn Fn(&str) -> Option<String>,

@@ -58,7 +58,7 @@ impl FakeRoot {
         let is_permitted = |node: &Path| !denied.iter().any(|name| node.ends_with(name));
         let variable =
             |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned());
-        discover_in_tree(&DeviceFiles::new(self.0.path(), &is_permitted), &variable, &|| {
+        discover_in_device_files(&DeviceFiles::new(self.0.path(), &is_permitted), &variable, &|| {
             MigUuids::parse(listing)
         })
     }

@@ -69,7 +69,7 @@ impl MergedConfig {
 
     /// Sets the key `key` of the configuration's outermost mapping to `value`.
     pub(super) fn set(&mut self, key: &str, value: DocumentValue, text: String) {
-        let item = DocumentItem::with_position_of(&self.document.root, value, text);
+        let item = DocumentItem::new_at_position_of(&self.document.root, value, text);
         self.remove(key);
         if let Some(entries) = self.entries() {
             entries.push((key.to_owned(), item));
@@ -101,7 +101,7 @@ impl MergedConfig {
     /// Converts `value`, the text of the option `name`, to the value that Accelerate's command line
     /// parser would return.
     fn convert_value(&self, name: &'static str, value: &str) -> Result<DocumentItem, Diagnostic> {
-        let item = |value, text: String| DocumentItem::with_position_of(&self.document.root, value, text);
+        let item = |value, text: String| DocumentItem::new_at_position_of(&self.document.root, value, text);
         let text = |text: String| item(DocumentValue::Text, text);
         if ACCELERATE_OPTIONS.flags.contains(&name) {
             return Ok(item(DocumentValue::Bool(true), "true".to_owned()));

@@ -152,7 +152,7 @@ pub(crate) const STEP_LAG_KEY: &str = "late";
 
 /// Fails if a tensor in `tensors` has an invalid or repeated name, or a shape with too many
 /// dimensions or elements. `kind` (weight or buffer) precedes the tensor's name in the error.
-fn check_tensor_list(kind: &str, tensors: &[WeightShape]) -> std::result::Result<(), ManifestError> {
+fn check_names_and_shapes(kind: &str, tensors: &[WeightShape]) -> std::result::Result<(), ManifestError> {
     let mut seen = HashSet::new();
     for t in tensors {
         check_tensor_name(&t.name)?;
@@ -176,8 +176,8 @@ impl ModelSpec {
         if !self.hf_config.is_object() {
             return Err(ManifestError::ConfigNotAnObject);
         }
-        check_tensor_list("weight", &self.weights)?;
-        check_tensor_list("buffer", &self.buffers)?;
+        check_names_and_shapes("weight", &self.weights)?;
+        check_names_and_shapes("buffer", &self.buffers)?;
         let weights: HashSet<&str> = self.weights.iter().map(|w| w.name.as_str()).collect();
         for tie in &self.ties {
             check_tensor_name(&tie.alias)?;
@@ -258,6 +258,6 @@ pub(crate) fn require_same_model(
 pub(crate) type BorrowedWeightShape<'a> = (&'a str, &'a [u64]);
 
 /// Returns references to the name and the shape of each weight in `weights`.
-pub(crate) fn borrow_weights(weights: &[(String, Vec<u64>)]) -> Vec<BorrowedWeightShape<'_>> {
+pub(crate) fn borrow_weight_shapes(weights: &[(String, Vec<u64>)]) -> Vec<BorrowedWeightShape<'_>> {
     weights.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect()
 }

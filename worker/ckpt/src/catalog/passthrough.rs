@@ -46,13 +46,13 @@ pub struct PassthroughState {
 impl PassthroughState {
     /// Returns the Python object that DeepSpeed's model file contains under the key `key`, or
     /// `None` if there is no such key.
-    pub(crate) fn model_entry(&self, key: &str) -> Option<&PythonObject> {
+    pub(crate) fn deepspeed_model_entry(&self, key: &str) -> Option<&PythonObject> {
         self.model_entries.iter().find(|(k, _)| k == key).map(|(_, value)| value)
     }
 
     /// Returns the Python object that DeepSpeed's optimizer file contains under the key `key`, or
     /// `None` if there is no such key.
-    pub(crate) fn optimizer_entry(&self, key: &str) -> Option<&PythonObject> {
+    pub(crate) fn deepspeed_optimizer_entry(&self, key: &str) -> Option<&PythonObject> {
         self.optimizer_entries.iter().find(|(k, _)| k == key).map(|(_, value)| value)
     }
 }

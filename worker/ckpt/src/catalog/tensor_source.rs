@@ -12,7 +12,7 @@ use std::path::Path;
 /// A request to read consecutive elements of a tensor of a checkpoint into a buffer, converted to
 /// F32.
 #[derive(Debug)]
-pub struct ReadRequest<'a> {
+pub struct F32ReadRequest<'a> {
     /// Name of the tensor.
     pub name: &'a str,
     /// Role of the tensor: weight, optimizer state or buffer.
@@ -25,10 +25,10 @@ pub struct ReadRequest<'a> {
 
 /// Resizes `buffer`, and creates requests that fill it with the elements of `spans` (ranges of
 /// tensors), one range after another. A span without a tensor is filled with zeros.
-pub(crate) fn build_span_requests<'a>(
+pub(crate) fn build_f32_read_requests<'a>(
     spans: impl Iterator<Item = (Option<&'a TensorInfo>, Range<u64>)> + Clone,
     buffer: &'a mut Vec<f32>,
-) -> Vec<ReadRequest<'a>> {
+) -> Vec<F32ReadRequest<'a>> {
     let total: u64 = spans.clone().map(|(_, range)| range.end - range.start).sum();
     buffer.resize(total as usize, 0.0);
     let (mut rest, mut requests) = (buffer.as_mut_slice(), Vec::new());
@@ -37,7 +37,7 @@ pub(crate) fn build_span_requests<'a>(
         rest = tail;
         match info {
             Some(TensorInfo { name, role, .. }) => {
-                requests.push(ReadRequest { name, role: *role, start_element: range.start, out });
+                requests.push(F32ReadRequest { name, role: *role, start_element: range.start, out });
             }
             None => out.fill(0.0),
         }
@@ -56,13 +56,13 @@ pub trait TensorSource: Sync {
 
     /// Reads the elements that all requests ask for into the buffers of the requests, as F32, and
     /// verifies the stored bytes. After an error the contents of the buffers are undefined.
-    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()>;
+    fn read_verified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()>;
 
     /// Reads the elements that all requests ask for into the buffers of the requests, as F32, and
     /// may leave the verification of the stored bytes to [`TensorSource::verify_reads`]. Each byte
     /// is then read only once. The caller must later call [`TensorSource::verify_reads`], and must
     /// discard the elements if that call fails.
-    fn read_unverified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_unverified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         self.read_verified(requests)
     }
 

@@ -66,7 +66,7 @@ impl TrainingState {
     /// steps. Such a state was mixed from the files of two checkpoints. Returns `None` if every
     /// weight has exactly one update more than the run, since DeepSpeed can initialize optimizer
     /// states by a first update.
-    pub(crate) fn find_impossible_steps(&self) -> Option<String> {
+    pub(crate) fn impossible_update_count_warning(&self) -> Option<String> {
         let run = self.step?;
         if self.steps.values().all(|updates| Some(*updates) == run.checked_add(1)) {
             return None;
@@ -106,7 +106,7 @@ mod tests {
         let steps = [("a", 3), ("b", 7), ("c", 9)].map(|(name, n)| (name.to_owned(), n));
         let find = |step| {
             let steps = BTreeMap::from(steps.clone());
-            TrainingState { step, steps, ..TrainingState::default() }.find_impossible_steps()
+            TrainingState { step, steps, ..TrainingState::default() }.impossible_update_count_warning()
         };
         assert_eq!(find(Some(9)), None);
         assert_eq!(find(Some(8)), Some("c has 9 updates, but the run is at step 8".into()));
@@ -115,7 +115,7 @@ mod tests {
         assert_eq!(find(None), None);
         let steps = ["a", "b"].map(|name| (name.to_owned(), 4)).into();
         let initialized = TrainingState { step: Some(3), steps, ..TrainingState::default() };
-        assert_eq!(initialized.find_impossible_steps(), None);
+        assert_eq!(initialized.impossible_update_count_warning(), None);
     }
 
     #[test]

@@ -169,7 +169,7 @@ impl TorchFile {
         let mut found = if size <= SMALL_FILE_BYTES {
             let mut content = vec![0u8; size as usize];
             file.read_exact_at(&mut content, bytes.start)?;
-            TorchFile::parse(size, |at, out| copy_content(&content, at, out), globals)
+            TorchFile::parse(size, |at, out| copy_bytes_at(&content, at, out), globals)
         } else {
             TorchFile::parse(size, |at, out| file.read_exact_at(out, bytes.start + at), globals)
         }?;
@@ -317,7 +317,7 @@ impl TorchFile {
             (false, None) => width,
             _ => return Err(UNKNOWN_TENSOR_FORM_ERROR),
         };
-        let key = id.get(2).and_then(PickleView::as_name).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
+        let key = id.get(2).and_then(PickleView::as_short_str).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
         let count = id.get(4).and_then(PickleView::as_count).ok_or(UNKNOWN_TENSOR_FORM_ERROR)?;
         let member = *self.storages.get(key).ok_or_else(|| TorchFileError::StorageMissing(key.into()))?;
         let data = &self.members[member].data;
@@ -352,7 +352,7 @@ const UNTYPED_STORAGE_CLASS: &str = "torch.storage.UntypedStorage";
 
 /// Fills `out` with the bytes of `content` that begin at offset `at`. Fails if `content` is too
 /// short.
-pub(crate) fn copy_content(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
+pub(crate) fn copy_bytes_at(content: &[u8], at: u64, out: &mut [u8]) -> std::io::Result<()> {
     let start = usize::try_from(at).ok();
     match start.and_then(|s| content.get(s..)?.get(..out.len())) {
         Some(bytes) => {

@@ -24,7 +24,7 @@ const DIRECT_IO_BYTES_MIN: u64 = 1 << 20;
 
 /// The entry of a completed zip member in the list of members at the end of the container: name,
 /// CRC-32, size and offset.
-struct WrittenMember {
+struct WrittenZipMember {
     name: String,
     /// Offset of the local header in the file.
     at: u64,
@@ -39,7 +39,7 @@ pub(crate) struct TorchWriter {
     root: String,
     /// Number of bytes written to the file so far.
     at: u64,
-    members: Vec<WrittenMember>,
+    members: Vec<WrittenZipMember>,
     /// Number of storages begun so far.
     storages: usize,
     /// Name of the open member, offset of its header, number of bytes written so far, and the
@@ -164,7 +164,7 @@ impl TorchWriter {
                 false => descriptor.extend((size as u32).to_le_bytes()),
             }
         }
-        self.members.push(WrittenMember { name, at, size, crc });
+        self.members.push(WrittenZipMember { name, at, size, crc });
         self.write_bytes(&descriptor)
     }
 
@@ -193,7 +193,7 @@ impl TorchWriter {
 }
 
 /// Appends to `out` the entry of a zip container's central directory that describes the member `m`.
-fn append_directory_entry(out: &mut Vec<u8>, m: &WrittenMember) {
+fn append_directory_entry(out: &mut Vec<u8>, m: &WrittenZipMember) {
     let wide = m.size >= ZIP64_MIN || m.at >= ZIP64_MIN;
     let mut extra = Vec::new();
     if wide {

@@ -3,7 +3,7 @@
 use super::file_plan::{FileContent, FilePlan, OutputPlan, StorageBuilder, StorageSpan};
 use super::notice::ConvertNotice;
 use super::options::ConvertOptions;
-use super::param_groups::WeightGroup;
+use super::param_groups::IndexedParamGroup;
 use super::source_state::SourceState;
 use crate::catalog::LossScale;
 use crate::codec::pickle::PythonObject;
@@ -135,7 +135,7 @@ impl FlatGroup {
 fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -> Vec<usize> {
     match role {
         TensorRole::Weight => weights.to_vec(),
-        _ => weights.iter().filter_map(|&w| state.find_state_index(w, role)).collect(),
+        _ => weights.iter().filter_map(|&w| state.find_optimizer_state_index(w, role)).collect(),
     }
 }
 
@@ -205,8 +205,8 @@ fn make_loss_scaler(state: &SourceState) -> PythonObject {
 
 /// Returns the value of the entry `key` of DeepSpeed's optimizer file. Takes the value from the
 /// source, or the default of this key if the source lacks the entry.
-fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
-    state.passthrough.optimizer_entry(key).cloned().unwrap_or_else(|| match key {
+fn make_optimizer_file_entry(state: &SourceState, key: &str) -> PythonObject {
+    state.passthrough.deepspeed_optimizer_entry(key).cloned().unwrap_or_else(|| match key {
         "loss_scaler" => make_loss_scaler(state),
         "dynamic_loss_scale" => PythonObject::Bool(state.loss_scale.is_some()),
         _ => PythonObject::Bool(false),
@@ -218,7 +218,7 @@ fn make_optimizer_field(state: &SourceState, key: &str) -> PythonObject {
 /// default is added, since at stages 1 and 2 DeepSpeed would use the default instead of the limit
 /// in its config.
 fn add_gradient_clipping(state: &SourceState, optimizer: &mut PythonObject) {
-    if let Some(clip) = state.passthrough.optimizer_entry("clip_grad") {
+    if let Some(clip) = state.passthrough.deepspeed_optimizer_entry("clip_grad") {
         optimizer.set("clip_grad", clip.clone());
     }
 }
@@ -249,7 +249,7 @@ fn make_optimizer_state(
         let members = flats.iter().enumerate().filter(|(_, f)| f.group == g);
         PythonObject::List(members.map(|(i, _)| PythonObject::from_count(i as u64)).collect())
     };
-    let group = |(g, group): (usize, &WeightGroup)| {
+    let group = |(g, group): (usize, &IndexedParamGroup)| {
         let mut options = group.options.clone();
         options.push(("params".into(), ids(g)));
         PythonObject::dict_from_pairs(options)
@@ -297,9 +297,9 @@ fn plan_stage12_optimizer_file(
     let masters = PythonObject::List(masters.collect());
     let per_flat = |f: &dyn Fn(&FlatGroup) -> PythonObject| PythonObject::List(flats.iter().map(f).collect());
     let mut optimizer = PythonObject::dict_from_pairs([
-        ("loss_scaler", storages.import_value(&make_optimizer_field(state, "loss_scaler"))),
-        ("dynamic_loss_scale", make_optimizer_field(state, "dynamic_loss_scale")),
-        ("overflow", make_optimizer_field(state, "overflow")),
+        ("loss_scaler", storages.import_value(&make_optimizer_file_entry(state, "loss_scaler"))),
+        ("dynamic_loss_scale", make_optimizer_file_entry(state, "dynamic_loss_scale")),
+        ("overflow", make_optimizer_file_entry(state, "overflow")),
         ("base_optimizer_state", base),
         ("single_partition_of_fp32_groups", masters),
         ("zero_stage", make_zero_stage_object(state.stage)),
@@ -318,7 +318,7 @@ fn plan_stage12_optimizer_file(
         ),
     ]);
     add_gradient_clipping(state, &mut optimizer);
-    finish_optimizer_file(state, storages, optimizer, path)
+    plan_optimizer_file(state, storages, optimizer, path)
 }
 
 /// Returns the address of each parameter in one rank's part of a flat array: the position of its
@@ -352,21 +352,21 @@ fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u3
         flats.iter().map(|flat| storages.add_flat_tensor(slices(flat, TensorRole::Weight))).collect();
     let mut optimizer = PythonObject::dict_from_pairs([
         ("zero_stage", make_zero_stage_object(3)),
-        ("loss_scaler", storages.import_value(&make_optimizer_field(state, "loss_scaler"))),
-        ("dynamic_loss_scale", make_optimizer_field(state, "dynamic_loss_scale")),
-        ("overflow", make_optimizer_field(state, "overflow")),
+        ("loss_scaler", storages.import_value(&make_optimizer_file_entry(state, "loss_scaler"))),
+        ("dynamic_loss_scale", make_optimizer_file_entry(state, "dynamic_loss_scale")),
+        ("overflow", make_optimizer_file_entry(state, "overflow")),
         ("partition_count", PythonObject::from_count(state.world.into())),
         ("optimizer_state_dict", base),
         ("fp32_flat_groups", PythonObject::List(masters)),
     ]);
     add_gradient_clipping(state, &mut optimizer);
-    finish_optimizer_file(state, storages, optimizer, path)
+    plan_optimizer_file(state, storages, optimizer, path)
 }
 
 /// Plans the optimizer file at `path` with the optimizer's state `optimizer`, a Python dict. The
 /// file contains the dict `optimizer` together with DeepSpeed's config and version. `storages` are
 /// the storages to which tensors in `optimizer` refer.
-fn finish_optimizer_file(
+fn plan_optimizer_file(
     state: &SourceState,
     mut storages: StorageBuilder,
     optimizer: PythonObject,
@@ -383,7 +383,7 @@ fn finish_optimizer_file(
 /// Returns the DeepSpeed config of the converted checkpoint: that of the source checkpoint, with
 /// the stage and the batch size of the converted one.
 fn make_deepspeed_config(state: &SourceState) -> PythonObject {
-    let source = state.passthrough.model_entry("ds_config");
+    let source = state.passthrough.deepspeed_model_entry("ds_config");
     let empty = PythonObject::Dict(Vec::new());
     let mut config = source.filter(|c| matches!(c, PythonObject::Dict(_))).unwrap_or(&empty).clone();
     let mut zero = config.get("zero_optimization").unwrap_or(&empty).clone();
@@ -442,7 +442,7 @@ pub(super) fn add_full_tensor(
 /// Creates the `state_dict` of the model for a model file: weights (empty tensors at stage 3),
 /// aliases of tied weights, and buffers. The entries have the order of the module if known,
 /// otherwise the order of the source's tensors.
-fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> PythonObject {
+fn make_model_state_dict(state: &SourceState, storages: &mut StorageBuilder) -> PythonObject {
     let mut found: Vec<(String, PythonObject)> = Vec::new();
     let weights = state.groups.iter().flat_map(|g| g.weights.iter()).chain(&state.frozen);
     for &w in weights {
@@ -480,7 +480,7 @@ fn make_module_dict(state: &SourceState, storages: &mut StorageBuilder) -> Pytho
 /// whole weights.
 fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: String) -> FilePlan {
     let mut storages = StorageBuilder::default();
-    let module = make_module_dict(state, &mut storages);
+    let module = make_model_state_dict(state, &mut storages);
     let fragments: Vec<(String, PythonObject)> = state
         .frozen_at_save
         .iter()
@@ -534,7 +534,7 @@ fn make_name_list(state: &SourceState, tensors: &[usize]) -> PythonObject {
 fn make_engine_entries(state: &SourceState, storages: &mut StorageBuilder) -> Vec<(String, PythonObject)> {
     let mut pairs = vec![("lr_scheduler".to_owned(), storages.import_value(&state.passthrough.scheduler))];
     for key in ["data_sampler", "random_ltd"] {
-        let value = state.passthrough.model_entry(key).unwrap_or(&PythonObject::None);
+        let value = state.passthrough.deepspeed_model_entry(key).unwrap_or(&PythonObject::None);
         pairs.push((key.into(), storages.import_value(value)));
     }
     pairs.push(("skipped_steps".into(), PythonObject::from_count(state.passthrough.skipped_steps)));

@@ -19,7 +19,7 @@ pub(super) enum FileContent {
     /// A file in the zip format of `torch.save`.
     Torch(TorchFilePlan),
     /// The native shard of a rank, with these pieces of tensors.
-    Shard { rank: u32, pieces: Vec<PlannedPiece> },
+    Shard { rank: u32, pieces: Vec<PlannedShardPiece> },
     /// A small file whose content is this vector.
     Bytes(Vec<u8>),
     /// A hard link to the existing file at this path, or a copy if links are not possible.
@@ -29,7 +29,7 @@ pub(super) enum FileContent {
 /// A range of a source tensor's elements that a rank's file of a native checkpoint will store, with
 /// the dtype `dtype`.
 #[derive(Clone)]
-pub(super) struct PlannedPiece {
+pub(super) struct PlannedShardPiece {
     /// Index of the tensor in the source checkpoint.
     pub(super) tensor: usize,
     /// Indices of the elements within the source tensor.
@@ -37,7 +37,7 @@ pub(super) struct PlannedPiece {
     pub(super) dtype: Dtype,
 }
 
-impl PlannedPiece {
+impl PlannedShardPiece {
     /// Returns the number of elements of the range.
     pub(super) fn element_count(&self) -> u64 {
         self.elements.end - self.elements.start
@@ -108,7 +108,7 @@ impl FilePlan {
     pub(super) fn size_in_bytes(&self) -> u64 {
         match &self.content {
             FileContent::Torch(plan) => plan.size_in_bytes(),
-            FileContent::Shard { pieces, .. } => pieces.iter().map(PlannedPiece::size_in_bytes).sum(),
+            FileContent::Shard { pieces, .. } => pieces.iter().map(PlannedShardPiece::size_in_bytes).sum(),
             FileContent::Bytes(bytes) => bytes.len() as u64,
             FileContent::LinkTo(_) => 0,
         }

@@ -1,8 +1,8 @@
 //! Plans the files of a native checkpoint (one in launch's own format), into which another
 //! checkpoint is converted.
-use super::file_plan::{FileContent, FilePlan, OutputPlan, PlannedPiece};
+use super::file_plan::{FileContent, FilePlan, OutputPlan, PlannedShardPiece};
 use super::notice::ConvertNotice;
-use super::param_groups::WeightGroup;
+use super::param_groups::IndexedParamGroup;
 use super::source_state::SourceState;
 use super::write_files::WrittenFiles;
 use crate::catalog::{LossScale, ModelSpec, RunFacts, STEP_LAG_KEY, TensorInfo, WeightShape};
@@ -40,7 +40,7 @@ pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
             let n = u128::from(state.element_count(i));
             let boundary = |r: u64| (n * u128::from(r) / u128::from(world)) as u64;
             let elements = boundary(rank.into())..boundary(u64::from(rank) + 1);
-            PlannedPiece { tensor: i, elements, dtype: choose_shard_dtype(state, i) }
+            PlannedShardPiece { tensor: i, elements, dtype: choose_shard_dtype(state, i) }
         };
         let pieces = stored.iter().map(piece).filter(|p| p.element_count() > 0).collect();
         let path = format!("{dir}/{}", shard_file_name(rank, state.world));
@@ -157,7 +157,7 @@ fn encode_param_groups(state: &SourceState) -> Value {
 /// hyper-parameters of the source, except that `lr` becomes `initial_lr`, the learning rate without
 /// the schedule, if the source has this value. Adds hyper-parameters that a native manifest
 /// requires and the source lacks, with the value 0.
-fn encode_param_group(state: &SourceState, group: &WeightGroup) -> Value {
+fn encode_param_group(state: &SourceState, group: &IndexedParamGroup) -> Value {
     let mut json: Map<String, Value> = group.options.iter().map(|(k, v)| (k.clone(), v.to_json())).collect();
     let number = |key: &str| group.options.iter().find(|(k, _)| k == key).map(|(_, v)| v.to_json());
     let decayed = number("weight_decay").and_then(|w| w.as_f64()).unwrap_or(0.0) != 0.0;

@@ -11,7 +11,7 @@ use crate::codec::json::{LimitedValue, read_json};
 use crate::error::{CkptError, Result};
 use crate::hash::Hash;
 use crate::layout::deepspeed::{LATEST_FILE, LATEST_UNIVERSAL_FILE};
-use crate::save::output_record::{CONVERT_MARKER, RecordedContent, RecordedFile};
+use crate::save::output_record::{CONVERT_RECORD_KIND, RecordedContent, RecordedFile};
 use crate::save::{ReplaceMethod, ShardReport, publish_directory, resolve_output_path};
 use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
@@ -77,13 +77,13 @@ impl ConvertOutput {
         options: &ConvertOptions,
         bytes: u64,
     ) -> Result<ConvertOutput> {
-        let (parent, name) = resolve_output_path(source.path(), out, options.force, &CONVERT_MARKER)?;
+        let (parent, name) = resolve_output_path(source.path(), out, options.force, &CONVERT_RECORD_KIND)?;
         let dir = parent.join(format!(".{name}.converting"));
-        let task = describe_task(source, options)?;
+        let task = describe_conversion_task(source, options)?;
         disk::remove_unless_directory(&dir)?;
         if disk::path_exists(&dir) {
             let lock = disk::try_lock_dir(&dir)?;
-            if read_task(&dir) != Some(task.clone()) {
+            if read_conversion_task(&dir) != Some(task.clone()) {
                 disk::remove_tree(&dir)?;
             }
             drop(lock);
@@ -143,9 +143,9 @@ impl ConvertOutput {
     pub(super) fn publish(&mut self, files: &[FinishedFile]) -> Result<PathBuf> {
         disk::unlink(&self.dir.join(FINISHED_FILES_LIST))?;
         disk::unlink(&self.dir.join(CONVERSION_TASK_FILE))?;
-        disk::unlink(&self.dir.join(CONVERT_MARKER.file))?;
-        let record = CONVERT_MARKER.make_record(list_files_for_record(&self.dir, files)?);
-        CONVERT_MARKER.write_record(&self.dir, record)?;
+        disk::unlink(&self.dir.join(CONVERT_RECORD_KIND.file))?;
+        let record = CONVERT_RECORD_KIND.make_record(list_files_for_record(&self.dir, files)?);
+        CONVERT_RECORD_KIND.write_record(&self.dir, record)?;
         disk::sync_file_system(&self.dir)?;
         publish_directory(&self.dir, &self.path, ReplaceMethod::AtomicExchange)?;
         // the hidden name now belongs to the directory that was replaced
@@ -194,7 +194,7 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
 
 /// Reads the description of the interrupted conversion from its hidden directory `dir`. Returns
 /// `None` if `dir` has no valid description.
-fn read_task(dir: &Path) -> Option<Value> {
+fn read_conversion_task(dir: &Path) -> Option<Value> {
     let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(
         &Directory::open(dir).ok()?,
         CONVERSION_TASK_FILE,
@@ -216,7 +216,7 @@ fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
 /// Returns a JSON description of everything that determines the output of a conversion, so that
 /// only the same conversion reuses its files. This is the version of launch, the source with a
 /// fingerprint of its files, and the options.
-fn describe_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
+fn describe_conversion_task(source: &dyn TensorSource, options: &ConvertOptions) -> Result<Value> {
     let path = source.path().canonicalize().map_err(CkptError::io("look at", source.path()))?;
     let files = compute_source_fingerprint(&path)?;
     let to = match options.target {

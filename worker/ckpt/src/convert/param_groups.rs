@@ -9,10 +9,10 @@ use crate::tensor::TensorRole;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// The result of assigning weights to parameter groups.
-type GroupResult<T> = std::result::Result<T, ConvertError>;
+type ParamGroupResult<T> = std::result::Result<T, ConvertError>;
 
 /// A parameter group of the optimizer, whose weights are given as indices of tensors.
-pub(super) struct WeightGroup {
+pub(super) struct IndexedParamGroup {
     /// Indices of the weights' tensors, in the order of the optimizer.
     pub(super) weights: Vec<usize>,
     /// Update count of each weight.
@@ -43,7 +43,7 @@ pub struct UngroupedWeights {
 /// # Errors
 /// Fails if the optimizer of the source can't be read.
 pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeights> {
-    let groups = take_listed_groups(&source.training_state(), &mut source.read_passthrough()?);
+    let groups = take_recorded_groups(&source.training_state(), &mut source.read_passthrough()?);
     let trained = find_trained_weights(&source.tensors());
     let names = match is_single_unnamed_group(&groups) {
         true => Vec::new(),
@@ -55,7 +55,7 @@ pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeig
 /// Returns the parameter groups that the source checkpoint records, which may list no names of
 /// weights. Takes the groups out of `passthrough`, or makes them from `state` if `passthrough` has
 /// no groups.
-pub(super) fn take_listed_groups(
+pub(super) fn take_recorded_groups(
     state: &TrainingState,
     passthrough: &mut PassthroughState,
 ) -> Vec<ParamGroup> {
@@ -100,7 +100,7 @@ pub(super) fn assign_weights_to_groups(
     tensors: &[TensorInfo],
     steps: &BTreeMap<String, u64>,
     options: &ConvertOptions,
-) -> GroupResult<ParamGroupSet<ParamGroup>> {
+) -> ParamGroupResult<ParamGroupSet<ParamGroup>> {
     let trained = find_trained_weights(tensors);
     let ungrouped = find_weights_without_group(&groups, &trained);
     check_group_options(&groups, &ungrouped, options)?;
@@ -139,7 +139,7 @@ fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],
     options: &ConvertOptions,
-) -> GroupResult<()> {
+) -> ParamGroupResult<()> {
     let assigned = &options.groups;
     let is_single = is_single_unnamed_group(groups);
     if assigned.is_empty() {
@@ -197,8 +197,8 @@ impl ParamGroupSet<ParamGroup> {
         index: &HashMap<(TensorRole, String), usize>,
         roles: &[TensorRole],
         step: u64,
-    ) -> GroupResult<ParamGroupSet<WeightGroup>> {
-        let resolve = |given: ParamGroup| -> GroupResult<WeightGroup> {
+    ) -> ParamGroupResult<ParamGroupSet<IndexedParamGroup>> {
+        let resolve = |given: ParamGroup| -> ParamGroupResult<IndexedParamGroup> {
             let mut weights = Vec::with_capacity(given.names.len());
             for name in &given.names {
                 let find = |role| {
@@ -207,15 +207,15 @@ impl ParamGroupSet<ParamGroup> {
                 };
                 let weight = find(TensorRole::Weight)?;
                 let shape = &tensors[weight].shape;
-                let mut states = roles.iter().filter(|role| role.state_shape(shape).is_some());
+                let mut states = roles.iter().filter(|role| role.tensor_shape_for_weight(shape).is_some());
                 states.try_for_each(|&role| find(role).map(drop))?;
                 weights.push(weight);
             }
             let updates = |i: usize| given.steps.get(i).copied().flatten().unwrap_or(step as f64);
             let steps = (0..weights.len()).map(updates).collect();
-            Ok(WeightGroup { steps, weights, options: given.options })
+            Ok(IndexedParamGroup { steps, weights, options: given.options })
         };
-        let groups = self.groups.into_iter().map(resolve).collect::<GroupResult<_>>()?;
+        let groups = self.groups.into_iter().map(resolve).collect::<ParamGroupResult<_>>()?;
         Ok(ParamGroupSet { groups, ungrouped: self.ungrouped.map(resolve).transpose()? })
     }
 }

@@ -2,7 +2,7 @@
 //! files of every target format are planned.
 use super::notice::ConvertNotice;
 use super::options::{ConvertOptions, ConvertTarget, WORLD_SIZE_MAX};
-use super::param_groups::{self, ParamGroupSet, WeightGroup};
+use super::param_groups::{self, ParamGroupSet, IndexedParamGroup};
 use crate::catalog::{LossScale, PassthroughState, TensorInfo, TensorSource, TiedWeight, TrainingState};
 use crate::codec::disk::is_plain_file_name;
 use crate::codec::pickle::PythonObject;
@@ -15,10 +15,10 @@ use std::path::PathBuf;
 
 /// Limit on the number of ranks times the number of tensors of a converted checkpoint, if the
 /// options of the conversion do not set the number of ranks.
-const SOURCE_PIECES_MAX: u64 = 4 << 20;
+const RANKS_TIMES_TENSORS_MAX: u64 = 4 << 20;
 /// Number of tensors for which each rank counts, in addition to the checkpoint's tensors, in the
 /// limit [`SOURCE_PIECES_MAX`].
-const PIECES_PER_RANK: u64 = 64;
+const EXTRA_TENSORS_PER_RANK: u64 = 64;
 /// The DeepSpeed version that a converted checkpoint claims if the source checkpoint does not
 /// record one.
 const DEEPSPEED_VERSION: &str = "0.19.8";
@@ -30,9 +30,9 @@ pub(super) struct SourceState {
     pub(super) tensors: Vec<TensorInfo>,
     index: HashMap<(TensorRole, String), usize>,
     /// Parameter groups, with their weights in the order of the optimizer.
-    pub(super) groups: Vec<WeightGroup>,
+    pub(super) groups: Vec<IndexedParamGroup>,
     /// Trained weights whose group is unknown. Only the native format can store such weights.
-    pub(super) ungrouped: Option<WeightGroup>,
+    pub(super) ungrouped: Option<IndexedParamGroup>,
     /// Whether the options assign weights to groups.
     pub(super) regrouped: bool,
     /// Weights that are in no group, in ascending order. Empty if the source checkpoint has no
@@ -76,7 +76,7 @@ impl SourceState {
     /// options provide.
     pub(super) fn from_source(source: &dyn TensorSource, options: &ConvertOptions) -> Result<SourceState> {
         let (state, mut passthrough) = (source.training_state(), source.read_passthrough()?);
-        let given = param_groups::take_listed_groups(&state, &mut passthrough);
+        let given = param_groups::take_recorded_groups(&state, &mut passthrough);
         if passthrough.scheduler == PythonObject::None {
             passthrough.scheduler = PythonObject::from_json(&state.scheduler);
         }
@@ -146,7 +146,7 @@ impl SourceState {
 
     /// Finds the index of the tensor that stores the optimizer state `role` (such as Adam's first
     /// moment) of the weight with the index `weight`.
-    pub(super) fn find_state_index(&self, weight: usize, role: TensorRole) -> Option<usize> {
+    pub(super) fn find_optimizer_state_index(&self, weight: usize, role: TensorRole) -> Option<usize> {
         self.index.get(&(role, self.tensors[weight].name.clone())).copied()
     }
 
@@ -176,7 +176,7 @@ impl SourceState {
     /// Fails with [`ConvertError::UpdatesDiffer`] if the update counts of two weights differ.
     pub(super) fn require_common_update_count(
         &self,
-        group: &WeightGroup,
+        group: &IndexedParamGroup,
         members: Range<usize>,
     ) -> Result<f64> {
         let steps = &group.steps[members.clone()];
@@ -206,7 +206,7 @@ fn choose_world_size(options: &ConvertOptions, state: &TrainingState, tensors: u
     }
     let world = state.world.unwrap_or(1).max(1);
     let limit =
-        (SOURCE_PIECES_MAX / (tensors as u64 + PIECES_PER_RANK)).clamp(1, u64::from(WORLD_SIZE_MAX)) as u32;
+        (RANKS_TIMES_TENSORS_MAX / (tensors as u64 + EXTRA_TENSORS_PER_RANK)).clamp(1, u64::from(WORLD_SIZE_MAX)) as u32;
     match world > limit {
         true => Err(CkptError::invalid_option(OptionProblem::SourceWorldSize { world, limit })),
         false => Ok(world),
@@ -220,7 +220,7 @@ fn choose_world_size(options: &ConvertOptions, state: &TrainingState, tensors: u
 fn find_frozen_weights<'a>(
     source: &dyn TensorSource,
     tensors: &[TensorInfo],
-    groups: impl Iterator<Item = &'a WeightGroup>,
+    groups: impl Iterator<Item = &'a IndexedParamGroup>,
     state: &TrainingState,
     passthrough: &PassthroughState,
 ) -> (Vec<usize>, Vec<usize>) {
@@ -253,7 +253,7 @@ fn find_optimizer_roles(tensors: &[TensorInfo]) -> Vec<TensorRole> {
 /// `steps`.
 fn choose_step_from_updates<'a>(
     steps: u64,
-    groups: impl Iterator<Item = &'a WeightGroup>,
+    groups: impl Iterator<Item = &'a IndexedParamGroup>,
     notices: &mut Vec<ConvertNotice>,
 ) -> u64 {
     let most = groups

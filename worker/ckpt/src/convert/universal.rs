@@ -7,7 +7,7 @@
 use super::deepspeed::{add_default_options, add_full_tensor, make_model_entries, make_shape_dict};
 use super::file_plan::{FileContent, FilePlan, OutputPlan, StorageBuilder, StorageSpan};
 use super::notice::ConvertNotice;
-use super::param_groups::WeightGroup;
+use super::param_groups::IndexedParamGroup;
 use super::source_state::SourceState;
 use crate::codec::pickle::PythonObject;
 use crate::error::{CkptError, ConvertError, Result};
@@ -70,7 +70,7 @@ fn plan_parameter_files(state: &SourceState, dir: &str, weight: usize, step: f64
     let mut files = Vec::new();
     let shape = &state.tensors[weight].shape;
     let states =
-        state.roles.iter().filter_map(|role| role.torch_key().zip(state.find_state_index(weight, *role)));
+        state.roles.iter().filter_map(|role| role.torch_key().zip(state.find_optimizer_state_index(weight, *role)));
     for (name, tensor) in [("fp32", weight)].into_iter().chain(states) {
         let mut storages = StorageBuilder::default();
         let spans = vec![StorageSpan::Elements(tensor, 0..state.element_count(tensor))];
@@ -100,7 +100,7 @@ fn plan_universal_optimizer_file(state: &SourceState, path: String) -> FilePlan 
         })
         .collect();
     let is_equal_in_all = |(key, value): &&(String, PythonObject)| {
-        let has_equal = |g: &WeightGroup| g.options.iter().any(|(k, v)| k == key && v == value);
+        let has_equal = |g: &IndexedParamGroup| g.options.iter().any(|(k, v)| k == key && v == value);
         state.groups.iter().all(has_equal)
     };
     let first =

@@ -1,12 +1,12 @@
 //! Writes the planned files of a conversion in parallel. For each worker thread, a second thread
 //! reads ahead, and a third one writes the values that the worker converted. The memory per worker
 //! doesn't depend on the size of the files.
-use super::file_plan::{FileContent, FilePlan, PlannedPiece, StorageSpan, TorchFilePlan, sum_bytes};
+use super::file_plan::{FileContent, FilePlan, PlannedShardPiece, StorageSpan, TorchFilePlan, sum_bytes};
 use super::output::{ConvertOutput, FinishedFile};
 use super::resume_check::{is_shard_intact, is_torch_file_intact};
 use super::source_state::SourceState;
-use super::write_steps::{StepData, WINDOW_ELEMENTS, WriteStep, plan_storage_steps};
-use crate::catalog::{TensorInfo, TensorSource, build_span_requests};
+use super::write_steps::{WriteStepData, WINDOW_ELEMENTS, WriteStep, plan_storage_steps};
+use crate::catalog::{TensorInfo, TensorSource, build_f32_read_requests};
 use crate::codec::disk::{
     self, Directory, DiskBufferPool, FileWriter, HashMode, IoMode, ReadBuffers, SMALL_WINDOW_BYTES,
     WrittenFile,
@@ -17,7 +17,7 @@ use crate::codec::torch_writer::TorchWriter;
 use crate::error::{CkptError, Result};
 use crate::hash::Hash;
 use crate::layout::native::shard_file_name;
-use crate::save::{PieceReport, ShardReport};
+use crate::save::{WrittenPieceReport, ShardReport};
 use crate::tensor::Dtype;
 use std::fs;
 use std::path::Path;
@@ -271,11 +271,11 @@ impl SharedWriteState<'_> {
         self.stream_write_steps(&steps, |step, loaded| match (step, loaded) {
             (WriteStep::Begin, _) => writer.begin_storage(),
             (WriteStep::End, _) => writer.end_member(),
-            (WriteStep::Window { dtype, .. }, StepData::Values(values)) => {
+            (WriteStep::Window { dtype, .. }, WriteStepData::Values(values)) => {
                 writer.write(narrow.convert_values(*dtype, values))
             }
             (WriteStep::Bytes(bytes), _) => writer.write(bytes),
-            (WriteStep::Raw { .. }, StepData::Bytes(bytes)) => writer.write(bytes),
+            (WriteStep::Raw { .. }, WriteStepData::Bytes(bytes)) => writer.write(bytes),
             _ => Err(CkptError::internal("a window was read as something else")),
         })?;
         writer.finish()
@@ -283,8 +283,8 @@ impl SharedWriteState<'_> {
 
     /// Writes the native checkpoint's file of rank `rank`, which contains the ranges of tensors in
     /// `pieces`, to `path`. Returns its report.
-    fn write_shard_file(&self, path: &Path, rank: u32, pieces: &[PlannedPiece]) -> Result<ShardReport> {
-        let info = |p: &PlannedPiece| &self.tensors[p.tensor];
+    fn write_shard_file(&self, path: &Path, rank: u32, pieces: &[PlannedShardPiece]) -> Result<ShardReport> {
+        let info = |p: &PlannedShardPiece| &self.tensors[p.tensor];
         let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.element_count()]).collect();
         let planned: Vec<PlannedTensor<'_>> = pieces
             .iter()
@@ -313,7 +313,7 @@ impl SharedWriteState<'_> {
             runs.iter().flat_map(|(dtype, spans)| plan_storage_steps(*dtype, spans)).collect();
         let mut narrow = NarrowingBuffers::default();
         self.stream_write_steps(&steps, |step, loaded| match (step, loaded) {
-            (WriteStep::Window { dtype, .. }, StepData::Values(values)) => {
+            (WriteStep::Window { dtype, .. }, WriteStepData::Values(values)) => {
                 writer.write(narrow.convert_values(*dtype, values))
             }
             _ => Ok(()),
@@ -322,7 +322,7 @@ impl SharedWriteState<'_> {
         for p in pieces {
             let (name, role, start, count) =
                 (info(p).name.clone(), info(p).role, p.elements.start, p.element_count());
-            reports.push(PieceReport { name, role, dtype: p.dtype, start, count, offset });
+            reports.push(WrittenPieceReport { name, role, dtype: p.dtype, start, count, offset });
             offset += p.size_in_bytes();
         }
         let WrittenFile { bytes, blocks, .. } = writer.finish()?;
@@ -336,16 +336,16 @@ impl SharedWriteState<'_> {
     fn stream_write_steps(
         &self,
         steps: &[WriteStep<'_>],
-        mut sink: impl FnMut(&WriteStep<'_>, &StepData) -> Result<()>,
+        mut sink: impl FnMut(&WriteStep<'_>, &WriteStepData) -> Result<()>,
     ) -> Result<()> {
         let windows =
             steps.iter().filter(|s| matches!(s, WriteStep::Window { .. } | WriteStep::Raw { .. })).count();
         if windows <= 1 || steps.iter().map(WriteStep::element_count).sum::<usize>() <= WINDOW_ELEMENTS {
             let mut buffer = self.take_window();
             for step in steps {
-                let loaded = self.read_step_data(step, std::mem::take(&mut buffer))?;
-                self.deliver_step(step, &mut sink, &loaded)?;
-                if let StepData::Values(values) = loaded {
+                let loaded = self.read_write_step_data(step, std::mem::take(&mut buffer))?;
+                self.deliver_write_step(step, &mut sink, &loaded)?;
+                if let WriteStepData::Values(values) = loaded {
                     buffer = values;
                 }
             }
@@ -353,7 +353,7 @@ impl SharedWriteState<'_> {
             return Ok(());
         }
         std::thread::scope(|scope| {
-            let (full, inbox) = sync_channel::<Result<StepData>>(1);
+            let (full, inbox) = sync_channel::<Result<WriteStepData>>(1);
             let (outbox, empty) = sync_channel::<Vec<f32>>(WINDOWS_PER_WORKER);
             for _ in 0..WINDOWS_PER_WORKER {
                 let _ = outbox.send(self.take_window());
@@ -366,7 +366,7 @@ impl SharedWriteState<'_> {
                     };
                     // the receiver is gone after an error
                     let Ok(buffer) = buffer else { return };
-                    if full.send(self.read_step_data(step, buffer)).is_err() {
+                    if full.send(self.read_write_step_data(step, buffer)).is_err() {
                         return;
                     }
                 }
@@ -380,8 +380,8 @@ impl SharedWriteState<'_> {
                 }
                 let loaded =
                     inbox.recv().map_err(|_| CkptError::internal("the reading thread ended early"))??;
-                self.deliver_step(step, &mut sink, &loaded)?;
-                if let StepData::Values(values) = loaded {
+                self.deliver_write_step(step, &mut sink, &loaded)?;
+                if let WriteStepData::Values(values) = loaded {
                     let _ = outbox.send(values);
                 }
             }
@@ -407,11 +407,11 @@ impl SharedWriteState<'_> {
 
     /// Passes a write step (a limited part of a file's tensor data) and its data to `sink`, and
     /// adds the written bytes to the progress.
-    fn deliver_step(
+    fn deliver_write_step(
         &self,
         step: &WriteStep<'_>,
-        sink: &mut impl FnMut(&WriteStep<'_>, &StepData) -> Result<()>,
-        loaded: &StepData,
+        sink: &mut impl FnMut(&WriteStep<'_>, &WriteStepData) -> Result<()>,
+        loaded: &WriteStepData,
     ) -> Result<()> {
         sink(step, loaded)?;
         self.bytes.fetch_add(step.size_in_bytes(), Ordering::Relaxed);
@@ -421,21 +421,21 @@ impl SharedWriteState<'_> {
     /// Reads the data of a write step (a limited part of a file's tensor data) from the source
     /// checkpoint. A step with a window reads into `buffer`, which the result contains. The bytes
     /// are verified later, by [`TensorSource::verify_reads`].
-    fn read_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<StepData> {
+    fn read_write_step_data(&self, step: &WriteStep<'_>, mut buffer: Vec<f32>) -> Result<WriteStepData> {
         match step {
             WriteStep::Window { parts, .. } => {
                 let info = |tensor: Option<usize>| tensor.map(|i| &self.tensors[i]);
                 let spans = parts.iter().map(|(tensor, range)| (info(*tensor), range.clone()));
-                self.source.read_unverified(&mut build_span_requests(spans, &mut buffer))?;
-                Ok(StepData::Values(buffer))
+                self.source.read_unverified(&mut build_f32_read_requests(spans, &mut buffer))?;
+                Ok(WriteStepData::Values(buffer))
             }
             WriteStep::Raw { tensor, start, bytes } => {
                 let info = &self.tensors[*tensor];
                 let mut out = vec![0u8; *bytes];
                 self.source.read_raw(&info.name, info.role, *start, &mut out)?;
-                Ok(StepData::Bytes(out))
+                Ok(WriteStepData::Bytes(out))
             }
-            _ => Ok(StepData::Nothing),
+            _ => Ok(WriteStepData::Nothing),
         }
     }
 }

@@ -9,7 +9,7 @@ pub(super) const WINDOW_ELEMENTS: usize = 512 << 10;
 
 /// A part of a write step's elements: a range of a source tensor, given by its index, or zeros
 /// (`None`).
-pub(super) type StepPart = (Option<usize>, Range<u64>);
+pub(super) type WriteStepPart = (Option<usize>, Range<u64>);
 
 /// One step of writing a file's tensor data: a limited number of elements that are converted, or
 /// bytes that are copied.
@@ -17,7 +17,7 @@ pub(super) enum WriteStep<'p> {
     /// Begin the storage.
     Begin,
     /// Write the elements of a window, converted to `dtype`.
-    Window { dtype: Dtype, parts: Vec<StepPart>, elements: usize },
+    Window { dtype: Dtype, parts: Vec<WriteStepPart>, elements: usize },
     /// Write `bytes` bytes of a source tensor starting at element `start`, in the stored dtype.
     Raw { tensor: usize, start: u64, bytes: usize },
     /// Write literal bytes.
@@ -27,7 +27,7 @@ pub(super) enum WriteStep<'p> {
 }
 
 /// The data that was read from the source checkpoint for one write step.
-pub(super) enum StepData {
+pub(super) enum WriteStepData {
     Values(Vec<f32>),
     Bytes(Vec<u8>),
     Nothing,

@@ -143,7 +143,7 @@ impl DiffStats {
     }
 
     /// Adds the statistics `next` of the element range that follows the range of these statistics.
-    pub(super) fn append_range(&mut self, next: DiffStats) {
+    pub(super) fn merge_following_range(&mut self, next: DiffStats) {
         self.elements += next.elements;
         self.differing += next.differing;
         self.first = self.first.or(next.first);
@@ -239,8 +239,8 @@ mod tests {
             let (a, b): (Vec<f32>, Vec<f32>) = pairs.iter().map(|(x, y)| (f32::from(*x) / 3.0, f32::from(*y) / 3.0)).unzip();
             let cut = cut.min(a.len());
             let mut joined = DiffStats::default();
-            joined.append_range(DiffStats::from_slices(0, &a[..cut], &b[..cut]));
-            joined.append_range(DiffStats::from_slices(cut as u64, &a[cut..], &b[cut..]));
+            joined.merge_following_range(DiffStats::from_slices(0, &a[..cut], &b[..cut]));
+            joined.merge_following_range(DiffStats::from_slices(cut as u64, &a[cut..], &b[cut..]));
             let (joined, whole) = (joined.into_element_diff(), DiffStats::from_slices(0, &a, &b).into_element_diff());
             prop_assert_eq!(joined.is_some(), whole.is_some());
             if let (Some(joined), Some(whole)) = (joined, whole) {

@@ -6,7 +6,7 @@ use super::diagnosis::Diagnosis;
 use super::manifest::ManifestError;
 use super::missing_part::MissingPart;
 use super::optimizer_state::OptimizerStateError;
-use super::read_failure::ReadFailure;
+use super::read_failure::CloneableIoError;
 use super::rng_files::{RngFilesError, RngStateError};
 use super::safetensors::SafetensorsError;
 use super::text::{format_names, shorten_text};
@@ -165,7 +165,7 @@ pub enum DamageReason {
     NotACheckpoint(Diagnosis),
     /// The file cannot be read.
     #[error("read error: {0}")]
-    Read(#[from] ReadFailure),
+    Read(#[from] CloneableIoError),
     /// The manifest is invalid.
     #[error("{0}")]
     Manifest(#[from] ManifestError),

@@ -41,7 +41,7 @@ pub use options::{OptionProblem, OutputProblem};
 pub use param_matching::MatchError;
 pub use pickle::{EncodeError, PickleError};
 pub use placeholder::PlaceholderFile;
-pub use read_failure::ReadFailure;
+pub use read_failure::CloneableIoError;
 pub use rng_files::{ReconcileError, RescaleError, RngFilesError, RngStateError};
 pub use safetensors::SafetensorsError;
 pub use save_problem::SaveProblem;

@@ -1,11 +1,11 @@
 //! Errors about the files with random generator states (RNG) of training programs, and about
 //! scheduler files.
-use super::read_failure::ReadFailure;
+use super::read_failure::CloneableIoError;
 use super::torch_file::TorchFileError;
 use crate::format_constants::{
     CPU_RNG_STATE_BYTES, CUDA_RNG_STATE_BYTES, MERSENNE_TWISTER_WORDS, SCHEDULER_FILE,
 };
-use crate::stream_kind::StreamKind;
+use crate::stream_kind::RngStreamKind;
 use diagnostic::{Code, codes::checkpoint as codes};
 
 /// Why the content of a file with the states of random generators (RNG) is rejected.
@@ -106,7 +106,7 @@ pub enum RngStateError {
     Container(#[from] TorchFileError),
     /// The file can't be read.
     #[error("read error: {0}")]
-    Read(#[from] ReadFailure),
+    Read(#[from] CloneableIoError),
 }
 
 /// A contradiction between the files with the states of random generators (RNG) in a checkpoint
@@ -160,7 +160,7 @@ pub enum ReconcileError {
     #[error("rank {rank} has no {kind} stream, but other ranks have one")]
     MissingStream {
         /// The stream that is missing.
-        kind: StreamKind,
+        kind: RngStreamKind,
         /// The first rank without the stream.
         rank: usize,
     },
@@ -171,7 +171,7 @@ pub enum ReconcileError {
     )]
     NotReplicated {
         /// The stream that differs.
-        kind: StreamKind,
+        kind: RngStreamKind,
         /// The ranks whose stream differs from the stream of rank 0.
         ranks: Vec<usize>,
     },
@@ -181,7 +181,7 @@ pub enum ReconcileError {
     )]
     StrictWouldReseed {
         /// The stream that would be reseeded.
-        kind: StreamKind,
+        kind: RngStreamKind,
         /// Number of ranks that saved.
         from_world: usize,
         /// Number of ranks that resume.
@@ -192,14 +192,14 @@ pub enum ReconcileError {
     #[error("the {kind} stream moves with its owner, but no owners are given")]
     OwnersUnknown {
         /// The stream whose owners are unknown.
-        kind: StreamKind,
+        kind: RngStreamKind,
     },
     /// No old rank had the same owner as one of the new ranks, so that there is no stream for this
     /// new rank.
     #[error("no old rank has the {kind} stream of the owner of rank {rank}")]
     OwnerWithoutStream {
         /// The stream that is missing.
-        kind: StreamKind,
+        kind: RngStreamKind,
         /// The rank of the resumed run for whose owner there is no stream.
         rank: usize,
     },

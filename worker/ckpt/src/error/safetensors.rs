@@ -1,6 +1,6 @@
 //! [`SafetensorsError`]: why a safetensors file is rejected or cannot be written.
 use super::placeholder::PlaceholderFile;
-use super::read_failure::ReadFailure;
+use super::read_failure::CloneableIoError;
 use crate::format_constants::SAFETENSORS_HEADER_MAX;
 use crate::tensor::{Dtype, InvalidTensorName};
 
@@ -90,5 +90,5 @@ pub enum SafetensorsError {
     },
     /// The file cannot be read.
     #[error("read error: {0}")]
-    Read(#[from] ReadFailure),
+    Read(#[from] CloneableIoError),
 }

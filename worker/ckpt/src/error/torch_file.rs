@@ -1,6 +1,6 @@
 //! [`TorchFileError`]: why a file of `torch.save` is rejected.
 use super::pickle::PickleError;
-use super::read_failure::ReadFailure;
+use super::read_failure::CloneableIoError;
 use super::zip::ZipError;
 use crate::tensor::Dtype;
 
@@ -131,7 +131,7 @@ pub enum TorchFileError {
     NotAStorage,
     /// The file cannot be read.
     #[error("read error: {0}")]
-    Read(#[from] ReadFailure),
+    Read(#[from] CloneableIoError),
 }
 
 impl TorchFileError {

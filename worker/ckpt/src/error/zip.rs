@@ -1,6 +1,6 @@
 //! [`ZipError`]: why a zip container is rejected.
 use super::placeholder::PlaceholderFile;
-use super::read_failure::ReadFailure;
+use super::read_failure::CloneableIoError;
 use crate::format_constants::ZIP_DIRECTORY_MAX;
 
 /// Why a zip container is rejected.
@@ -100,5 +100,5 @@ pub enum ZipError {
     LocalName(String),
     /// The file cannot be read.
     #[error("read error: {0}")]
-    Read(#[from] ReadFailure),
+    Read(#[from] CloneableIoError),
 }

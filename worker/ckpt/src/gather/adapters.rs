@@ -1,6 +1,6 @@
 //! Presents a checkpoint with LoRA adapters as one that has only the adapters (for a PEFT
 //! directory), or as one whose matrices contain them (merged), for gathering its weights.
-use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TextFile, TrainingState};
+use crate::catalog::{F32ReadRequest, TensorInfo, TensorSource, TextFile, TrainingState};
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
 use crate::format_constants::ADAPTER_CONFIG_FILE;
 use crate::gather::plan::{GENERATION_CONFIG_FILE, encode_pretty_json};
@@ -57,7 +57,7 @@ pub(super) fn open_adapter_view(inner: &dyn TensorSource, merge: bool) -> Result
     let content = match merge {
         true => ViewContent::Merged {
             adapters: collect_adapters(inner, &config)?,
-            scale: config.scale() as f32,
+            scale: config.output_scale() as f32,
             transposed: config.fan_in_fan_out,
         },
         false => {
@@ -128,7 +128,7 @@ impl AdapterShape {
         let ad = self;
         let [a_name, b_name] = lora_matrix_names(name).unwrap_or_default();
         let (mut a, mut b) = (vec![0f32; ad.rank * ad.in_features], vec![0f32; ad.out_features * ad.rank]);
-        let request = |name, out| ReadRequest { name, role: TensorRole::Weight, start_element: 0, out };
+        let request = |name, out| F32ReadRequest { name, role: TensorRole::Weight, start_element: 0, out };
         source.read_verified(&mut [request(&a_name, &mut a), request(&b_name, &mut b)])?;
         // values[i, j] += scale · Σ left[i, k] · right[k, j]
         let (left, right, columns) = match transposed {
@@ -199,11 +199,11 @@ impl TensorSource for AdapterView<'_> {
         }
     }
 
-    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         let ViewContent::Merged { adapters, scale, transposed } = &self.content else {
-            let mut renamed: Vec<ReadRequest<'_>> = requests
+            let mut renamed: Vec<F32ReadRequest<'_>> = requests
                 .iter_mut()
-                .map(|r| ReadRequest {
+                .map(|r| F32ReadRequest {
                     name: r.name.strip_prefix(PEFT_NAME_PREFIX).unwrap_or(r.name),
                     role: r.role,
                     start_element: r.start_element,

@@ -1,13 +1,13 @@
 //! Gathers the weights and buffers of a checkpoint in a Hugging Face directory.
 use super::adapters;
 use super::output::GatherOutput;
-use super::plan::{GatherOptions, GatherPlan, GatheredFile, MODEL_STEM};
+use super::plan::{GatherOptions, GatherPlan, GatheredFile, WEIGHT_FILE_STEM};
 use super::stream::write_weights;
 use crate::catalog::TensorSource;
 use crate::codec::disk;
 use crate::error::{CkptError, OptionProblem, Result};
 use crate::layout::peft::ADAPTER_MODEL_STEM;
-use crate::save::output_record::{GATHER_MARKER, RecordedContent, RecordedFile};
+use crate::save::output_record::{GATHER_RECORD_KIND, RecordedContent, RecordedFile};
 use crate::save::{ReplaceMethod, publish_directory};
 use crate::tensor::Dtype;
 use std::collections::BTreeSet;
@@ -71,7 +71,7 @@ pub fn gather_weights_until(
 ) -> Result<Option<GatherReport>> {
     checkpoint.require_all_weights()?;
     let view = adapters::open_adapter_view(checkpoint, options.merge_lora)?;
-    let stem = if view.is_some() && !options.merge_lora { ADAPTER_MODEL_STEM } else { MODEL_STEM };
+    let stem = if view.is_some() && !options.merge_lora { ADAPTER_MODEL_STEM } else { WEIGHT_FILE_STEM };
     let checkpoint = view.as_ref().map_or(checkpoint, |view| view as &dyn TensorSource);
     let plan = GatherPlan::new(checkpoint, options, stem)?;
     let out = GatherOutput::create(checkpoint.path(), out, options.force, plan.bytes)?;
@@ -82,10 +82,10 @@ pub fn gather_weights_until(
     write_text_files(&out.dir, &files, &texts)?;
     checkpoint.verify_reads(false)?;
     plan.check_written_files(&out.dir, &files)?;
-    let mut record = GATHER_MARKER.make_record(list_files_for_record(&files, &texts));
+    let mut record = GATHER_RECORD_KIND.make_record(list_files_for_record(&files, &texts));
     (record.step, record.tokens) = (checkpoint.completed_steps(), checkpoint.trained_token_count());
     record.dtype = Some(plan.dtype.torch_name().into());
-    GATHER_MARKER.write_record(&out.dir, record)?;
+    GATHER_RECORD_KIND.write_record(&out.dir, record)?;
     disk::sync_dir(&out.dir)?;
     publish_directory(&out.dir, &out.path, ReplaceMethod::AtomicExchange)?;
     let path = out.path.clone();
@@ -95,7 +95,7 @@ pub fn gather_weights_until(
         tensors: plan.tensors.len() as u64,
         bytes: plan.bytes,
         files,
-        config: checkpoint.hf_config().is_some() || stem != MODEL_STEM,
+        config: checkpoint.hf_config().is_some() || stem != WEIGHT_FILE_STEM,
         left_out: plan.integer_buffers,
         not_finite: not_finite.into_iter().collect(),
     }))

@@ -2,7 +2,7 @@
 //! files are complete.
 use crate::codec::disk::{self, DirLock, Directory};
 use crate::error::{CkptError, Result};
-use crate::save::output_record::GATHER_MARKER;
+use crate::save::output_record::GATHER_RECORD_KIND;
 use crate::save::resolve_output_path;
 use std::path::{Path, PathBuf};
 
@@ -27,7 +27,7 @@ impl GatherOutput {
     /// Fails if `out` can't be replaced, another gather is writing to `out`, or the file system has
     /// too little free space.
     pub(super) fn create(source: &Path, out: &Path, force: bool, bytes: u64) -> Result<GatherOutput> {
-        let (parent, name) = resolve_output_path(source, out, force, &GATHER_MARKER)?;
+        let (parent, name) = resolve_output_path(source, out, force, &GATHER_RECORD_KIND)?;
         let hidden = format!(".{name}.gathering-");
         remove_interrupted_gathers(&parent, &hidden)?;
         disk::require_free_bytes(&parent, bytes.saturating_add(OVERHEAD_BYTES))?;

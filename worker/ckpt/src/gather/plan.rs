@@ -5,7 +5,7 @@ use crate::codec::disk::Directory;
 use crate::codec::safetensors::{self, PlannedTensor};
 use crate::error::{CkptError, OptionProblem, Result};
 use crate::hash::Hash;
-use crate::save::output_record::GATHER_MARKER;
+use crate::save::output_record::GATHER_RECORD_KIND;
 use crate::tensor::{Dtype, TensorRole};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -17,7 +17,7 @@ const WINDOW_ELEMENTS: usize = 1 << 20;
 /// Name of the file with the model's config in a Hugging Face directory.
 const CONFIG_FILE: &str = "config.json";
 /// What the names of all files with weights begin with.
-pub(super) const MODEL_STEM: &str = "model";
+pub(super) const WEIGHT_FILE_STEM: &str = "model";
 /// Name of the file with the settings of text generation in a Hugging Face directory.
 pub(super) const GENERATION_CONFIG_FILE: &str = "generation_config.json";
 /// Name of the file that lists the weight file of each tensor in a Hugging Face directory.
@@ -96,10 +96,10 @@ impl GatherPlan {
         let sizes: Vec<u64> =
             tensors.iter().map(|t| t.element_count().saturating_mul(dtype.size())).collect();
         // PEFT reads a single file
-        let limit = if stem == MODEL_STEM { options.max_shard_size } else { u64::MAX };
+        let limit = if stem == WEIGHT_FILE_STEM { options.max_shard_size } else { u64::MAX };
         let units = save_order::group_inseparable_tensors(&tensors);
         let unit_sizes: Vec<u64> = units.iter().map(|unit| sum_sizes(&sizes[unit.clone()])).collect();
-        let groups = split_by_size(&unit_sizes, limit);
+        let groups = split_into_files_by_size(&unit_sizes, limit);
         let count = groups.len();
         let file_name = |i: usize| match count {
             1 => format!("{stem}.safetensors"),
@@ -153,8 +153,8 @@ impl GatherPlan {
         if self.files.len() > 1 {
             texts.push((WEIGHT_INDEX_FILE.to_owned(), encode_pretty_json(&self.make_weight_index())?));
         }
-        if checkpoint.exported_text_files().iter().any(|t| t.name == GATHER_MARKER.file) {
-            let name = GATHER_MARKER.file.to_owned();
+        if checkpoint.exported_text_files().iter().any(|t| t.name == GATHER_RECORD_KIND.file) {
+            let name = GATHER_RECORD_KIND.file.to_owned();
             return Err(CkptError::invalid_option(OptionProblem::FileNameTaken { name }));
         }
         texts.extend(checkpoint.exported_text_files().iter().map(|t| (t.name.clone(), t.text.clone())));
@@ -290,7 +290,7 @@ fn sum_sizes(sizes: &[u64]) -> u64 {
 /// algorithm of transformers. An item larger than `max` is alone in its group, and the group of its
 /// neighbours continues after the item. Returns the indices of the items of each group, and at
 /// least one group.
-fn split_by_size(sizes: &[u64], max: u64) -> Vec<Vec<usize>> {
+fn split_into_files_by_size(sizes: &[u64], max: u64) -> Vec<Vec<usize>> {
     let (mut groups, mut current, mut filled) = (Vec::new(), Vec::new(), 0u64);
     for (i, &size) in sizes.iter().enumerate() {
         if size > max {
@@ -316,10 +316,10 @@ mod tests {
 
     #[test]
     fn tensors_are_split_like_in_transformers() {
-        assert_eq!(split_by_size(&[4, 4, 4], 8), [vec![0, 1], vec![2]]);
-        assert_eq!(split_by_size(&[4, 9, 4], 8), [vec![1], vec![0, 2]]);
-        assert_eq!(split_by_size(&[1], 100), [vec![0]]);
-        assert_eq!(split_by_size(&[], 100), [Vec::<usize>::new()]);
-        assert_eq!(split_by_size(&[5, 5], 1), [vec![0], vec![1]]);
+        assert_eq!(split_into_files_by_size(&[4, 4, 4], 8), [vec![0, 1], vec![2]]);
+        assert_eq!(split_into_files_by_size(&[4, 9, 4], 8), [vec![1], vec![0, 2]]);
+        assert_eq!(split_into_files_by_size(&[1], 100), [vec![0]]);
+        assert_eq!(split_into_files_by_size(&[], 100), [Vec::<usize>::new()]);
+        assert_eq!(split_into_files_by_size(&[5, 5], 1), [vec![0], vec![1]]);
     }
 }

@@ -42,7 +42,7 @@ fn find_module_position(rest: &str) -> Option<usize> {
 /// all experts: into the part before `.experts.`, the number of the expert, and the position of the
 /// matrix in the order of transformers. `down_proj` is first, since it precedes `gate_up_proj`
 /// alphabetically. Returns `None` for other tensors.
-fn parse_split_expert(name: &str) -> Option<(&str, u64, usize)> {
+fn parse_expert_matrix_position(name: &str) -> Option<(&str, u64, usize)> {
     let (before, number, matrix) = parse_expert_matrix_name(name)?;
     Some((before, number, (matrix + 1) % 3))
 }
@@ -68,8 +68,8 @@ fn parse_name_part(text: &str) -> NamePart<'_> {
 /// mixture-of-experts model. The key begins with the name of the tensor, or of the fused tensor
 /// from which an expert's matrix comes. The position of the matrix and the number of the expert
 /// follow.
-fn compute_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
-    let (fused, which, number) = match parse_split_expert(name) {
+fn compute_tensor_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
+    let (fused, which, number) = match parse_expert_matrix_position(name) {
         Some((before, number, which)) => (before, which, number),
         None => (name, 0, 0),
     };
@@ -85,8 +85,8 @@ fn compute_sort_key(name: &str) -> (Vec<NamePart<'_>>, usize, u64) {
 /// of experts, sorts all tensors by name. Otherwise sorts the tensors within each layer whose
 /// modules are all known, and leaves other tensors in place.
 pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<TensorInfo> {
-    if tensors.iter().any(|t| parse_split_expert(&t.name).is_some()) {
-        tensors.sort_by(|a, b| compute_sort_key(&a.name).cmp(&compute_sort_key(&b.name)));
+    if tensors.iter().any(|t| parse_expert_matrix_position(&t.name).is_some()) {
+        tensors.sort_by(|a, b| compute_tensor_sort_key(&a.name).cmp(&compute_tensor_sort_key(&b.name)));
         return tensors;
     }
     let mut layers: HashMap<String, Option<usize>> = HashMap::new();
@@ -112,7 +112,7 @@ pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<Tenso
 /// down, gate and up. Every other tensor is a range by itself.
 pub(super) fn group_inseparable_tensors(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
     let fused =
-        |t: &TensorInfo| parse_split_expert(&t.name).map(|(before, _, which)| (before.to_owned(), which));
+        |t: &TensorInfo| parse_expert_matrix_position(&t.name).map(|(before, _, which)| (before.to_owned(), which));
     let mut units: Vec<Range<usize>> = Vec::with_capacity(tensors.len());
     let mut last = None;
     for (at, tensor) in tensors.iter().enumerate() {

@@ -1,7 +1,7 @@
 //! Copies weights from a checkpoint to weight files. Several threads read ahead, and the calling
 //! thread converts the elements and writes the files.
 use super::plan::{GatherPlan, GatherWindow, GatheredFile};
-use crate::catalog::{TensorSource, build_span_requests};
+use crate::catalog::{TensorSource, build_f32_read_requests};
 use crate::codec::disk::{FileWriter, HashMode, IoMode};
 use crate::codec::narrow::{NarrowingBuffers, find_overflow};
 use crate::error::{CkptError, Result};
@@ -126,7 +126,7 @@ fn read_window(
     mut buffer: Vec<f32>,
 ) -> Result<(GatherWindow, Vec<f32>)> {
     let spans = window.spans.iter().map(|(tensor, range)| (Some(&plan.tensors[*tensor]), range.clone()));
-    checkpoint.read_unverified(&mut build_span_requests(spans, &mut buffer))?;
+    checkpoint.read_unverified(&mut build_f32_read_requests(spans, &mut buffer))?;
     Ok((window, buffer))
 }
 

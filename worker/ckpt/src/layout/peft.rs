@@ -194,7 +194,7 @@ impl AdapterConfig {
 
     /// Returns the factor by which the output of an adapter is multiplied: `alpha / rank`, or
     /// `alpha / √rank` for rsLoRA.
-    pub fn scale(&self) -> f64 {
+    pub fn output_scale(&self) -> f64 {
         let rank = f64::from(self.rank);
         self.alpha / if self.use_rslora { rank.sqrt() } else { rank }
     }

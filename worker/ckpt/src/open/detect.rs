@@ -1,6 +1,6 @@
 //! Finds out which program wrote a checkpoint from its files, and opens the checkpoint.
 use super::diagnose::diagnose_directory;
-use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, StatePart, TrainedWeightNames};
+use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, TrainingStatePart, TrainedWeightNames};
 use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, Diagnosis, Result};
 use crate::layout::hf::{companion_files, module_order, optimizer_state, weights};
@@ -78,7 +78,7 @@ fn open_checkpoint_directory(
     builder.trained = trained.cloned();
     match add_torch_checkpoint(&mut builder)? {
         true => {
-            builder.facts.incomplete.extend(deepspeed::describe_missing_tag(&builder.directory)?);
+            builder.facts.incomplete.extend(deepspeed::missing_tag_message(&builder.directory)?);
             builder.finish().map(Some)
         }
         false => Ok(None),
@@ -137,7 +137,7 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
     if states.len() > 1 || (fsdp_optimizer && !states.is_empty()) || directory.has_entry("optimizer_1.bin")? {
         builder.add_notice("there are several optimizers; using the first".to_owned());
     }
-    check_state_shapes(builder)?;
+    check_optimizer_state_shapes(builder)?;
     let (trainer, accelerate) = (
         companion_files::is_hf_trainer_directory(&directory)?,
         companion_files::is_accelerate_directory(&directory)?,
@@ -158,7 +158,7 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
         // the run's step is the largest step, since weights may have been added later
         let done = facts.state.steps.values().copied().max();
         facts.state.step = facts.state.step.or(if trainer { None } else { done });
-        companion_files::add_companion_facts(&mut facts, &directory)?;
+        companion_files::read_companion_files(&mut facts, &directory)?;
         builder.facts = facts;
     }
     Ok(true)
@@ -168,7 +168,7 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
 /// directory of the builder.
 fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<()> {
     dcp::add_dcp_directory(builder, "")?;
-    check_state_shapes(builder)?;
+    check_optimizer_state_shapes(builder)?;
     builder.facts.kind = "torch distributed checkpoint";
     builder.facts.writer = "torch".into();
     builder.facts.state.step = builder.facts.state.steps.values().copied().max();
@@ -182,8 +182,8 @@ fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result
             "this directory has only the {part}; give its parent for the whole training state"
         ));
     }
-    builder.facts.missing.push(StatePart::Scheduler);
-    builder.facts.missing.push(StatePart::RngStates);
+    builder.facts.missing.push(TrainingStatePart::Scheduler);
+    builder.facts.missing.push(TrainingStatePart::RngStates);
     Ok(())
 }
 
@@ -199,7 +199,7 @@ fn sort_by_registration_order(builder: &mut ExternalCheckpointBuilder) {
 
 /// Fails if an optimizer state belongs to no weight of the checkpoint, or has a different shape
 /// than its weight. Accepts a checkpoint that has only optimizer states.
-fn check_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
+fn check_optimizer_state_shapes(builder: &ExternalCheckpointBuilder) -> Result<()> {
     let weights: std::collections::HashMap<&str, &[u64]> = builder.weights().collect();
     if weights.is_empty() {
         return Ok(());

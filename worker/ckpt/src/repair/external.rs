@@ -19,7 +19,7 @@ const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 /// Repairs the checkpoint of another program of which `repair_dir` is a copy. If `repair_dir`
 /// contains several numbered checkpoints, repairs the newest one that can be completed, removes the
 /// newer ones, and keeps the older ones unchanged.
-pub(super) fn repair_external(repair_dir: &mut RepairDir) -> Result<()> {
+pub(super) fn repair_external_checkpoint(repair_dir: &mut RepairDir) -> Result<()> {
     let checkpoints = Directory::open(&repair_dir.dir)?.list_numbered_directories(parse_checkpoint_name)?;
     if checkpoints.is_empty() || is_deepspeed_checkpoint(&repair_dir.dir)? {
         return repair_checkpoint(repair_dir, "");

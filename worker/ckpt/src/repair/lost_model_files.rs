@@ -121,7 +121,7 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
 /// Rebuilds a lost model file in the directory `path` as a copy of the zip members of another
 /// rank's file, both of which `donor` names. Removes a damaged file of this name first. The new
 /// file is not durable on return.
-pub(crate) fn write_replacement(path: &Path, donor: &ReplacementFile) -> Result<()> {
+pub(crate) fn write_replacement_file(path: &Path, donor: &ReplacementFile) -> Result<()> {
     let directory = Directory::open(path)?;
     let (file, size) = directory.open_file(&donor.source_file, nix::fcntl::OFlag::empty())?;
     let members = TorchFile::open(&directory, &donor.source_file, ALLOWED_GLOBALS)?.members;

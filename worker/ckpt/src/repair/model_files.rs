@@ -37,7 +37,7 @@ pub(super) fn repair_model_files(repair_dir: &mut RepairDir, tag: &str) -> Resul
 fn copy_model_files_from_ranks(repair_dir: &mut RepairDir, tag: &str) -> Result<()> {
     let path = repair_dir.dir.join(tag);
     for donor in lost_model_files::find_replacement_files(&path)? {
-        lost_model_files::write_replacement(&path, &donor)?;
+        lost_model_files::write_replacement_file(&path, &donor)?;
         let buffers = if donor.has_buffers { " (with that rank's buffers)" } else { "" };
         repair_dir
             .rebuilt

@@ -13,7 +13,7 @@ use crate::verify::verify_checkpoints;
 /// Repairs the native checkpoint, or the directory of native checkpoints, of which `repair_dir` is
 /// a copy. In a directory, removes the checkpoints that can't be completed, points `latest` to the
 /// newest complete checkpoint, and repairs the gathered weights of the run.
-pub(super) fn repair_native(repair_dir: &mut RepairDir) -> Result<()> {
+pub(super) fn repair_native_checkpoints(repair_dir: &mut RepairDir) -> Result<()> {
     if disk::path_exists(&repair_dir.dir.join(MANIFEST_FILE)) {
         return repair_step_checkpoint(repair_dir, "").map(drop);
     }

@@ -77,10 +77,10 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     let native = path_exists(&repair_dir.dir.join(MANIFEST_FILE))
         || !step_directories::list_steps(&repair_dir.dir)?.is_empty();
     match native {
-        true => native::repair_native(&mut repair_dir)?,
-        false => external::repair_external(&mut repair_dir)?,
+        true => native::repair_native_checkpoints(&mut repair_dir)?,
+        false => external::repair_external_checkpoint(&mut repair_dir)?,
     }
-    update_records(&repair_dir)?;
+    update_output_records(&repair_dir)?;
     let sound = verify_repaired_copy(&mut repair_dir)?;
     let mut report = RepairReport {
         path: None,
@@ -165,11 +165,11 @@ fn rename_repaired_copy(
 
 /// Updates the lists of written files that earlier gathers and conversions left in `repair_dir`,
 /// because the repair has replaced files.
-fn update_records(repair_dir: &RepairDir) -> Result<()> {
+fn update_output_records(repair_dir: &RepairDir) -> Result<()> {
     for directory in ["", RUN_WEIGHTS_DIR] {
         let (copy, original) = (repair_dir.dir.join(directory), repair_dir.original.join(directory));
         if copy.is_dir() && original.is_dir() {
-            output_record::update_records(&copy, &original, &repair_dir.restored)?;
+            output_record::update_output_records_in_copy(&copy, &original, &repair_dir.restored)?;
         }
     }
     Ok(())

@@ -6,7 +6,7 @@ use super::streams::{
 use crate::codec::disk::Directory;
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TENSOR_GLOBALS, TorchFile};
-use crate::error::{CkptError, ReadFailure, Result, RngStateError};
+use crate::error::{CkptError, CloneableIoError, Result, RngStateError};
 use crate::format_constants::{CPU_RNG_STATE_BYTES, MERSENNE_TWISTER_WORDS};
 use crate::tensor::Dtype;
 use nix::fcntl::OFlag;
@@ -36,14 +36,14 @@ const ALLOWED_GLOBALS: &[&[&str]] = &[
 
 /// The result of decoding a part of a file with random generator states. An error does not contain
 /// the name of the file yet.
-type DecodeResult<T> = std::result::Result<T, RngStateError>;
+type RngDecodeResult<T> = std::result::Result<T, RngStateError>;
 
 /// Reads the file `name` with the random generator states of one rank, and checks them. Returns the
 /// states, and the program whose keys the file's dict has.
 ///
 /// # Errors
 /// Fails if the file is missing, too large or damaged, or if a state is invalid.
-pub(super) fn read_rank_file(directory: &Directory, name: &str) -> Result<(RngFormat, RankRngStates)> {
+pub(super) fn read_rank_rng_file(directory: &Directory, name: &str) -> Result<(RngFormat, RankRngStates)> {
     let damaged = |error: RngStateError| CkptError::damaged(directory.path(), name, error);
     match directory.file_size(name)? {
         Some(bytes) if bytes > RNG_FILE_BYTES_MAX => {
@@ -72,7 +72,7 @@ pub(super) fn read_rank_file(directory: &Directory, name: &str) -> Result<(RngFo
     }
     let bytes = |value: PickleView<'_>| read_tensor_bytes(&reader, &file, value);
     let need = |key: &'static str| root.get(key).ok_or(RngStateError::MissingStream { key });
-    let states = || -> DecodeResult<RankRngStates> {
+    let states = || -> RngDecodeResult<RankRngStates> {
         let (numpy_names, numpy) = decode_numpy_state(need(numpy)?)?;
         Ok(RankRngStates {
             python: decode_python_state(need(python)?)?,
@@ -91,7 +91,7 @@ pub(super) fn read_rank_file(directory: &Directory, name: &str) -> Result<(RngFo
 }
 
 /// Decodes the state of Python's random generator, a pickled value of `random.getstate()`.
-fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
+fn decode_python_state(value: PickleView<'_>) -> RngDecodeResult<PythonRngState> {
     let unusual = || RngStateError::UnknownLayout { generator: "Python's random" };
     let items = value.as_items().ok_or_else(unusual)?;
     let (Some(version), Some(state), Some(gauss)) = (items.get(0), items.get(1), items.get(2)) else {
@@ -122,7 +122,7 @@ fn decode_python_state(value: PickleView<'_>) -> DecodeResult<PythonRngState> {
 
 /// Checks the position that is stored in a Mersenne Twister's state, and returns it as a u32. Fails
 /// if the position is beyond the 624 words.
-fn check_twister_position(position: u64) -> DecodeResult<u32> {
+fn check_twister_position(position: u64) -> RngDecodeResult<u32> {
     match u32::try_from(position) {
         Ok(p) if p as usize <= MERSENNE_TWISTER_WORDS => Ok(p),
         _ => Err(RngStateError::TwisterPosition { position }),
@@ -131,7 +131,7 @@ fn check_twister_position(position: u64) -> DecodeResult<u32> {
 
 /// Decodes the state of NumPy's random generator, a pickled value of `numpy.random.get_state()`.
 /// Also returns the NumPy module that the pickled array names.
-fn decode_numpy_state(value: PickleView<'_>) -> DecodeResult<(NumpyModule, NumpyRngState)> {
+fn decode_numpy_state(value: PickleView<'_>) -> RngDecodeResult<(NumpyModule, NumpyRngState)> {
     let unusual = || RngStateError::UnknownLayout { generator: "NumPy" };
     let items = value.as_items().ok_or_else(unusual)?;
     let item = |i: usize| items.get(i).ok_or_else(unusual);
@@ -184,8 +184,8 @@ fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32;
 /// has more than [`DEVICES_MAX`] states.
 fn decode_cuda_states(
     value: PickleView<'_>,
-    bytes: impl Fn(PickleView<'_>) -> DecodeResult<Vec<u8>>,
-) -> DecodeResult<TorchCudaStates> {
+    bytes: impl Fn(PickleView<'_>) -> RngDecodeResult<Vec<u8>>,
+) -> RngDecodeResult<TorchCudaStates> {
     match value.as_items() {
         None => TorchCudaState::new(&bytes(value)?).map(TorchCudaStates::SingleDevice),
         Some(list) if list.iter().take(DEVICES_MAX + 1).count() > DEVICES_MAX => {
@@ -193,7 +193,7 @@ fn decode_cuda_states(
         }
         Some(list) => {
             let devices =
-                list.iter().map(|v| TorchCudaState::new(&bytes(v)?)).collect::<DecodeResult<Vec<_>>>()?;
+                list.iter().map(|v| TorchCudaState::new(&bytes(v)?)).collect::<RngDecodeResult<Vec<_>>>()?;
             Ok(TorchCudaStates::PerDevice(devices))
         }
     }
@@ -201,7 +201,7 @@ fn decode_cuda_states(
 
 /// Returns the bytes of a tensor that contains a random generator's state. Fails for any other
 /// value, or if the tensor's zip member does not match its CRC-32.
-fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> DecodeResult<Vec<u8>> {
+fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> RngDecodeResult<Vec<u8>> {
     let unusual = || RngStateError::UnknownLayout { generator: "torch" };
     let view = file.parse_tensor(value)?.ok_or_else(unusual)?;
     let len = view.element_count();
@@ -218,7 +218,7 @@ fn read_tensor_bytes(reader: &File, file: &TorchFile, value: PickleView<'_>) -> 
         return Err(unusual());
     }
     let mut bytes = vec![0u8; stored as usize];
-    reader.read_exact_at(&mut bytes, member.data.start).map_err(ReadFailure::from)?;
+    reader.read_exact_at(&mut bytes, member.data.start).map_err(CloneableIoError::from)?;
     if member.crc.is_some_and(|crc| crc != crc32fast::hash(&bytes)) {
         return Err(RngStateError::Crc { member: member.name.clone() });
     }

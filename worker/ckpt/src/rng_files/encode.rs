@@ -9,7 +9,7 @@ const TENSOR_DATA_ALIGNMENT: usize = 64;
 /// Returns the bytes of the file with the random generator states of one rank, in the format of the
 /// program `writer`. `stem` is the file name without its extension, which torch uses as the name of
 /// the directory inside of the zip.
-pub(super) fn encode_rank_file(writer: RngFormat, stem: &str, states: &RankRngStates) -> Vec<u8> {
+pub(super) fn encode_rank_rng_file(writer: RngFormat, stem: &str, states: &RankRngStates) -> Vec<u8> {
     let mut pickle = PickleWriter { out: vec![0x80, 2, b'}', b'('], storages: Vec::new() };
     let [python, numpy, cpu, cuda] = match writer {
         RngFormat::Trainer => ["python", "numpy", "cpu", "cuda"],

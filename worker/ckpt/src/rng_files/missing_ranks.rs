@@ -52,7 +52,7 @@ pub(crate) fn create_missing_rng_files(
         let Some((format, rank)) = parse_rank_file_name(&name).filter(|&(_, rank)| rank < world) else {
             continue;
         };
-        match decode::read_rank_file(&directory, &name) {
+        match decode::read_rank_rng_file(&directory, &name) {
             Ok((found, _)) if found != format || writer.is_some_and(|w| w != format) => {
                 return Err(CkptError::damaged(path, name, RngFilesError::MixedPrograms));
             }
@@ -85,7 +85,7 @@ pub(crate) fn create_missing_rng_files(
         };
         states.step = old.first().and_then(|f| f.step);
         let stem = name.rsplit_once('.').map_or(name.as_str(), |(stem, _)| stem);
-        let bytes = encode::encode_rank_file(writer, stem, states);
+        let bytes = encode::encode_rank_rng_file(writer, stem, states);
         disk::unlink(&path.join(names.get(&rank).unwrap_or(&name)))?;
         disk::write_file(path.join(&name), &bytes)?;
         files.push(name);

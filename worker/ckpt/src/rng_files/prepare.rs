@@ -5,7 +5,7 @@
 //! rule in [`super::reconcile`], DeepSpeed's state is resharded, and counters of processes are
 //! rescaled. The original is never modified.
 use super::link_tree::{self, ScratchDir};
-use super::rank_files::{self, RngRecord, StoredRngStates};
+use super::rank_files::{self, RngRecord, AllRankRngStates};
 use super::reconcile::{ReconcileOptions, ReconcilePolicy, RngDecision, reconcile_rng_states};
 use super::streams::{RankRngStates, RngFormat};
 use super::{reshard, scheduler};
@@ -15,7 +15,7 @@ use crate::error::{CkptError, Diagnosis, MissingPart, OutputProblem, Result};
 use crate::layout::deepspeed;
 use crate::layout::hf::companion_files::{TRAINER_STATE_FILE, read_global_step};
 use crate::open::open_external_checkpoint;
-use crate::save::output_record::update_records;
+use crate::save::output_record::update_output_records_in_copy;
 use crate::save::{ReplaceMethod, publish_directory};
 use diagnostic::quantity::format_count;
 use std::collections::BTreeSet;
@@ -73,7 +73,7 @@ pub fn prepare_rng_states(
     let Some(stored) = &checkpoint.stored else {
         return Err(CkptError::missing(dir, MissingPart::AllRngFiles));
     };
-    let (ranks, decision) = checkpoint.reconcile_streams(stored, options)?;
+    let (ranks, decision) = checkpoint.reconcile_rng_streams(stored, options)?;
     let lines = vec![decision.summary()];
     let record = RngRecord::new(checkpoint.name.clone(), decision.clone());
     let path = build_prepared_directory(
@@ -103,7 +103,7 @@ pub fn prepare_resume_directory(dir: &Path, options: &ReconcileOptions) -> Resul
         }
         return Ok(PreparedCheckpoint::from_unchanged_original(dir, lines));
     };
-    let resharded = checkpoint.state.as_ref().filter(|s| reshard::needs_reshard(s, options.world));
+    let resharded = checkpoint.state.as_ref().filter(|s| reshard::needs_deepspeed_reshard(s, options.world));
     if resharded.is_none() && old_world == options.world && options.policy != ReconcilePolicy::Reseed {
         return Ok(PreparedCheckpoint::from_unchanged_original(dir, Vec::new()));
     }
@@ -146,7 +146,7 @@ fn rewrite_for_world_size(
     )];
     let reconciled = match &checkpoint.stored {
         Some(stored) => {
-            let (ranks, decision) = checkpoint.reconcile_streams(stored, options)?;
+            let (ranks, decision) = checkpoint.reconcile_rng_streams(stored, options)?;
             lines.push(decision.summary());
             Some((stored.writer, ranks, decision))
         }
@@ -243,7 +243,7 @@ struct HfCheckpoint {
     /// Absolute path of the checkpoint's parent directory.
     parent: PathBuf,
     /// The RNG states; `None` if the checkpoint has none.
-    stored: Option<StoredRngStates>,
+    stored: Option<AllRankRngStates>,
     /// DeepSpeed's state; `None` if the checkpoint has none.
     state: Option<ExternalCheckpoint>,
     /// Number of completed optimizer steps, or 0 if no file records the number.
@@ -309,13 +309,13 @@ impl HfCheckpoint {
     /// Assigns the random generator states (RNG) in the checkpoint to `options.world` ranks. The
     /// seeds of new states depend on the step of this checkpoint and the number of the assignment
     /// (generation).
-    fn reconcile_streams(
+    fn reconcile_rng_streams(
         &self,
-        stored: &StoredRngStates,
+        stored: &AllRankRngStates,
         options: &ReconcileOptions,
     ) -> Result<(Vec<RankRngStates>, RngDecision)> {
         let options =
-            ReconcileOptions { step: self.step, generation: self.next_generation()?, ..options.clone() };
+            ReconcileOptions { step: self.step, generation: self.next_rng_generation()?, ..options.clone() };
         let path = self.parent.join(&self.name);
         let (mut ranks, decision) = reconcile_rng_states(&stored.ranks, &options)
             .map_err(|error| CkptError::unsupported(&path, error))?;
@@ -328,7 +328,7 @@ impl HfCheckpoint {
     /// Returns a number (generation) for the next assignment of the random generator states to
     /// ranks, which is the highest recorded one plus 1. Reads the record of the checkpoint, and the
     /// records of earlier steps in the prepared directories next to the checkpoint.
-    fn next_generation(&self) -> Result<u64> {
+    fn next_rng_generation(&self) -> Result<u64> {
         let mut newest = RngRecord::read(&self.parent.join(&self.name))?.map_or(0, |r| r.decision.generation);
         for sibling in
             Directory::open(&self.parent)?.list_names()?.iter().filter(|n| n.starts_with("launch-w"))
@@ -402,7 +402,7 @@ fn build_prepared_directory(
     let scratch = ScratchDir::new(&parent, &target_name)?;
     link_tree::link_or_copy_tree(&original, &scratch.dir, skip)?;
     fill(&scratch.dir)?;
-    update_records(&scratch.dir, &original, &BTreeSet::new())?;
+    update_output_records_in_copy(&scratch.dir, &original, &BTreeSet::new())?;
     disk::sync_dir(&scratch.dir)?;
     // the scratch directory now has the previous content of `target`, and is removed on drop
     publish_directory(&scratch.dir, &target, ReplaceMethod::AtomicExchange)?;

@@ -5,7 +5,7 @@ use super::{decode, encode};
 use crate::codec::disk::{self, Directory};
 use crate::codec::json::read_json_if_exists;
 use crate::error::{CkptError, MissingPart, Result, RngFilesError};
-use crate::stream_kind::StreamKind;
+use crate::stream_kind::RngStreamKind;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -22,7 +22,7 @@ const RNG_RECORD_BYTES_MAX: u64 = 1 << 20;
 
 /// The random generator states of all ranks, as the files of a checkpoint directory store them.
 #[derive(Clone, Debug)]
-pub struct StoredRngStates {
+pub struct AllRankRngStates {
     /// The format of the files: the program whose file names and dict keys they have.
     pub writer: RngFormat,
     /// The states of each rank, in the order of ranks.
@@ -33,13 +33,13 @@ pub struct StoredRngStates {
 
 /// The hash of one random generator's state of one rank, for `launch ckpt inspect`.
 #[derive(Clone, Debug, Serialize)]
-pub struct StreamDigest {
+pub struct RngStateDigest {
     /// The rank that saved the stream.
     pub rank: u32,
     /// Name of the rank's file.
     pub file: String,
     /// The generator of the stream.
-    pub kind: StreamKind,
+    pub kind: RngStreamKind,
     /// BLAKE3 hash of the generator's state, in hexadecimal. Two digests are equal exactly if the
     /// streams continue with equal numbers.
     pub digest: String,
@@ -85,7 +85,7 @@ pub(super) fn is_rng_file(name: &str) -> bool {
 /// # Errors
 /// Fails if a rank has no file (the error names the first such rank), files of different programs
 /// or runs are mixed, or a file is invalid.
-pub fn read_all_rank_states(path: &Path, world: Option<u32>) -> Result<Option<StoredRngStates>> {
+pub fn read_all_rank_states(path: &Path, world: Option<u32>) -> Result<Option<AllRankRngStates>> {
     let directory = Directory::open(path)?;
     let mut files: BTreeMap<u32, String> = BTreeMap::new();
     let mut writer = None;
@@ -116,14 +116,14 @@ pub fn read_all_rank_states(path: &Path, world: Option<u32>) -> Result<Option<St
     }
     let (mut ranks, mut names) = (Vec::new(), Vec::new());
     for name in files.into_values() {
-        let (format, states) = decode::read_rank_file(&directory, &name)?;
+        let (format, states) = decode::read_rank_rng_file(&directory, &name)?;
         if format != writer {
             return Err(CkptError::damaged(path, name, RngFilesError::OtherProgram));
         }
         ranks.push(states);
         names.push(name);
     }
-    Ok(Some(StoredRngStates { writer, ranks, file_names: names }))
+    Ok(Some(AllRankRngStates { writer, ranks, file_names: names }))
 }
 
 /// Computes the hash of every random generator's state of every rank in the directory `path`.
@@ -131,13 +131,13 @@ pub fn read_all_rank_states(path: &Path, world: Option<u32>) -> Result<Option<St
 ///
 /// # Errors
 /// Fails if a file is missing or invalid.
-pub fn compute_stream_digests(path: &Path) -> Result<Vec<StreamDigest>> {
+pub fn compute_rng_state_digests(path: &Path) -> Result<Vec<RngStateDigest>> {
     let Some(stored) = read_all_rank_states(path, None)? else { return Ok(Vec::new()) };
     let rows =
         (0u32..).zip(stored.ranks.iter().zip(&stored.file_names)).flat_map(|(rank, (states, file))| {
-            StreamKind::ALL.into_iter().filter_map(move |kind| {
-                let digest = states.compute_stream_digest(kind)?.to_hex();
-                Some(StreamDigest { rank, file: file.clone(), kind, digest })
+            RngStreamKind::ALL.into_iter().filter_map(move |kind| {
+                let digest = states.compute_rng_state_digest(kind)?.to_hex();
+                Some(RngStateDigest { rank, file: file.clone(), kind, digest })
             })
         });
     Ok(rows.collect())
@@ -155,7 +155,7 @@ pub(super) fn write_all_rank_states(
     for (rank, states) in (0u32..).zip(ranks) {
         let name = rank_file_name(writer, rank, ranks.len() as u32);
         let stem = name.rsplit_once('.').map_or(name.as_str(), |(stem, _)| stem);
-        disk::write_file(path.join(&name), &encode::encode_rank_file(writer, stem, states))?;
+        disk::write_file(path.join(&name), &encode::encode_rank_rng_file(writer, stem, states))?;
     }
     let mut text = serde_json::to_vec_pretty(record).map_err(CkptError::invalid_save)?;
     text.push(b'\n');

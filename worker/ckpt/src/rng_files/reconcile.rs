@@ -9,7 +9,7 @@ use super::streams::{
 };
 use crate::error::ReconcileError;
 use crate::hash::Hash;
-use crate::stream_kind::StreamKind;
+use crate::stream_kind::RngStreamKind;
 use diagnostic::quantity::format_count;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ pub enum ReconcilePolicy {
 /// or those of one owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum StreamScope {
+pub enum RngStreamScope {
     /// All ranks have equal streams.
     Replicated,
     /// Each data-parallel rank has a separate stream.
@@ -44,7 +44,7 @@ pub enum StreamScope {
 /// Where the random generator states of the new ranks come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum StreamAssignment {
+pub enum RngStreamAssignment {
     /// Each rank continues with its own stream, byte for byte.
     Restored,
     /// All ranks continue with the stream that all old ranks shared.
@@ -74,7 +74,7 @@ pub struct ReconcileOptions {
     pub gpus: Option<u32>,
     /// Maps each kind of stream whose scope is known to this scope. The scope of any other stream
     /// is derived from the states.
-    pub scopes: BTreeMap<StreamKind, StreamScope>,
+    pub scopes: BTreeMap<RngStreamKind, RngStreamScope>,
     /// The number of the owner of each old rank, and of each new rank, for
     /// [`StreamScope::PerOwner`].
     pub owners: Option<(Vec<u32>, Vec<u32>)>,
@@ -99,13 +99,13 @@ impl ReconcileOptions {
 
 /// How the states of one random generator, such as NumPy's, were assigned to the new ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StreamDecision {
+pub struct RngStreamDecision {
     /// Name of the kind of stream ([`StreamKind::name`]).
     pub kind: String,
     /// Which of the old ranks shared the stream.
-    pub scope: StreamScope,
+    pub scope: RngStreamScope,
     /// Where the new ranks' streams come from.
-    pub mode: StreamAssignment,
+    pub mode: RngStreamAssignment,
 }
 
 /// How all random generator states were assigned to the new ranks, as `launch_rng.json` records it.
@@ -124,21 +124,21 @@ pub struct RngDecision {
     /// The seed that was hashed into new streams.
     pub run_seed: u64,
     /// One entry per kind of stream that the states have.
-    pub streams: Vec<StreamDecision>,
+    pub streams: Vec<RngStreamDecision>,
 }
 
 impl RngDecision {
     /// Describes in one line for the user how the random generator states were assigned to the new
     /// ranks.
     pub fn summary(&self) -> String {
-        let kinds_with = |mode: StreamAssignment| -> Vec<&str> {
+        let kinds_with = |mode: RngStreamAssignment| -> Vec<&str> {
             self.streams.iter().filter(|s| s.mode == mode).map(|s| s.kind.as_str()).collect()
         };
         let modes = [
-            (StreamAssignment::Restored, "restored"),
-            (StreamAssignment::Replicated, "replicated to all ranks"),
-            (StreamAssignment::Followed, "moved with their owners"),
-            (StreamAssignment::Reseeded, "reseeded per rank"),
+            (RngStreamAssignment::Restored, "restored"),
+            (RngStreamAssignment::Replicated, "replicated to all ranks"),
+            (RngStreamAssignment::Followed, "moved with their owners"),
+            (RngStreamAssignment::Reseeded, "reseeded per rank"),
         ];
         let parts: Vec<String> = modes
             .into_iter()
@@ -157,7 +157,7 @@ impl RngDecision {
 
 /// Derives the seed with which a random generator of a new rank is started. The number of ranks is
 /// not hashed, so that a rank gets equal streams in any world size.
-pub fn derive_stream_seed(run_seed: u64, generation: u64, step: u64, kind: StreamKind, rank: u64) -> Hash {
+pub fn derive_stream_seed(run_seed: u64, generation: u64, step: u64, kind: RngStreamKind, rank: u64) -> Hash {
     let mut message = run_seed.to_le_bytes().to_vec();
     message.extend(b"rng-reconcile");
     message.extend([generation, step].iter().flat_map(|n| n.to_le_bytes()));
@@ -184,36 +184,36 @@ pub fn reconcile_rng_states(
     let mut new: Vec<RankRngStates> =
         (0..options.world as usize).map(|r| old.get(r).unwrap_or(first).clone()).collect();
     let mut streams = Vec::new();
-    for kind in StreamKind::ALL {
-        let ranks_with_stream = old.iter().filter(|s| s.compute_stream_digest(kind).is_some()).count();
+    for kind in RngStreamKind::ALL {
+        let ranks_with_stream = old.iter().filter(|s| s.compute_rng_state_digest(kind).is_some()).count();
         if ranks_with_stream == 0 {
             continue;
         }
-        if let Some(rank) = old.iter().position(|s| s.compute_stream_digest(kind).is_none()) {
+        if let Some(rank) = old.iter().position(|s| s.compute_rng_state_digest(kind).is_none()) {
             return Err(ReconcileError::MissingStream { kind, rank });
         }
-        let scope = decide_stream_scope(old, kind, options)?;
+        let scope = determine_rng_stream_scope(old, kind, options)?;
         let mode = decide_stream_assignment(old.len(), scope, kind, options)?;
         for (rank, states) in new.iter_mut().enumerate() {
             match mode {
-                StreamAssignment::Restored => {}
-                StreamAssignment::Replicated => copy_stream(states, first, kind, 0),
-                StreamAssignment::Followed => {
-                    let from = find_old_rank_of_owner(old.len(), rank, kind, options)?;
-                    copy_stream(states, &old[from], kind, from);
+                RngStreamAssignment::Restored => {}
+                RngStreamAssignment::Replicated => copy_rng_stream(states, first, kind, 0),
+                RngStreamAssignment::Followed => {
+                    let from = find_old_rank_with_same_owner(old.len(), rank, kind, options)?;
+                    copy_rng_stream(states, &old[from], kind, from);
                 }
-                StreamAssignment::Reseeded => {
+                RngStreamAssignment::Reseeded => {
                     // a replicated stream stays equal on all ranks
-                    let rank = if scope == StreamScope::Replicated { 0 } else { rank as u64 };
+                    let rank = if scope == RngStreamScope::Replicated { 0 } else { rank as u64 };
                     let seed = derive_stream_seed(run_seed, options.generation, options.step, kind, rank);
-                    reseed_stream(states, kind, &seed);
+                    reseed_rng_stream(states, kind, &seed);
                 }
             }
-            if kind == StreamKind::TorchCuda && mode != StreamAssignment::Restored {
+            if kind == RngStreamKind::TorchCuda && mode != RngStreamAssignment::Restored {
                 expand_cuda_states(states, old, options);
             }
         }
-        streams.push(StreamDecision { kind: kind.name().into(), scope, mode });
+        streams.push(RngStreamDecision { kind: kind.name().into(), scope, mode });
     }
     let (from_world, world) = (old.len() as u32, options.world);
     let (policy, generation, step) = (options.policy, options.generation, options.step);
@@ -223,10 +223,10 @@ pub fn reconcile_rng_states(
 /// Computes the hash by which the states of a random generator are compared between two ranks. Of
 /// the CUDA states, only the state of the rank's device is hashed, since a rank leaves the
 /// generators of other devices idle. Returns `None` if the rank has no stream of this kind.
-fn compute_comparable_digest(states: &RankRngStates, kind: StreamKind, rank: usize) -> Option<Hash> {
+fn compute_comparable_digest(states: &RankRngStates, kind: RngStreamKind, rank: usize) -> Option<Hash> {
     match (kind, &states.cuda) {
-        (StreamKind::TorchCuda, Some(cuda)) => rank_cuda_state(cuda, rank).map(|d| Hash::digest(&d.0)),
-        _ => states.compute_stream_digest(kind),
+        (RngStreamKind::TorchCuda, Some(cuda)) => rank_cuda_state(cuda, rank).map(|d| Hash::digest(&d.0)),
+        _ => states.compute_rng_state_digest(kind),
     }
 }
 
@@ -242,27 +242,27 @@ fn rank_cuda_state(cuda: &TorchCudaStates, rank: usize) -> Option<TorchCudaState
 ///
 /// # Errors
 /// Fails if the options declare a stream as replicated and the states of the ranks differ.
-fn decide_stream_scope(
+fn determine_rng_stream_scope(
     old: &[RankRngStates],
-    kind: StreamKind,
+    kind: RngStreamKind,
     options: &ReconcileOptions,
-) -> Result<StreamScope, ReconcileError> {
+) -> Result<RngStreamScope, ReconcileError> {
     let first = compute_comparable_digest(&old[0], kind, 0);
     let differing: Vec<usize> =
         (0..old.len()).filter(|&rank| compute_comparable_digest(&old[rank], kind, rank) != first).collect();
     match options.scopes.get(&kind) {
-        Some(StreamScope::Replicated) if !differing.is_empty() => {
+        Some(RngStreamScope::Replicated) if !differing.is_empty() => {
             Err(ReconcileError::NotReplicated { kind, ranks: differing })
         }
         Some(scope) => Ok(*scope),
-        None if !differing.is_empty() => Ok(StreamScope::PerDataRank),
-        None if old.len() > 1 => Ok(StreamScope::Replicated),
+        None if !differing.is_empty() => Ok(RngStreamScope::PerDataRank),
+        None if old.len() > 1 => Ok(RngStreamScope::Replicated),
         // A single rank doesn't show the scope. torch's generators draw dropout masks, which must
         // differ between ranks. Python's and NumPy's generators make decisions that all ranks must
         // share, such as a shuffle of files.
         None => Ok(match kind {
-            StreamKind::Python | StreamKind::Numpy => StreamScope::Replicated,
-            StreamKind::TorchCpu | StreamKind::TorchCuda => StreamScope::PerDataRank,
+            RngStreamKind::Python | RngStreamKind::Numpy => RngStreamScope::Replicated,
+            RngStreamKind::TorchCpu | RngStreamKind::TorchCuda => RngStreamScope::PerDataRank,
         }),
     }
 }
@@ -274,18 +274,18 @@ fn decide_stream_scope(
 /// Fails if the policy `strict` forbids a necessary reseed.
 fn decide_stream_assignment(
     from_world: usize,
-    scope: StreamScope,
-    kind: StreamKind,
+    scope: RngStreamScope,
+    kind: RngStreamKind,
     options: &ReconcileOptions,
-) -> Result<StreamAssignment, ReconcileError> {
+) -> Result<RngStreamAssignment, ReconcileError> {
     let world = options.world;
     match (options.policy, scope) {
-        (ReconcilePolicy::Reseed, _) => Ok(StreamAssignment::Reseeded),
-        _ if from_world == world as usize && scope != StreamScope::PerOwner => Ok(StreamAssignment::Restored),
-        (_, StreamScope::Replicated) => Ok(StreamAssignment::Replicated),
-        (_, StreamScope::PerOwner) => Ok(StreamAssignment::Followed),
-        (ReconcilePolicy::Reconcile, StreamScope::PerDataRank) => Ok(StreamAssignment::Reseeded),
-        (ReconcilePolicy::Strict, StreamScope::PerDataRank) => {
+        (ReconcilePolicy::Reseed, _) => Ok(RngStreamAssignment::Reseeded),
+        _ if from_world == world as usize && scope != RngStreamScope::PerOwner => Ok(RngStreamAssignment::Restored),
+        (_, RngStreamScope::Replicated) => Ok(RngStreamAssignment::Replicated),
+        (_, RngStreamScope::PerOwner) => Ok(RngStreamAssignment::Followed),
+        (ReconcilePolicy::Reconcile, RngStreamScope::PerDataRank) => Ok(RngStreamAssignment::Reseeded),
+        (ReconcilePolicy::Strict, RngStreamScope::PerDataRank) => {
             Err(ReconcileError::StrictWouldReseed { kind, from_world, world })
         }
     }
@@ -296,10 +296,10 @@ fn decide_stream_assignment(
 ///
 /// # Errors
 /// Fails if the options list no owners, or if no old rank had this owner.
-fn find_old_rank_of_owner(
+fn find_old_rank_with_same_owner(
     from_world: usize,
     rank: usize,
-    kind: StreamKind,
+    kind: RngStreamKind,
     options: &ReconcileOptions,
 ) -> Result<usize, ReconcileError> {
     let Some((before, after)) = &options.owners else {
@@ -311,12 +311,12 @@ fn find_old_rank_of_owner(
 
 /// Copies the state of the generator `kind` from `from`, the random generator states of the old
 /// rank `rank`, to `to`. Of the CUDA states, only the state of the old rank's device is copied.
-fn copy_stream(to: &mut RankRngStates, from: &RankRngStates, kind: StreamKind, rank: usize) {
+fn copy_rng_stream(to: &mut RankRngStates, from: &RankRngStates, kind: RngStreamKind, rank: usize) {
     match kind {
-        StreamKind::Python => to.python.clone_from(&from.python),
-        StreamKind::Numpy => to.numpy.clone_from(&from.numpy),
-        StreamKind::TorchCpu => to.cpu.clone_from(&from.cpu),
-        StreamKind::TorchCuda => {
+        RngStreamKind::Python => to.python.clone_from(&from.python),
+        RngStreamKind::Numpy => to.numpy.clone_from(&from.numpy),
+        RngStreamKind::TorchCpu => to.cpu.clone_from(&from.cpu),
+        RngStreamKind::TorchCuda => {
             to.cuda =
                 from.cuda.as_ref().and_then(|c| rank_cuda_state(c, rank)).map(TorchCudaStates::SingleDevice)
         }
@@ -327,26 +327,26 @@ fn copy_stream(to: &mut RankRngStates, from: &RankRngStates, kind: StreamKind, r
 /// 256 bits of the hash seed a Mersenne Twister (`init_by_array` of the hash as eight little-endian
 /// words). The first eight bytes of the hash become the seed that torch reports, and the only seed
 /// of a CUDA generator.
-fn reseed_stream(states: &mut RankRngStates, kind: StreamKind, hash: &Hash) {
+fn reseed_rng_stream(states: &mut RankRngStates, kind: RngStreamKind, hash: &Hash) {
     let words: Vec<u32> = hash.0.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
     let mut first = [0u8; 8];
     first.copy_from_slice(&hash.0[..8]);
     let number = u64::from_le_bytes(first);
     match kind {
-        StreamKind::Python => {
+        RngStreamKind::Python => {
             // equals `random.seed(int.from_bytes(hash, "little"))`, which drops leading zero words
             let used = words.iter().rposition(|w| *w != 0).map_or(1, |last| last + 1);
             states.python =
                 PythonRngState { twister: MersenneTwister::from_key(&words[..used]), gauss_next: None };
         }
-        StreamKind::Numpy => {
+        RngStreamKind::Numpy => {
             let twister = MersenneTwister::from_key(&words);
             states.numpy = NumpyRngState { twister, has_gauss: false, cached_gaussian: 0.0 };
         }
-        StreamKind::TorchCpu => {
+        RngStreamKind::TorchCpu => {
             states.cpu = TorchCpuState::from_seed(number, &MersenneTwister::from_key(&words))
         }
-        StreamKind::TorchCuda => {
+        RngStreamKind::TorchCuda => {
             states.cuda = Some(TorchCudaStates::SingleDevice(TorchCudaState::from_seed(number)))
         }
     }

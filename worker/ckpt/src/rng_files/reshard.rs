@@ -86,7 +86,7 @@ impl PreparedRecord {
 /// Returns true if `world` ranks can resume from the checkpoint only after its DeepSpeed state was
 /// divided among that number of ranks. The state of ZeRO stages 1 to 3 is sharded by rank, while
 /// stage 0 stores everything in one file.
-pub(super) fn needs_reshard(state: &ExternalCheckpoint, world: u32) -> bool {
+pub(super) fn needs_deepspeed_reshard(state: &ExternalCheckpoint, world: u32) -> bool {
     let facts = state.facts();
     facts.state.stage != Some(0) && facts.state.world.is_some_and(|w| w != world)
 }
@@ -137,7 +137,7 @@ pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into
 /// Returns the size of ZeRO-3 sub-groups, in elements, from the run's DeepSpeed config, or else
 /// DeepSpeed's default. The engine that loads the result uses the same config.
 fn read_sub_group_size(passthrough: &PassthroughState) -> u64 {
-    let config = passthrough.model_entry("ds_config");
+    let config = passthrough.deepspeed_model_entry("ds_config");
     let size = config.and_then(|c| c.get("zero_optimization")?.get("sub_group_size"));
     match size {
         Some(PythonObject::Int(n)) if *n > 0 => *n as u64,

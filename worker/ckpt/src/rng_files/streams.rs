@@ -3,7 +3,7 @@
 use crate::error::RngStateError;
 use crate::format_constants::{CPU_RNG_STATE_BYTES, CUDA_RNG_STATE_BYTES, MERSENNE_TWISTER_WORDS};
 use crate::hash::Hash;
-pub use crate::stream_kind::StreamKind;
+pub use crate::stream_kind::RngStreamKind;
 use serde::Serialize;
 use std::fmt;
 
@@ -250,19 +250,19 @@ impl RankRngStates {
     /// Computes the BLAKE3 hash of the state of the random generator `kind` of this rank. Two
     /// hashes are equal exactly if the streams continue with equal numbers. Returns `None` if the
     /// rank has no such stream.
-    pub fn compute_stream_digest(&self, kind: StreamKind) -> Option<Hash> {
+    pub fn compute_rng_state_digest(&self, kind: RngStreamKind) -> Option<Hash> {
         let bytes = match kind {
-            StreamKind::Python => {
+            RngStreamKind::Python => {
                 let gauss = self.python.gauss_next.map_or(Vec::new(), |g| g.to_bits().to_le_bytes().to_vec());
                 [self.python.twister.to_bytes(), gauss].concat()
             }
-            StreamKind::Numpy => {
+            RngStreamKind::Numpy => {
                 let n = &self.numpy;
                 let cached = if n.has_gauss { n.cached_gaussian.to_bits() } else { 0 };
                 [n.twister.to_bytes(), vec![n.has_gauss.into()], cached.to_le_bytes().to_vec()].concat()
             }
-            StreamKind::TorchCpu => self.cpu.0.to_vec(),
-            StreamKind::TorchCuda => self.cuda.as_ref()?.device_states().iter().flat_map(|d| d.0).collect(),
+            RngStreamKind::TorchCpu => self.cpu.0.to_vec(),
+            RngStreamKind::TorchCuda => self.cuda.as_ref()?.device_states().iter().flat_map(|d| d.0).collect(),
         };
         Some(Hash::digest(&bytes))
     }

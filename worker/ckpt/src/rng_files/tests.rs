@@ -2,7 +2,7 @@
 use super::prepare::{self, PrepareDestination};
 use super::rank_files::{self, RngRecord};
 use super::reconcile::{
-    ReconcileOptions, ReconcilePolicy, StreamAssignment, StreamScope, reconcile_rng_states,
+    ReconcileOptions, ReconcilePolicy, RngStreamAssignment, RngStreamScope, reconcile_rng_states,
 };
 use super::streams::{
     MersenneTwister, NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCpuState,
@@ -11,7 +11,7 @@ use super::streams::{
 use super::{decode, encode};
 use crate::codec::disk::Directory;
 use crate::error::{CkptError, DamageReason, ReconcileError, RngStateError};
-use crate::stream_kind::StreamKind;
+use crate::stream_kind::RngStreamKind;
 use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
@@ -37,7 +37,7 @@ fn make_states(n: u32) -> RankRngStates {
 fn write_rank_files(dir: &Path, writer: RngFormat, ranks: &[RankRngStates]) {
     for (rank, states) in (0u32..).zip(ranks) {
         let name = rank_files::rank_file_name(writer, rank, ranks.len() as u32);
-        fs::write(dir.join(&name), encode::encode_rank_file(writer, "any", states)).expect("written");
+        fs::write(dir.join(&name), encode::encode_rank_rng_file(writer, "any", states)).expect("written");
     }
 }
 
@@ -55,10 +55,10 @@ fn encoded_states_decode_to_equal_states() {
             .clone();
         let expected_format = if n.is_multiple_of(2) { RngFormat::Trainer } else { RngFormat::Accelerate };
         states.step = (expected_format == RngFormat::Accelerate).then_some(i64::from(n) << 30);
-        fs::write(dir.path().join("f"), encode::encode_rank_file(expected_format, "f", &states))
+        fs::write(dir.path().join("f"), encode::encode_rank_rng_file(expected_format, "f", &states))
             .expect("written");
         let (format, read) =
-            decode::read_rank_file(&Directory::open(dir.path()).expect("open"), "f").expect("sound");
+            decode::read_rank_rng_file(&Directory::open(dir.path()).expect("open"), "f").expect("sound");
         assert_eq!((format, read), (expected_format, states));
     }
 }
@@ -85,19 +85,19 @@ fn twisters_are_seeded_like_the_reference_implementation() {
 fn a_file_with_a_flipped_byte_is_rejected_or_decodes_to_equal_states() {
     let dir = tempfile::tempdir().expect("a directory");
     let sound = make_states(7);
-    let file = encode::encode_rank_file(RngFormat::Trainer, "f", &sound);
+    let file = encode::encode_rank_rng_file(RngFormat::Trainer, "f", &sound);
     let opened = Directory::open(dir.path()).expect("open");
     for at in (0..file.len()).step_by(7) {
         let mut flipped = file.clone();
         flipped[at] ^= 1 << (at % 8);
         fs::write(dir.path().join("f"), flipped).expect("written");
-        if let Ok((_, read)) = decode::read_rank_file(&opened, "f") {
+        if let Ok((_, read)) = decode::read_rank_rng_file(&opened, "f") {
             assert_eq!(read, sound, "a flip at {at} gives other states");
         }
     }
     for len in (0..file.len()).step_by(97) {
         fs::write(dir.path().join("f"), &file[..len]).expect("written");
-        assert!(decode::read_rank_file(&opened, "f").is_err(), "truncated to {len}");
+        assert!(decode::read_rank_rng_file(&opened, "f").is_err(), "truncated to {len}");
     }
 }
 
@@ -106,9 +106,9 @@ fn invalid_rng_states_are_rejected() {
     let dir = tempfile::tempdir().expect("a directory");
     let opened = Directory::open(dir.path()).expect("open");
     let reason = |states: &RankRngStates| {
-        let file = encode::encode_rank_file(RngFormat::Trainer, "f", states);
+        let file = encode::encode_rank_rng_file(RngFormat::Trainer, "f", states);
         fs::write(dir.path().join("f"), file).expect("written");
-        match decode::read_rank_file(&opened, "f").expect_err("rejected") {
+        match decode::read_rank_rng_file(&opened, "f").expect_err("rejected") {
             CkptError::Damaged { damage, .. } => damage.reason,
             other => panic!("{other:?}"),
         }
@@ -136,23 +136,23 @@ fn new_streams_depend_on_every_option_except_the_world_size() {
     let three = new(&base);
     let five = new(&ReconcileOptions { world: 5, ..base.clone() });
     assert_eq!(three[..], five[..3]);
-    for kind in [StreamKind::Python, StreamKind::Numpy, StreamKind::TorchCpu] {
+    for kind in [RngStreamKind::Python, RngStreamKind::Numpy, RngStreamKind::TorchCpu] {
         let mut digests: Vec<_> =
-            five.iter().map(|s| s.compute_stream_digest(kind).expect("there").0).collect();
+            five.iter().map(|s| s.compute_rng_state_digest(kind).expect("there").0).collect();
         let variants = [
             ReconcileOptions { generation: 2, ..base.clone() },
             ReconcileOptions { step: 1, ..base.clone() },
             ReconcileOptions { run_seed: Some(5), ..base.clone() },
         ];
         digests
-            .extend(variants.iter().flat_map(new).map(|s| s.compute_stream_digest(kind).expect("there").0));
+            .extend(variants.iter().flat_map(new).map(|s| s.compute_rng_state_digest(kind).expect("there").0));
         let count = digests.len();
         digests.sort_unstable();
         digests.dedup();
         assert_eq!(digests.len(), count, "{kind}: a stream repeats");
     }
     let strict = reconcile_rng_states(&old, &ReconcileOptions::new(3, ReconcilePolicy::Strict));
-    let expected = ReconcileError::StrictWouldReseed { kind: StreamKind::Python, from_world: 2, world: 3 };
+    let expected = ReconcileError::StrictWouldReseed { kind: RngStreamKind::Python, from_world: 2, world: 3 };
     assert_eq!(strict.expect_err("rejected"), expected);
     assert_eq!(
         reconcile_rng_states(&old, &ReconcileOptions::new(2, ReconcilePolicy::Strict)).expect("fits").0,
@@ -164,14 +164,14 @@ fn new_streams_depend_on_every_option_except_the_world_size() {
 fn streams_follow_their_owners() {
     let old = [make_states(10), make_states(11), make_states(10), make_states(11)];
     let mut options = ReconcileOptions::new(2, ReconcilePolicy::Strict);
-    options.scopes.extend(StreamKind::ALL.map(|k| (k, StreamScope::PerOwner)));
+    options.scopes.extend(RngStreamKind::ALL.map(|k| (k, RngStreamScope::PerOwner)));
     let error = reconcile_rng_states(&old, &options).expect_err("no owners");
     assert!(matches!(error, ReconcileError::OwnersUnknown { .. }), "{error}");
     options.owners = Some((vec![0, 1, 0, 1], vec![1, 0]));
     let (new, decision) = reconcile_rng_states(&old, &options).expect("followed");
-    let digests = |s: &RankRngStates| StreamKind::ALL.map(|k| s.compute_stream_digest(k));
+    let digests = |s: &RankRngStates| RngStreamKind::ALL.map(|k| s.compute_rng_state_digest(k));
     assert_eq!((digests(&new[0]), digests(&new[1])), (digests(&old[1]), digests(&old[0])));
-    assert!(decision.streams.iter().all(|s| s.mode == StreamAssignment::Followed));
+    assert!(decision.streams.iter().all(|s| s.mode == RngStreamAssignment::Followed));
     options.owners = Some((vec![0, 1, 0, 1], vec![1, 2]));
     let error = reconcile_rng_states(&old, &options).expect_err("an unknown owner");
     assert!(matches!(error, ReconcileError::OwnerWithoutStream { rank: 1, .. }), "{error}");
@@ -187,14 +187,14 @@ fn only_the_cuda_state_of_a_ranks_device_is_compared() {
     ];
     let (new, decision) = reconcile_rng_states(&old, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile))
         .expect("reconciled");
-    assert!(decision.streams.iter().all(|s| s.mode == StreamAssignment::Replicated), "{decision:?}");
+    assert!(decision.streams.iter().all(|s| s.mode == RngStreamAssignment::Replicated), "{decision:?}");
     assert!(new.iter().all(|s| s.cuda == Some(TorchCudaStates::PerDevice(vec![used; 4]))));
     let (one, _) = reconcile_rng_states(&old, &ReconcileOptions::new(1, ReconcilePolicy::Reconcile))
         .expect("reconciled");
     assert_eq!(one[0].cuda, Some(TorchCudaStates::SingleDevice(used)));
     let lacking = [with(TorchCudaStates::SingleDevice(used)), make_states(4)];
     let error = reconcile_rng_states(&lacking, &ReconcileOptions::new(3, ReconcilePolicy::Reconcile));
-    let expected = ReconcileError::MissingStream { kind: StreamKind::TorchCuda, rank: 1 };
+    let expected = ReconcileError::MissingStream { kind: RngStreamKind::TorchCuda, rank: 1 };
     assert_eq!(error.expect_err("rejected"), expected);
 }
 
@@ -317,12 +317,12 @@ proptest! {
     #[test]
     fn mutated_files_do_not_panic(flips in proptest::collection::vec((0usize..20_000, any::<u8>()), 1..8)) {
         let dir = tempfile::tempdir().expect("a directory");
-        let mut file = encode::encode_rank_file(RngFormat::Accelerate, "f", &make_states(3));
+        let mut file = encode::encode_rank_rng_file(RngFormat::Accelerate, "f", &make_states(3));
         let len = file.len();
         for (at, value) in flips {
             file[at % len] = value;
         }
         fs::write(dir.path().join("f"), file).expect("written");
-        let _ = decode::read_rank_file(&Directory::open(dir.path()).expect("open"), "f");
+        let _ = decode::read_rank_rng_file(&Directory::open(dir.path()).expect("open"), "f");
     }
 }

@@ -8,7 +8,7 @@ use crate::error::{CkptError, Result, SaveProblem};
 use crate::fault_points;
 use crate::format_constants::MANIFEST_FILE;
 use crate::layout::native::{
-    DELETING_PREFIX, FileEntry, LATEST_FILE, LATEST_TEMP_FILE, Manifest, PieceEntry, REPLACED_PREFIX,
+    DELETING_PREFIX, FileEntry, LATEST_FILE, LATEST_TEMP_FILE, Manifest, TensorPieceEntry, REPLACED_PREFIX,
     SAVING_PREFIX, TensorEntry, encode_latest, list_checkpoints, parse_step_dir_name, read_latest_step,
     shard_file_name, step_dir_name,
 };
@@ -184,7 +184,7 @@ pub(crate) fn assemble_manifest(
     if !ranks.iter().copied().eq(0..facts.world) {
         return Err(CkptError::invalid_save(SaveProblem::RankReports { ranks, world: facts.world }));
     }
-    let mut pieces: HashMap<(TensorRole, String), (Dtype, Vec<PieceEntry>)> = HashMap::new();
+    let mut pieces: HashMap<(TensorRole, String), (Dtype, Vec<TensorPieceEntry>)> = HashMap::new();
     let mut files = Vec::with_capacity(reports.len());
     for (file, report) in reports.into_iter().enumerate() {
         if report.world != facts.world || report.file != shard_file_name(report.rank, facts.world) {
@@ -194,7 +194,7 @@ pub(crate) fn assemble_manifest(
             }));
         }
         for p in report.pieces {
-            let extent = PieceEntry { start: p.start, count: p.count, file, offset: p.offset };
+            let extent = TensorPieceEntry { start: p.start, count: p.count, file, offset: p.offset };
             let (dtype, held) = pieces.entry((p.role, p.name)).or_insert((p.dtype, Vec::new()));
             if *dtype != p.dtype {
                 return Err(CkptError::invalid_save(SaveProblem::MixedDtypes {
@@ -213,7 +213,7 @@ pub(crate) fn assemble_manifest(
         let listed = if role == TensorRole::Buffer { &facts.model.buffers } else { &facts.model.weights };
         let present = !role.is_optimizer_state() || pieces.keys().any(|(r, _)| *r == role);
         for t in listed {
-            let Some(shape) = role.state_shape(&t.shape) else { continue };
+            let Some(shape) = role.tensor_shape_for_weight(&t.shape) else { continue };
             // a tensor without elements has no piece, but belongs to the checkpoint
             let empty = shape.contains(&0) && present;
             let empty = empty && !(role.is_optimizer_state() && frozen.contains(t.name.as_str()));
@@ -246,7 +246,7 @@ fn make_tensor_entry(
     name: &str,
     shape: &[u64],
     dtype: Dtype,
-    mut pieces: Vec<PieceEntry>,
+    mut pieces: Vec<TensorPieceEntry>,
 ) -> TensorEntry {
     pieces.sort_by_key(|e| e.start);
     TensorEntry { name: name.to_owned(), role, dtype, shape: shape.to_vec(), pieces }

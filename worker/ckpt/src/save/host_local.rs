@@ -134,7 +134,7 @@ impl PreparedSave {
 /// What identifies a checkpoint on several hosts: its step and the hash of its manifest. All hosts
 /// of the checkpoint have the same identity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct ManifestId {
+pub struct HostLocalCheckpointId {
     /// Step of the checkpoint.
     pub step: u64,
     /// BLAKE3 hash of the manifest, as hex digits.
@@ -143,10 +143,10 @@ pub struct ManifestId {
 
 /// Lists the native checkpoints in the directory `root` whose manifest matches its hash, newest
 /// first. Ignores all checkpoints but the newest 4096.
-pub fn list_manifests(root: &Path) -> Result<Vec<ManifestId>> {
+pub fn list_manifests(root: &Path) -> Result<Vec<HostLocalCheckpointId>> {
     let checkpoints = step_directories::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
-        .filter_map(|(step, path)| Some(ManifestId { step, hash: read_manifest(&path)?.0 }))
+        .filter_map(|(step, path)| Some(HostLocalCheckpointId { step, hash: read_manifest(&path)?.0 }))
         .collect())
 }
 
@@ -160,14 +160,14 @@ pub fn read_manifest(path: &Path) -> Option<(String, Vec<u8>)> {
 
 /// Returns the path of a step's checkpoint in the checkpoint directory `root`, whether or not the
 /// checkpoint exists.
-pub fn checkpoint_path(root: &Path, step: u64) -> PathBuf {
+pub fn step_checkpoint_path(root: &Path, step: u64) -> PathBuf {
     step_directories::locate_step_checkpoint(root, step).unwrap_or_else(|| root.join(step_dir_name(step)))
 }
 
 /// Lists the directories in `root` that were prepared but not renamed, because a save was
 /// interrupted between the two phases of its commit. Returns the identity and the path of each. The
 /// list is empty if `root` does not exist.
-pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
+pub fn list_prepared_saves(root: &Path) -> Result<Vec<(HostLocalCheckpointId, PathBuf)>> {
     if !disk::path_exists(root) {
         return Ok(Vec::new());
     }
@@ -177,7 +177,7 @@ pub fn list_prepared_saves(root: &Path) -> Result<Vec<(ManifestId, PathBuf)>> {
         let valid =
             read_manifest(&path).and_then(|(hash, text)| Some((hash, Manifest::parse(&path, text).ok()?)));
         if let Some((hash, manifest)) = valid.filter(|(_, m)| !m.hosts.is_empty()) {
-            found.push((ManifestId { step: manifest.facts.step, hash }, path));
+            found.push((HostLocalCheckpointId { step: manifest.facts.step, hash }, path));
         }
     }
     Ok(found)

@@ -46,7 +46,7 @@ const STORE_NAME: &str = "memory copies";
 /// state have the same identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct CopyId {
+pub struct MemoryCopyId {
     /// Number of completed optimizer steps.
     pub step: u64,
     /// Number of earlier copies in the run. Whether the number is even or odd selects one of the
@@ -62,9 +62,9 @@ pub struct CopyId {
 /// rank's part, and what is known about the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct CopyDescription {
+pub struct MemoryCopyDescription {
     /// The identity of the copied training state.
-    pub id: CopyId,
+    pub id: MemoryCopyId,
     /// Facts about the run, except for the files of the tokenizer. Only the copy of rank 0 has
     /// them.
     pub facts: Option<Box<RunFacts>>,
@@ -75,9 +75,9 @@ pub struct CopyDescription {
 /// A complete memory copy of a rank's part of the training state (shard), as found in a
 /// [`MemoryStore`].
 #[derive(Clone, Debug)]
-pub struct StoredCopy {
+pub struct StoredMemoryCopy {
     /// The identity of the copied training state.
-    pub id: CopyId,
+    pub id: MemoryCopyId,
     /// The rank whose shard was copied.
     pub rank: u32,
     /// The encoded [`CopyDescription`].
@@ -91,9 +91,9 @@ pub struct StoredCopy {
 /// The memory copies that were found in the [`MemoryStore`] of a host, and the ranks whose copies
 /// are incomplete.
 #[derive(Debug, Default)]
-pub struct StoredCopies {
+pub struct StoredMemoryCopies {
     /// The complete copies. Their shards are not verified.
-    pub complete: Vec<StoredCopy>,
+    pub complete: Vec<StoredMemoryCopy>,
     /// The ranks of which an incomplete or damaged copy was found.
     pub incomplete: Vec<u32>,
 }
@@ -177,7 +177,7 @@ impl MemoryStore {
     /// Fails if the host has too little memory, or `pieces` has a piece twice.
     pub fn write_copy(
         &self,
-        id: CopyId,
+        id: MemoryCopyId,
         rank: u32,
         facts: Option<RunFacts>,
         pieces: &[TensorPiece<'_>],
@@ -192,7 +192,7 @@ impl MemoryStore {
         let file = shard_file_name(rank, id.world);
         let shard =
             ShardReport { rank, world: id.world, file, bytes: shard_bytes, blocks, pieces: plan.reports };
-        let description = CopyDescription { id, facts: facts.map(Box::new), shard };
+        let description = MemoryCopyDescription { id, facts: facts.map(Box::new), shard };
         let text = serde_json::to_vec(&description)
             .map_err(|_| CkptError::internal("cannot encode the description of a memory copy"))?;
         let header = RegionHeader {
@@ -242,8 +242,8 @@ impl MemoryStore {
     ///
     /// # Errors
     /// Fails if the memory file cannot be read.
-    pub fn list_copies(&self) -> Result<StoredCopies> {
-        let mut copies = StoredCopies::default();
+    pub fn list_copies(&self) -> Result<StoredMemoryCopies> {
+        let mut copies = StoredMemoryCopies::default();
         for region in self.list_used_regions()? {
             let rank = (region / 2) as u32;
             match self.read_copy(region * REGION_BYTES)?.filter(|copy| copy.rank == rank) {
@@ -273,7 +273,7 @@ impl MemoryStore {
 
     /// Reads the description of the memory copy in the region at `offset`. Returns `None` if the
     /// copy is not complete.
-    fn read_copy(&self, offset: u64) -> Result<Option<StoredCopy>> {
+    fn read_copy(&self, offset: u64) -> Result<Option<StoredMemoryCopy>> {
         let Some(header) = self.read_header(offset)? else { return Ok(None) };
         let mut text = vec![0; header.description_bytes as usize];
         let start = offset + COPY_HEADER_BYTES;
@@ -286,13 +286,13 @@ impl MemoryStore {
         if hash.0 != header.description_hash {
             return Ok(None);
         }
-        let Ok(description) = json::parse_object::<CopyDescription>(&text) else { return Ok(None) };
+        let Ok(description) = json::parse_object::<MemoryCopyDescription>(&text) else { return Ok(None) };
         if description.shard.bytes != header.shard_bytes || description.shard.world != description.id.world {
             return Ok(None);
         }
         let shard = MemoryShard::new(self.file.clone(), start..end);
-        let CopyDescription { id, shard: ShardReport { rank, .. }, .. } = description;
-        Ok(Some(StoredCopy { id, rank, description: text, hash, shard }))
+        let MemoryCopyDescription { id, shard: ShardReport { rank, .. }, .. } = description;
+        Ok(Some(StoredMemoryCopy { id, rank, description: text, hash, shard }))
     }
 
     /// Reads the header of the memory copy in the region that begins at `offset` of the memory
@@ -310,7 +310,7 @@ impl MemoryStore {
     ///
     /// # Errors
     /// Fails if the copy is not complete.
-    pub fn count_image_bytes(&self, rank: u32, sequence: u64) -> Result<u64> {
+    pub fn copy_image_size_in_bytes(&self, rank: u32, sequence: u64) -> Result<u64> {
         let header = self.read_header(find_region(rank, sequence)?)?;
         let torn =
             || CkptError::damaged(Path::new(STORE_NAME), format!("rank {rank}"), DamageReason::Truncated);
@@ -319,7 +319,7 @@ impl MemoryStore {
 
     /// Reads bytes of the memory copy number `sequence` of the rank `rank`, starting at `offset`
     /// within the copy, into `out`, for a store on another host. The copy begins with its header.
-    pub fn read_image(&self, rank: u32, sequence: u64, offset: u64, out: &mut [u8]) -> Result<()> {
+    pub fn read_copy_image(&self, rank: u32, sequence: u64, offset: u64, out: &mut [u8]) -> Result<()> {
         let region = find_region(rank, sequence)?;
         self.file.read_exact_at(out, region + offset).map_err(store_error("read"))
     }
@@ -330,7 +330,7 @@ impl MemoryStore {
     ///
     /// # Errors
     /// Fails if the bytes do not fit into the region, or the host has too little memory.
-    pub fn write_image(&self, rank: u32, sequence: u64, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub fn write_copy_image(&self, rank: u32, sequence: u64, offset: u64, bytes: &[u8]) -> Result<()> {
         let region = find_region(rank, sequence)?;
         if offset.saturating_add(bytes.len() as u64) > REGION_BYTES {
             return Err(CkptError::internal("a memory copy is larger than its region"));
@@ -340,12 +340,12 @@ impl MemoryStore {
 
     /// Invalidates the memory copy that the region for copy number `sequence` of the rank `rank`
     /// contains, before another copy is written to this region.
-    pub fn invalidate_image(&self, rank: u32, sequence: u64) -> Result<()> {
+    pub fn invalidate_copy_image(&self, rank: u32, sequence: u64) -> Result<()> {
         self.invalidate_region(find_region(rank, sequence)?)
     }
 
     /// Frees the memory of all memory copies of ranks for which `keeps` returns false.
-    pub fn free_copies(&self, keeps: impl Fn(u32) -> bool) -> Result<()> {
+    pub fn free_copies_except(&self, keeps: impl Fn(u32) -> bool) -> Result<()> {
         for region in self.list_used_regions()?.into_iter().filter(|region| !keeps((region / 2) as u32)) {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             let (start, length) = ((region * REGION_BYTES) as i64, REGION_BYTES as i64);
@@ -371,7 +371,7 @@ impl MemoryStore {
 ///
 /// # Errors
 /// Fails if the text does not match `hash` or is not valid.
-pub fn parse_copy_description(text: &[u8], hash: Hash) -> Result<CopyDescription> {
+pub fn parse_copy_description(text: &[u8], hash: Hash) -> Result<MemoryCopyDescription> {
     let damaged = |reason: DamageReason| CkptError::damaged(Path::new(STORE_NAME), "description", reason);
     if Hash::digest(text) != hash {
         return Err(damaged(DamageReason::HashMismatch));
@@ -387,7 +387,7 @@ pub fn parse_copy_description(text: &[u8], hash: Hash) -> Result<CopyDescription
 /// Fails if the copies do not contain every element of every tensor exactly once.
 pub fn open_memory_checkpoint(
     path: &Path,
-    descriptions: Vec<CopyDescription>,
+    descriptions: Vec<MemoryCopyDescription>,
     shards: Vec<Option<MemoryShard>>,
 ) -> Result<Checkpoint> {
     let damaged = |reason: String| CkptError::damaged(path, "description", DamageReason::from(reason));
@@ -399,5 +399,5 @@ pub fn open_memory_checkpoint(
     }
     let facts = facts.ok_or_else(|| damaged("no copy has the facts about the run".into()))?;
     let manifest = assemble_manifest(*facts, reports, None).map_err(|e| damaged(e.to_string()))?;
-    Ok(Checkpoint::from_memory(path, manifest, shards))
+    Ok(Checkpoint::from_memory_shards(path, manifest, shards))
 }

@@ -1,5 +1,5 @@
 //! Checks the output path that a user gave to an operation that writes a directory.
-use super::output_record::OutputMarker;
+use super::output_record::OutputRecordKind;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, OutputProblem, Result};
 use std::path::{Path, PathBuf};
@@ -14,13 +14,13 @@ pub(crate) fn resolve_output_path(
     source: &Path,
     out: &Path,
     force: bool,
-    marker: &OutputMarker,
+    marker: &OutputRecordKind,
 ) -> Result<(PathBuf, String)> {
     let rejected = |problem| CkptError::output_rejected(out, problem);
     let (parent, name) = match disk::path_exists(out) {
         true => {
             let real = out.canonicalize().map_err(CkptError::io("look at", out))?;
-            check_replaceable(&real, force, marker)?;
+            check_output_replaceable(&real, force, marker)?;
             (disk::parent_dir(&real), real.file_name().map(|n| n.to_owned()))
         }
         false => {
@@ -40,7 +40,7 @@ pub(crate) fn resolve_output_path(
 /// Fails with [`CkptError::OutputRejected`] if the existing directory `out` may not be replaced. An
 /// empty directory may be replaced. Other directories may be replaced if `force` is true and the
 /// operation of the marker wrote every file.
-fn check_replaceable(out: &Path, force: bool, marker: &OutputMarker) -> Result<()> {
+fn check_output_replaceable(out: &Path, force: bool, marker: &OutputRecordKind) -> Result<()> {
     let rejected = |problem| Err(CkptError::output_rejected(out, problem));
     if !out.is_dir() {
         return rejected(OutputProblem::NotADirectory);

@@ -25,7 +25,7 @@ const SEARCH_DEPTH_MAX: u32 = 4;
 
 /// Identifies the operation (gather or conversion) that wrote a directory, by the name and the
 /// format of the record in it.
-pub(crate) struct OutputMarker {
+pub(crate) struct OutputRecordKind {
     /// Name of the file.
     pub(crate) file: &'static str,
     /// Value of the key `format` in the file.
@@ -35,13 +35,13 @@ pub(crate) struct OutputMarker {
 }
 
 /// Identifies directories with gathered weights by their record of written files.
-pub(crate) const GATHER_MARKER: OutputMarker = OutputMarker {
+pub(crate) const GATHER_RECORD_KIND: OutputRecordKind = OutputRecordKind {
     file: "gathered.json",
     format: "launch gathered weights",
     operation: "`launch ckpt gather`",
 };
 /// Identifies directories that a conversion wrote by their record of written files.
-pub(crate) const CONVERT_MARKER: OutputMarker = OutputMarker {
+pub(crate) const CONVERT_RECORD_KIND: OutputRecordKind = OutputRecordKind {
     file: CONVERT_RECORD_FILE,
     format: "launch converted checkpoint",
     operation: "`launch ckpt convert`",
@@ -137,7 +137,7 @@ impl<'de> Visitor<'de> for RecordedFileVisitor {
     }
 }
 
-impl OutputMarker {
+impl OutputRecordKind {
     /// Creates a record for the operation (gather or conversion) that this marker identifies, which
     /// lists the written files `files`.
     pub(crate) fn make_record(&self, files: Vec<RecordedFile>) -> OutputRecord {
@@ -212,8 +212,8 @@ impl OutputRecord {
 ///
 /// # Errors
 /// Fails if a file of `copy` cannot be read, or a record cannot be written.
-pub(crate) fn update_records(copy: &Path, original: &Path, restored: &BTreeSet<String>) -> Result<()> {
-    for marker in [GATHER_MARKER, CONVERT_MARKER] {
+pub(crate) fn update_output_records_in_copy(copy: &Path, original: &Path, restored: &BTreeSet<String>) -> Result<()> {
+    for marker in [GATHER_RECORD_KIND, CONVERT_RECORD_KIND] {
         let directory = Directory::open(copy)?;
         let Ok(Some(record)) = marker.read_record(&directory) else { continue };
         if record.version < RECORD_VERSION {
@@ -258,7 +258,7 @@ fn list_updated_files(
     }
     for (path, ..) in disk::list_file_states(copy.path(), SEARCH_DEPTH_MAX)? {
         let name = path.strip_prefix(copy.path()).ok().and_then(Path::to_str);
-        let Some(name) = name.filter(|n| ![GATHER_MARKER.file, CONVERT_MARKER.file].contains(n)) else {
+        let Some(name) = name.filter(|n| ![GATHER_RECORD_KIND.file, CONVERT_RECORD_KIND.file].contains(n)) else {
             continue;
         };
         if !files.contains_key(name) && !original.has_entry(name)? {
@@ -293,26 +293,26 @@ mod tests {
         OutputRecord {
             step: Some(7),
             dtype: Some("bfloat16".into()),
-            ..GATHER_MARKER.make_record(files.into())
+            ..GATHER_RECORD_KIND.make_record(files.into())
         }
     }
 
     #[test]
     fn a_written_record_is_read_and_every_changed_byte_is_detected() {
         let dir = tempfile::tempdir().expect("a directory");
-        GATHER_MARKER.write_record(dir.path(), make_record()).expect("written");
+        GATHER_RECORD_KIND.write_record(dir.path(), make_record()).expect("written");
         let directory = Directory::open(dir.path()).expect("exists");
-        let record = GATHER_MARKER.read_record(&directory).expect("sound").expect("exists");
+        let record = GATHER_RECORD_KIND.read_record(&directory).expect("sound").expect("exists");
         assert_eq!((record.step, record.tokens, record.version), (Some(7), None, RECORD_VERSION));
         assert_eq!(record.list_recorded_entries().into_iter().collect::<Vec<_>>(), ["a", "b"]);
         assert_eq!(record.files, make_record().files.into_iter().rev().collect::<Vec<_>>());
-        assert!(CONVERT_MARKER.read_record(&directory).expect("no file").is_none());
-        let text = std::fs::read(dir.path().join(GATHER_MARKER.file)).expect("there");
+        assert!(CONVERT_RECORD_KIND.read_record(&directory).expect("no file").is_none());
+        let text = std::fs::read(dir.path().join(GATHER_RECORD_KIND.file)).expect("there");
         for at in 0..text.len() {
             for bit in 0..8 {
                 let mut flipped = text.clone();
                 flipped[at] ^= 1 << bit;
-                let found = GATHER_MARKER.parse_record(&mut flipped);
+                let found = GATHER_RECORD_KIND.parse_record(&mut flipped);
                 assert!(!matches!(found, Ok(Some(_))), "bit {bit} of byte {at}: {found:?}");
             }
         }
@@ -320,7 +320,7 @@ mod tests {
 
     #[test]
     fn a_record_of_names_is_read_and_invalid_records_are_rejected() {
-        let parse = |text: &str| GATHER_MARKER.parse_record(&mut text.as_bytes().to_vec());
+        let parse = |text: &str| GATHER_RECORD_KIND.parse_record(&mut text.as_bytes().to_vec());
         let old =
             parse(r#"{"format": "launch gathered weights", "program": "launch 0.1", "files": ["a", "b"]}"#);
         let old = old.expect("valid").expect("of this kind");
@@ -356,7 +356,7 @@ mod tests {
         let mut files: Vec<RecordedFile> = names.iter().map(|n| file(n, content(n))).collect();
         files.push(file("lost", content("lost")));
         files.push(file("no hash", None));
-        CONVERT_MARKER.write_record(&copy, CONVERT_MARKER.make_record(files)).expect("written");
+        CONVERT_RECORD_KIND.write_record(&copy, CONVERT_RECORD_KIND.make_record(files)).expect("written");
         std::fs::remove_file(copy.join("removed")).expect("removed");
         for directory in [&original, &copy] {
             std::fs::write(directory.join("damaged"), "DAMAGED").expect("written");
@@ -364,8 +364,8 @@ mod tests {
         for name in ["replaced", "restored", "new"] {
             std::fs::write(copy.join(name), "NEW").expect("written");
         }
-        update_records(&copy, &original, &["restored".to_owned()].into()).expect("updated");
-        let record = CONVERT_MARKER.read_record(&Directory::open(&copy).expect("exists"));
+        update_output_records_in_copy(&copy, &original, &["restored".to_owned()].into()).expect("updated");
+        let record = CONVERT_RECORD_KIND.read_record(&Directory::open(&copy).expect("exists"));
         let expected = [
             file("damaged", content("damaged")),
             file("linked", content("linked")),

@@ -14,7 +14,7 @@ use crate::codec::disk::{
 };
 use crate::error::{CkptError, DamageReason, Result, SaveProblem};
 use crate::hash::Hash;
-use crate::layout::native::{FileEntry, Manifest, compute_parity_stripe, parity_file_name};
+use crate::layout::native::{FileEntry, Manifest, compute_parity_blocks_of_rank, parity_file_name};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::ops::Range;
@@ -62,10 +62,10 @@ pub fn write_parity(
     }
     let directory = Directory::open(staging)?;
     let sizes: Vec<u64> = sorted.iter().map(|s| s.bytes).collect();
-    let (blocks, _) = compute_parity_stripe(&sizes, rank);
+    let (blocks, _) = compute_parity_blocks_of_rank(&sizes, rank);
     let file = parity_file_name(rank, world);
     let mut out = FileWriter::create(staging.join(&file), IoMode::Direct, HashMode::Blocks)?;
-    let jobs = plan_block_reads(&sizes, blocks);
+    let jobs = order_block_reads(&sizes, blocks);
     let open = |i: usize| BlockReader::open(&directory, &sorted[i].file);
     let mut sum: Vec<u8> = Vec::new();
     let mut window = None;
@@ -96,7 +96,7 @@ pub fn write_parity(
 /// Plans in which order the blocks with the indices `blocks` are read from all ranks' files
 /// (shards), [`WINDOW_BLOCKS`] at a time. Reads of the same blocks of all shards are adjacent.
 /// `sizes` are the sizes of the shards in bytes.
-fn plan_block_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
+fn order_block_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     let mut jobs = Vec::new();
     let mut start = blocks.start;
     while start < blocks.end {
@@ -153,7 +153,7 @@ pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildRepor
         rewrite_file_if_damaged(&manifest.files[shard], set.shard_size(shard), to, &mut done, &read)?;
     }
     for (rank, entry) in manifest.parity.iter().flatten().enumerate() {
-        let (blocks, _) = compute_parity_stripe(&set.sizes, rank as u32);
+        let (blocks, _) = compute_parity_blocks_of_rank(&set.sizes, rank as u32);
         let size = set.parity.get(rank).and_then(read_file_size);
         let read = |block: u64| match set.read_parity_file_block(rank, block) {
             Some(bytes) => Some((bytes, false)),
@@ -231,8 +231,8 @@ impl<'m> CheckpointFiles<'m> {
     /// (shard). Returns `None` if it is damaged or missing.
     fn read_parity_block(&self, block: u64) -> Option<Vec<u8>> {
         let rank = (0..self.sizes.len())
-            .find(|&r| compute_parity_stripe(&self.sizes, r as u32).0.contains(&block))?;
-        self.read_parity_file_block(rank, block - compute_parity_stripe(&self.sizes, rank as u32).0.start)
+            .find(|&r| compute_parity_blocks_of_rank(&self.sizes, r as u32).0.contains(&block))?;
+        self.read_parity_file_block(rank, block - compute_parity_blocks_of_rank(&self.sizes, rank as u32).0.start)
     }
 
     /// Reads the block number `block` of the parity file of `rank`. Returns `None` if this block is

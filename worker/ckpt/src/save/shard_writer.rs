@@ -72,7 +72,7 @@ impl PieceElements<'_> {
 /// What a rank reports about a piece of a tensor that it wrote to its file: which elements the
 /// piece contains, and at which byte of the file they begin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PieceReport {
+pub struct WrittenPieceReport {
     /// Name of the tensor.
     pub name: String,
     /// Role of the tensor: weight, optimizer state or buffer.
@@ -102,7 +102,7 @@ pub struct ShardReport {
     /// BLAKE3 hash of each MiB of the file.
     pub blocks: Vec<Hash>,
     /// The pieces in the file.
-    pub pieces: Vec<PieceReport>,
+    pub pieces: Vec<WrittenPieceReport>,
 }
 
 /// Writes this rank's file (shard) of a checkpoint to the hidden directory of a save
@@ -155,7 +155,7 @@ pub(super) struct ShardPlan<'a> {
     /// The bytes of the pieces that are not empty, in the order in which they follow the header.
     pub(super) contents: Vec<&'a [u8]>,
     /// The descriptions of the pieces in `contents`, in the same order.
-    pub(super) reports: Vec<PieceReport>,
+    pub(super) reports: Vec<WrittenPieceReport>,
 }
 
 impl<'a> ShardPlan<'a> {
@@ -188,7 +188,7 @@ impl<'a> ShardPlan<'a> {
         let mut reports = Vec::with_capacity(pieces.len());
         for p in &pieces {
             let (name, dtype, count) = (p.name.to_owned(), p.data.dtype(), p.data.len() as u64);
-            reports.push(PieceReport { name, role: p.role, dtype, start: p.start_element, count, offset });
+            reports.push(WrittenPieceReport { name, role: p.role, dtype, start: p.start_element, count, offset });
             offset += count * dtype.size();
         }
         let contents = pieces.iter().map(|p| p.data.as_bytes()).collect();

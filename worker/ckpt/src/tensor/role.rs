@@ -61,7 +61,7 @@ impl TensorRole {
 
     /// Returns the shape that a tensor with this role has if it belongs to a weight with the shape
     /// `weight`. Returns `None` if optimizers keep no such state for the weight.
-    pub fn state_shape<N>(self, weight: &[N]) -> Option<&[N]> {
+    pub fn tensor_shape_for_weight<N>(self, weight: &[N]) -> Option<&[N]> {
         match (self, weight) {
             (TensorRole::ExpAvgSqRow, [_, _]) => Some(&weight[..1]),
             (TensorRole::ExpAvgSqCol, [_, _]) => Some(&weight[1..]),

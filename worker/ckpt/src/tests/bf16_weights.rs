@@ -1,7 +1,7 @@
 //! Tests checkpoints of runs without FP32 master weights: BF16 weights are stored, read, gathered
 //! and converted.
 use super::*;
-use crate::catalog::ReadRequest;
+use crate::catalog::F32ReadRequest;
 use crate::codec::safetensors::read_header;
 use crate::convert::{ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::gather::{GatherOptions, gather_weights};
@@ -155,7 +155,7 @@ fn conversion_keeps_bf16_in_native_and_writes_fp32_masters_for_deepspeed() {
         panic!("a native checkpoint")
     };
     let mut out = vec![0.0; 35];
-    let request = ReadRequest { name: "a", role: TensorRole::Weight, start_element: 0, out: &mut out };
+    let request = F32ReadRequest { name: "a", role: TensorRole::Weight, start_element: 0, out: &mut out };
     crate::TensorSource::read_verified(&*zero, &mut [request]).expect("read");
     assert_eq!(out, widen_to_f32(&compute_bf16_values("a", &facts, 35)));
 }
@@ -208,7 +208,7 @@ proptest! {
         let tensors: Vec<_> = checkpoint.tensors().collect();
         let mut ranges: Vec<(usize, u64, Vec<f32>)> = reads.iter()
             .map(|(t, a, b)| (*t, *a.min(b), vec![f32::NAN; a.abs_diff(*b) as usize])).collect();
-        let mut requests: Vec<ReadRequest<'_>> = ranges.iter_mut().map(|(t, start, out)| ReadRequest {
+        let mut requests: Vec<F32ReadRequest<'_>> = ranges.iter_mut().map(|(t, start, out)| F32ReadRequest {
             name: &tensors[*t].name, role: tensors[*t].role, start_element: *start, out,
         }).collect();
         checkpoint.read_verified(&mut requests).expect("read");

@@ -1,7 +1,7 @@
 //! Tests that conversions keep every bit for any shapes, groups, stages and numbers of ranks, and
 //! use bounded memory.
 use super::{list_entry_names, make_memory_dir, read_tree};
-use crate::catalog::{ParamGroup, PassthroughState, ReadRequest, TensorSource};
+use crate::catalog::{ParamGroup, PassthroughState, F32ReadRequest, TensorSource};
 use crate::codec::pickle::PythonObject;
 use crate::convert::{ConvertNotice, ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::error::{CkptError, ConvertError, Result, UnsupportedFeature};
@@ -32,7 +32,7 @@ impl TensorSource for MemorySource {
     fn tensors(&self) -> Vec<TensorInfo> {
         self.tensors.iter().map(|(t, _)| t.clone()).collect()
     }
-    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         for r in requests {
             let is_requested = |(t, _): &&(TensorInfo, Vec<f32>)| t.name == r.name && t.role == r.role;
             let (_, values) = self.tensors.iter().find(is_requested).expect("a known tensor");
@@ -121,7 +121,7 @@ fn assert_same_state(a: &dyn TensorSource, b: &dyn TensorSource, dtypes: bool) {
     for t in a.tensors() {
         let read = |s: &dyn TensorSource| {
             let mut out = vec![f32::NAN; t.element_count() as usize];
-            let request = ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
+            let request = F32ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
             s.read_verified(&mut [request]).expect("readable");
             out.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         };
@@ -421,7 +421,7 @@ fn weights_only_become_a_native_checkpoint_of_weights_only() {
             let read = |source: &dyn TensorSource| {
                 let mut out = vec![0f32; info.element_count() as usize];
                 let role = TensorRole::Weight;
-                let request = ReadRequest { name: &info.name, role, start_element: 0, out: &mut out };
+                let request = F32ReadRequest { name: &info.name, role, start_element: 0, out: &mut out };
                 source.read_verified(&mut [request]).expect("sound");
                 out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
             };
@@ -455,7 +455,7 @@ impl TensorSource for ConstantSource {
         let with_role = |role| TensorInfo { role, ..self.0.clone() };
         [TensorRole::Weight, TensorRole::ExpAvg, TensorRole::ExpAvgSq].map(with_role).to_vec()
     }
-    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         requests.iter_mut().for_each(|r| r.out.fill(1.5));
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Tests that a comparison of two checkpoints reports all differences and no others.
 use super::{make_facts, make_memory_dir, save_checkpoint};
-use crate::catalog::{ReadRequest, TensorInfo, TensorSource, TiedWeight};
+use crate::catalog::{F32ReadRequest, TensorInfo, TensorSource, TiedWeight};
 use crate::diff::{DiffOptions, DiffSide, RoundingCast, diff_checkpoints};
 use crate::error::Result;
 use crate::layout::native::Checkpoint;
@@ -35,7 +35,7 @@ impl TensorSource for RenamedBf16Weights<'_> {
         });
         renamed.collect()
     }
-    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         for request in requests {
             let names = self.inner.tensors().map(|t| t.name).collect::<Vec<_>>();
             let name = names.iter().find(|n| (self.rename)(n) == Some(request.name)).expect("a known name");

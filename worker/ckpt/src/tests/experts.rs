@@ -109,7 +109,7 @@ fn every_expert_weight_has_states_steps_and_a_group() {
             let values = |source: &dyn TensorSource| {
                 let mut out = vec![0f32; t.element_count() as usize];
                 let request =
-                    crate::ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
+                    crate::F32ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
                 source.read_verified(&mut [request]).expect("sound");
                 out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
             };

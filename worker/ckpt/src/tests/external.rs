@@ -2,7 +2,7 @@
 //! checkpoints test the rules of the readers, and errors name the damaged file.
 use super::torch_values::{TestValue, encode_torch_file, make_dict};
 use super::{format_error, format_problems, make_memory_dir, replace_dir};
-use crate::catalog::{ExternalCheckpoint, ReadRequest, StatePart, TensorSource};
+use crate::catalog::{ExternalCheckpoint, F32ReadRequest, TrainingStatePart, TensorSource};
 use crate::codec::{safetensors, zip};
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, Result, UnsupportedFeature};
 use crate::gather::{GatherOptions, gather_weights};
@@ -51,7 +51,7 @@ pub(super) fn read_tensor(checkpoint: &ExternalCheckpoint, name: &str, role: Ten
     let infos = checkpoint.tensors();
     let info = infos.iter().find(|t| t.name == target && t.role == role).expect("there");
     let mut out = vec![0f32; info.element_count() as usize];
-    checkpoint.read_verified(&mut [ReadRequest { name: target, role, start_element: 0, out: &mut out }])?;
+    checkpoint.read_verified(&mut [F32ReadRequest { name: target, role, start_element: 0, out: &mut out }])?;
     Ok(out)
 }
 
@@ -115,7 +115,7 @@ fn golden_zero_checkpoints_are_read_bit_for_bit() {
 fn golden_checkpoints_have_their_known_facts() {
     let tied = open_external(&golden_path("z1_tied")).expect("whole");
     assert_eq!(tied.facts().state.ties[0].alias, "lm_head.weight");
-    let expected = [StatePart::RngStates, StatePart::Config, StatePart::Tokenizer];
+    let expected = [TrainingStatePart::RngStates, TrainingStatePart::Config, TrainingStatePart::Tokenizer];
     assert_eq!(tied.facts().missing, expected);
     assert_eq!(open_external(&golden_path("z2_frozen")).expect("whole").facts().state.frozen.len(), 10);
     assert_eq!(open_external(&golden_path("z3_frozen")).expect("whole").facts().state.frozen.len(), 7);
@@ -143,7 +143,7 @@ fn any_range_of_a_tensor_equals_that_part_of_the_whole() {
                 let mut out = vec![0f32; b - a];
                 let (name, role, start_element) = (info.name.as_str(), info.role, a as u64);
                 checkpoint
-                    .read_verified(&mut [ReadRequest { name, role, start_element, out: &mut out }])
+                    .read_verified(&mut [F32ReadRequest { name, role, start_element, out: &mut out }])
                     .expect("sound");
                 assert_eq!(hash_values(&out), hash_values(&whole[a..b]), "{name} {a}..{b}");
             }
@@ -442,7 +442,7 @@ fn partitions_may_be_padded_where_the_file_has_no_stage() {
         (checkpoint.facts().state.stage, read_tensor(&checkpoint, "b", TensorRole::Weight).expect("sound")),
         (Some(1), vec![3.0])
     );
-    assert!(checkpoint.facts().missing.contains(&StatePart::OptimizerState));
+    assert!(checkpoint.facts().missing.contains(&TrainingStatePart::OptimizerState));
     // in a file with a stage, padded partitions are a contradiction
     let mut lean = make_adam_entries(0);
     lean[3].1 = TestValue::List(vec![make_tensor_value(&[1.0, 2.0, 3.0, 0.0])]);

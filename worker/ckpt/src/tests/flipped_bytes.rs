@@ -4,7 +4,7 @@ use super::external::{golden_path, open_external};
 use super::{copy_tree, make_memory_dir, read_tree, tiny};
 use crate::catalog::{ExternalCheckpoint, TensorSource};
 use crate::error::CkptError;
-use crate::{ReadRequest, TensorInfo};
+use crate::{F32ReadRequest, TensorInfo};
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -29,11 +29,11 @@ fn read_contents(found: &ExternalCheckpoint) -> Result<CheckpointContents, CkptE
     let infos = found.tensors();
     let count = |t: &TensorInfo| if t.dtype.is_float() { t.element_count() as usize } else { 0 };
     let mut values: Vec<Vec<f32>> = infos.iter().map(|t| vec![0.0; count(t)]).collect();
-    let mut requests: Vec<ReadRequest<'_>> = infos
+    let mut requests: Vec<F32ReadRequest<'_>> = infos
         .iter()
         .zip(&mut values)
         .filter(|(t, _)| t.dtype.is_float())
-        .map(|(t, out)| ReadRequest { name: &t.name, role: t.role, start_element: 0, out })
+        .map(|(t, out)| F32ReadRequest { name: &t.name, role: t.role, start_element: 0, out })
         .collect();
     found.read_verified(&mut requests)?;
     let bits = values.into_iter().map(|v| v.into_iter().map(f32::to_bits).collect());

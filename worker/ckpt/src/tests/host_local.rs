@@ -43,7 +43,7 @@ fn assert_contains_with_remote(local: &Checkpoint, remote: &Checkpoint, facts: &
     for t in local.tensors() {
         let mut out = vec![f32::NAN; t.element_count() as usize];
         let mut requests =
-            [crate::ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out }];
+            [crate::F32ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out }];
         let read = local.read_verified_with_fetcher(&mut requests, &mut |lacking, sink| {
             lacking.iter().try_for_each(|run| remote.read_blocks(run, sink))
         });
@@ -149,7 +149,7 @@ fn a_block_that_changed_in_transfer_is_rejected() {
     let [a, b] = [0, 1].map(|i| Checkpoint::open(&roots[i].join("step-00000010")).expect("a part"));
     let mut out = [0f32; 7];
     let mut requests =
-        [crate::ReadRequest { name: "v", role: TensorRole::Weight, start_element: 0, out: &mut out }];
+        [crate::F32ReadRequest { name: "v", role: TensorRole::Weight, start_element: 0, out: &mut out }];
     let read = a.read_verified_with_fetcher(&mut requests, &mut |lacking, sink| {
         lacking.iter().try_for_each(|run| {
             b.read_blocks(run, &mut |file, block, bytes| {

@@ -107,7 +107,7 @@ fn an_optimizer_that_does_not_match_the_weights_is_left_out_with_a_notice() {
     fs::write(&path, renamed).expect("written");
     let found = open_external(dir.path()).expect("weights only");
     insta::assert_snapshot!("layouts_optimizer_left_out", found.facts().notices.join("\n"));
-    assert_eq!(found.facts().missing[0], crate::StatePart::OptimizerState);
+    assert_eq!(found.facts().missing[0], crate::TrainingStatePart::OptimizerState);
     assert!(found.tensors().iter().all(|t| t.role == TensorRole::Weight));
 }
 

@@ -2,7 +2,7 @@
 //! memory.
 use super::*;
 use crate::save::memory_store::{
-    COPY_HEADER_BYTES, CopyId, MemoryStore, StoredCopies, StoredCopy, open_memory_checkpoint,
+    COPY_HEADER_BYTES, MemoryCopyId, MemoryStore, StoredMemoryCopies, StoredMemoryCopy, open_memory_checkpoint,
     parse_copy_description,
 };
 use crate::{Checkpoint, CkptError, PieceElements, TensorPiece};
@@ -20,8 +20,8 @@ fn make_store() -> (MemoryStore, File) {
 }
 
 /// Returns the identity of the memory copies of step `step`.
-fn make_id(step: u64, sequence: u64) -> CopyId {
-    CopyId { step, sequence, attempt: 0, world: 2 }
+fn make_id(step: u64, sequence: u64) -> MemoryCopyId {
+    MemoryCopyId { step, sequence, attempt: 0, world: 2 }
 }
 
 /// Returns the facts of a save with two ranks and a tensor of more than one block.
@@ -60,10 +60,10 @@ fn list_tensors(facts: &RunFacts) -> Vec<(TensorRole, &str, u64)> {
 }
 
 /// Opens the checkpoint that consists of all ranks' memory copies of the state at `step`.
-fn open_step(copies: &StoredCopies, step: u64) -> crate::Result<Checkpoint> {
-    let mut chosen: Vec<&StoredCopy> = copies.complete.iter().filter(|c| c.id.step == step).collect();
+fn open_step(copies: &StoredMemoryCopies, step: u64) -> crate::Result<Checkpoint> {
+    let mut chosen: Vec<&StoredMemoryCopy> = copies.complete.iter().filter(|c| c.id.step == step).collect();
     chosen.sort_by_key(|c| c.rank);
-    let parse = |c: &&StoredCopy| parse_copy_description(&c.description, c.hash).expect("valid");
+    let parse = |c: &&StoredMemoryCopy| parse_copy_description(&c.description, c.hash).expect("valid");
     let descriptions = chosen.iter().map(parse).collect();
     let shards = chosen.iter().map(|c| Some(c.shard.clone())).collect();
     open_memory_checkpoint(Path::new("memory"), descriptions, shards)
@@ -100,8 +100,8 @@ fn a_copy_that_was_cut_off_leaves_the_previous_one_whole() {
     let (store, _file) = make_store();
     (0..2).for_each(|rank| write_copy(&store, rank, 4, 0));
     (0..2).for_each(|rank| write_copy(&store, rank, 5, 1));
-    store.invalidate_image(1, 2).expect("begun");
-    store.write_image(1, 2, COPY_HEADER_BYTES, &[7; 100]).expect("written");
+    store.invalidate_copy_image(1, 2).expect("begun");
+    store.write_copy_image(1, 2, COPY_HEADER_BYTES, &[7; 100]).expect("written");
     let copies = store.list_copies().expect("listed");
     assert_eq!(copies.incomplete, [1]);
     assert!(copies.complete.iter().all(|c| (c.rank, c.id.step) != (1, 4)));
@@ -113,7 +113,7 @@ fn every_damaged_part_of_a_copy_is_detected() {
     let (store, file) = make_store();
     (0..2).for_each(|rank| write_copy(&store, rank, 4, 0));
     let region = 2 * REGION;
-    let bytes = store.count_image_bytes(1, 0).expect("complete");
+    let bytes = store.copy_image_size_in_bytes(1, 0).expect("complete");
     // Bytes 96 to 4095 of the header are unused.
     let offsets = [0, 15, 16, 31, 40, 95, COPY_HEADER_BYTES, bytes / 2, bytes - 2000, bytes - 1];
     for offset in offsets {
@@ -153,19 +153,19 @@ fn an_image_that_another_host_receives_is_the_same_copy() {
     let (peer, _peer_file) = make_store();
     (0..2).for_each(|rank| write_copy(&store, rank, 4, 0));
     for rank in 0..2 {
-        let bytes = store.count_image_bytes(rank, 0).expect("complete") as usize;
+        let bytes = store.copy_image_size_in_bytes(rank, 0).expect("complete") as usize;
         let mut image = vec![0; bytes];
-        store.read_image(rank, 0, 0, &mut image).expect("read");
+        store.read_copy_image(rank, 0, 0, &mut image).expect("read");
         let (head, rest) = image.split_at(COPY_HEADER_BYTES as usize);
-        peer.invalidate_image(rank, 0).expect("begun");
-        peer.write_image(rank, 0, COPY_HEADER_BYTES, rest).expect("written");
+        peer.invalidate_copy_image(rank, 0).expect("begun");
+        peer.write_copy_image(rank, 0, COPY_HEADER_BYTES, rest).expect("written");
         assert_eq!(peer.list_copies().expect("listed").incomplete, [rank]);
-        peer.write_image(rank, 0, 0, head).expect("written");
+        peer.write_copy_image(rank, 0, 0, head).expect("written");
     }
     let copies = peer.list_copies().expect("listed");
     assert_contains(&open_step(&copies, 4).expect("opened"), 4);
-    assert!(peer.write_image(0, 0, REGION - 1, &[0; 2]).is_err(), "beyond the region");
-    assert!(peer.write_image(u32::MAX, 0, 0, &[0]).is_err(), "beyond the last rank");
+    assert!(peer.write_copy_image(0, 0, REGION - 1, &[0; 2]).is_err(), "beyond the region");
+    assert!(peer.write_copy_image(u32::MAX, 0, 0, &[0]).is_err(), "beyond the last rank");
 }
 
 #[test]
@@ -173,7 +173,7 @@ fn freed_copies_use_no_memory() {
     let (store, file) = make_store();
     (0..2).for_each(|rank| write_copy(&store, rank, 4, 0));
     let before = file.metadata().expect("metadata").blocks();
-    store.free_copies(|rank| rank == 0).expect("freed");
+    store.free_copies_except(|rank| rank == 0).expect("freed");
     let after = file.metadata().expect("metadata").blocks();
     assert!(after * 3 < before * 2, "{before} blocks before, {after} after");
     let ranks: Vec<u32> = store.list_copies().expect("listed").complete.iter().map(|c| c.rank).collect();

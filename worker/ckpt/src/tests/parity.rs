@@ -1,7 +1,7 @@
 //! Tests that a repair with parity restores one lost or damaged file bit for bit.
 use super::*;
 use crate::codec::disk::BLOCK_BYTES;
-use crate::layout::native::{Checkpoint, compute_parity_stripe};
+use crate::layout::native::{Checkpoint, compute_parity_blocks_of_rank};
 use crate::save::{commit_save_with_parity, write_parity};
 use crate::{RepairOptions, repair_checkpoints, verify_checkpoints};
 use std::fs;
@@ -117,7 +117,7 @@ fn stripes_cover_the_longest_shard_for_any_shard_sizes() {
         vec![0, 0],
     ] {
         let (longest, world) = (sizes.iter().copied().max().unwrap_or(0), sizes.len() as u32);
-        let stripes: Vec<_> = (0..world).map(|r| compute_parity_stripe(&sizes, r)).collect();
+        let stripes: Vec<_> = (0..world).map(|r| compute_parity_blocks_of_rank(&sizes, r)).collect();
         assert_eq!(stripes.iter().map(|s| s.1).sum::<u64>(), longest, "{sizes:?}");
         assert_eq!(stripes[0].0.start, 0);
         assert!(stripes.windows(2).all(|w| w[0].0.end == w[1].0.start), "{sizes:?}");

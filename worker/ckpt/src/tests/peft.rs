@@ -22,8 +22,8 @@ fn a_config_is_parsed_and_written() {
     let config = parse_config_with("revision", json!("main")).expect("understood");
     assert_eq!((config.rank, config.alpha, config.dropout, config.use_rslora), (4, 6.0, 0.1, false));
     assert_eq!(config.targets, ["q_proj", "v_proj"]);
-    assert_eq!(config.scale(), 1.5);
-    assert_eq!(parse_config_with("use_rslora", json!(true)).expect("understood").scale(), 3.0);
+    assert_eq!(config.output_scale(), 1.5);
+    assert_eq!(parse_config_with("use_rslora", json!(true)).expect("understood").output_scale(), 3.0);
     let again = config.to_json(Some("base"));
     assert_eq!(again["lora_alpha"], json!(6));
     assert_eq!(again["base_model_name_or_path"], "base");

@@ -4,7 +4,7 @@ use super::convert::{make_convert_options, open_source};
 use super::external::golden_path;
 use super::*;
 use crate::convert::{ConvertTarget, convert_checkpoint};
-use crate::save::output_record::{CONVERT_MARKER, GATHER_MARKER};
+use crate::save::output_record::{CONVERT_RECORD_KIND, GATHER_RECORD_KIND};
 use crate::{GatherOptions, RepairOptions, gather_weights, repair_checkpoints, verify_checkpoints};
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -55,7 +55,7 @@ fn every_changed_file_of_a_gather_is_reported() {
     assert!(names.contains(&"model.safetensors".to_owned()) && names.len() >= 2, "{names:?}");
     for name in &names {
         let (path, before) = (out.join(name), fs::read(out.join(name)).expect("read"));
-        if name.ends_with(".safetensors") || name == GATHER_MARKER.file {
+        if name.ends_with(".safetensors") || name == GATHER_RECORD_KIND.file {
             flip_bit(&path);
         } else {
             fs::write(&path, "{}").expect("written");
@@ -63,7 +63,7 @@ fn every_changed_file_of_a_gather_is_reported() {
         let reason = expect_problem(&out, name);
         assert!(reason.contains("BLAKE3") || reason.contains("bytes"), "{name}: {reason}");
         fs::remove_file(&path).expect("removed");
-        if name != GATHER_MARKER.file && name != "model.safetensors" {
+        if name != GATHER_RECORD_KIND.file && name != "model.safetensors" {
             assert_eq!(expect_problem(&out, name), "the file is missing");
         }
         fs::write(&path, before).expect("restored");
@@ -82,7 +82,7 @@ fn a_single_weight_file_is_verified_without_its_directory() {
     flip_bit(&file);
     assert!(expect_problem(&file, "model.safetensors").contains("in gathered.json"));
     // without a record, the change cannot be found
-    fs::remove_file(out.join(GATHER_MARKER.file)).expect("removed");
+    fs::remove_file(out.join(GATHER_RECORD_KIND.file)).expect("removed");
     let report = verify_checkpoints(&file).expect("weights");
     assert!(report.is_sound());
     assert_eq!(report.checkpoints[0].unchecked, ["model.safetensors"]);
@@ -92,7 +92,7 @@ fn a_single_weight_file_is_verified_without_its_directory() {
 fn converted_files_match_their_record_until_they_change() {
     for target in [ConvertTarget::DeepSpeed, ConvertTarget::Universal] {
         let (_dir, out) = convert_golden(target);
-        let record = CONVERT_MARKER.read_record(&crate::codec::disk::Directory::open(&out).expect("open"));
+        let record = CONVERT_RECORD_KIND.read_record(&crate::codec::disk::Directory::open(&out).expect("open"));
         let files = record.expect("sound").expect("exists").files;
         let hashed: Vec<&str> =
             files.iter().filter(|f| f.content.is_some()).map(|f| f.name.as_str()).collect();
@@ -148,10 +148,10 @@ fn names_in_a_record_cannot_lead_out_of_the_directory() {
     let outside = dir.path().join("outside");
     fs::write(&outside, "secret").expect("written");
     for name in ["../outside", "/etc/passwd", "a/../../outside", "", "."] {
-        fs::remove_file(out.join(GATHER_MARKER.file)).expect("removed");
+        fs::remove_file(out.join(GATHER_RECORD_KIND.file)).expect("removed");
         let content = Some(crate::save::output_record::RecordedContent::from_text(b"secret"));
         let file = crate::save::output_record::RecordedFile { name: name.into(), content };
-        GATHER_MARKER.write_record(&out, GATHER_MARKER.make_record(vec![file])).expect("written");
+        GATHER_RECORD_KIND.write_record(&out, GATHER_RECORD_KIND.make_record(vec![file])).expect("written");
         let report = verify_checkpoints(&out).expect("a checkpoint");
         assert!(!report.is_sound() || !report.warnings.is_empty(), "{name:?}: {report:?}");
     }

@@ -6,7 +6,7 @@ use crate::catalog::TensorSource;
 use crate::error::OutputProblem;
 use crate::rng_files::rank_files;
 use crate::rng_files::reconcile::derive_stream_seed;
-use crate::stream_kind::StreamKind;
+use crate::stream_kind::RngStreamKind;
 use crate::{RepairOptions, RepairReport, repair_checkpoints, verify_checkpoints};
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -305,23 +305,23 @@ fn lost_rng_states_are_created_by_the_rule_and_others_are_kept() {
         let made = report.path.clone().expect("made");
         let now = rank_files::read_all_rank_states(&made, None).expect("readable").expect("there");
         assert_eq!(now.ranks.len(), 2);
-        for kind in StreamKind::ALL {
+        for kind in RngStreamKind::ALL {
             assert_eq!(
-                now.ranks[0].compute_stream_digest(kind),
-                good.ranks[0].compute_stream_digest(kind),
+                now.ranks[0].compute_rng_state_digest(kind),
+                good.ranks[0].compute_rng_state_digest(kind),
                 "rank 0 keeps its {kind} stream"
             );
         }
         // replicated streams are copied; torch's stream of rank 1 is reseeded
         assert_eq!(
-            now.ranks[1].compute_stream_digest(StreamKind::Python),
-            now.ranks[0].compute_stream_digest(StreamKind::Python)
+            now.ranks[1].compute_rng_state_digest(RngStreamKind::Python),
+            now.ranks[0].compute_rng_state_digest(RngStreamKind::Python)
         );
         assert_eq!(
-            now.ranks[1].compute_stream_digest(StreamKind::Numpy),
-            now.ranks[0].compute_stream_digest(StreamKind::Numpy)
+            now.ranks[1].compute_rng_state_digest(RngStreamKind::Numpy),
+            now.ranks[0].compute_rng_state_digest(RngStreamKind::Numpy)
         );
-        let expected = derive_stream_seed(good.ranks[0].cpu.seed(), 1, 3, StreamKind::TorchCpu, 1);
+        let expected = derive_stream_seed(good.ranks[0].cpu.seed(), 1, 3, RngStreamKind::TorchCpu, 1);
         let number = u64::from_le_bytes(expected.0[..8].try_into().expect("8 bytes"));
         assert_eq!(now.ranks[1].cpu.seed(), number);
         fs::remove_dir_all(made).expect("removed");

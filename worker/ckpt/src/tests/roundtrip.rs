@@ -1,6 +1,6 @@
 //! Tests that saved tensors are read back, for any division into pieces and any ranges.
 use super::*;
-use crate::catalog::ReadRequest;
+use crate::catalog::F32ReadRequest;
 use crate::codec::safetensors;
 use crate::error::CkptError;
 use crate::layout::native::Checkpoint;
@@ -81,7 +81,7 @@ proptest! {
             let (a, b) = (a % n, b % n);
             (t, a.min(b), vec![f32::NAN; a.abs_diff(b) as usize])
         }).collect();
-        let mut requests: Vec<ReadRequest<'_>> = ranges.iter_mut().map(|(t, start, out)| ReadRequest {
+        let mut requests: Vec<F32ReadRequest<'_>> = ranges.iter_mut().map(|(t, start, out)| F32ReadRequest {
             name: &tensors[*t].name, role: tensors[*t].role, start_element: *start, out,
         }).collect();
         checkpoint.read_verified(&mut requests).expect("readable");
@@ -107,9 +107,9 @@ fn ranges_across_blocks_windows_and_shards_are_read() {
         [(5_999_999, 10), (2_999_990, 40), (0, 1), (262_100, 600_000), (262_101, 3)]
             .map(|(s, n)| (s, vec![0.0; n]))
             .into();
-    let mut requests: Vec<ReadRequest<'_>> = parts
+    let mut requests: Vec<F32ReadRequest<'_>> = parts
         .iter_mut()
-        .map(|(start, out)| ReadRequest { name: "big", role: TensorRole::ExpAvg, start_element: *start, out })
+        .map(|(start, out)| F32ReadRequest { name: "big", role: TensorRole::ExpAvg, start_element: *start, out })
         .collect();
     checkpoint.read_verified(&mut requests).expect("readable");
     for (start, out) in parts {

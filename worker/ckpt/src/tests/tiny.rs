@@ -60,7 +60,7 @@ pub(super) fn assert_equals_reference(source: &dyn TensorSource, name: &str, wha
     let mut count = 0;
     for t in source.tensors() {
         let mut out = vec![f32::NAN; t.element_count() as usize];
-        let request = crate::ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
+        let request = crate::F32ReadRequest { name: &t.name, role: t.role, start_element: 0, out: &mut out };
         source.read_verified(&mut [request]).expect("sound");
         let key = format!("{}/{}", t.role, t.name);
         let (shape, values) =

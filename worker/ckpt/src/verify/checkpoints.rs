@@ -3,7 +3,7 @@ use super::digests::verify_recorded_files;
 use super::external::{add_record_problems, verify_opened_checkpoint};
 use super::native::verify_native;
 use super::non_finite_values::find_non_finite_values;
-use super::report::{CheckpointReport, VerifyReport, convert_to_damage};
+use super::report::{CheckpointReport, VerifyReport, convert_error_to_damage};
 use super::scan;
 use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, RemoteShard, Result};
@@ -13,7 +13,7 @@ use crate::layout::native::{
     step_directories,
 };
 use crate::open::{diagnose_directory, open_external_checkpoint};
-use crate::save::output_record::GATHER_MARKER;
+use crate::save::output_record::GATHER_RECORD_KIND;
 use std::path::Path;
 
 /// Options of [`verify_checkpoints_with`], such as whether to search for NaN and infinite values.
@@ -77,7 +77,7 @@ fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
         report.checkpoints.push(verify_native(&path, Some(step))?);
     }
     let weights = path.join(RUN_WEIGHTS_DIR);
-    if !steps.is_empty() && weights.join(GATHER_MARKER.file).is_file() {
+    if !steps.is_empty() && weights.join(GATHER_RECORD_KIND.file).is_file() {
         verify_external(&weights, RUN_WEIGHTS_DIR, options, &mut report)?;
     }
     if steps.is_empty() && verify_external(path, &name, options, &mut report)? {
@@ -142,9 +142,9 @@ fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<Check
         CkptError::Damaged { path, .. } | CkptError::Missing { path, .. } if path.is_dir() => path.clone(),
         _ => path.to_owned(),
     };
-    let mut problems = vec![convert_to_damage(name, e)];
+    let mut problems = vec![convert_error_to_damage(name, e)];
     let scan = match at.is_dir() {
-        true => scan::check_directory_files(&at, &|_| false, scan::SCAN_DEPTH)?,
+        true => scan::check_file_contents_in_directory(&at, &|_| false, scan::SCAN_DEPTH)?,
         false => scan::ScanReport::default(),
     };
     problems.extend(scan.problems.into_iter().filter(|p| p.file != problems[0].file).collect::<Vec<_>>());
@@ -170,6 +170,6 @@ fn verify_latest(path: &Path, steps: &[u64], report: &mut VerifyReport) {
         )),
         (Ok(Some(_)), _) => {}
         (Ok(None), _) => report.notes.push("no `latest`; the newest checkpoint is used".into()),
-        (Err(e), _) => report.problems.push(convert_to_damage(LATEST_FILE, e)),
+        (Err(e), _) => report.problems.push(convert_error_to_damage(LATEST_FILE, e)),
     }
 }

@@ -1,10 +1,10 @@
 //! Verifies files against the BLAKE3 hashes that a gather or a conversion recorded when it wrote
 //! them.
-use super::report::convert_to_damage;
+use super::report::convert_error_to_damage;
 use crate::codec::disk::{Directory, OffsetReader, ReadBuffers, hash_open_file};
 use crate::error::{CkptError, Damage, DamageReason, Result};
 use crate::parallel;
-use crate::save::output_record::{CONVERT_MARKER, GATHER_MARKER, OutputRecord, RecordedContent};
+use crate::save::output_record::{CONVERT_RECORD_KIND, GATHER_RECORD_KIND, OutputRecord, RecordedContent};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -61,13 +61,13 @@ pub(super) fn verify_recorded_files(
     let mut found = RecordedFileResults::default();
     for root in roots {
         let directory = Directory::open(root)?;
-        for marker in [GATHER_MARKER, CONVERT_MARKER] {
+        for marker in [GATHER_RECORD_KIND, CONVERT_RECORD_KIND] {
             match marker.read_record(&directory) {
                 Ok(None) => {}
                 Ok(Some(record)) => {
                     verify_record(&directory, &record, (marker.file, is_due), &mut found);
                 }
-                Err(e) => found.problems.push(convert_to_damage(marker.file, e)),
+                Err(e) => found.problems.push(convert_error_to_damage(marker.file, e)),
             }
         }
     }
@@ -98,7 +98,7 @@ fn verify_record(
     let check = |_: &mut (), i: usize| {
         let (name, content) = due[i];
         let checked = verify_file(directory, name, content, file, (&scratch, &holes_left));
-        Ok(checked.unwrap_or_else(|e| FileCheck::Damaged(convert_to_damage(name, e))))
+        Ok(checked.unwrap_or_else(|e| FileCheck::Damaged(convert_error_to_damage(name, e))))
     };
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get() + 1).min(THREADS_MAX);
     let checked = parallel::map_indices(threads, due.len(), || (), check);

@@ -1,5 +1,5 @@
 //! Verifies the files of a native checkpoint against the hashes in its manifest.
-use super::report::{CheckpointReport, convert_to_damage};
+use super::report::{CheckpointReport, convert_error_to_damage};
 use crate::codec::disk::{BLOCK_BYTES, BlockReader, BlockRequest, Directory, DiskBufferPool, stream_windows};
 use crate::codec::safetensors;
 use crate::error::{CkptError, Damage, DamageReason, RemoteShard, Result};
@@ -19,7 +19,7 @@ pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<Checkpoin
     let (manifest, directory) = match loaded {
         Ok(loaded) => loaded,
         Err(e) => {
-            report.problems.push(convert_to_damage(MANIFEST_FILE, e));
+            report.problems.push(convert_error_to_damage(MANIFEST_FILE, e));
             return Ok(report);
         }
     };
@@ -41,7 +41,7 @@ pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<Checkpoin
             report.elsewhere.push(RemoteShard { file: name.clone(), host });
             continue;
         }
-        let shard = Shard { manifest: &manifest, file, pieces };
+        let shard = ShardToVerify { manifest: &manifest, file, pieces };
         shard.verify(&directory, &buffers, &mut report)?;
     }
     for file in manifest.parity.iter().flatten() {
@@ -57,7 +57,7 @@ pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<Checkpoin
 }
 
 /// A rank's file (shard) of a native checkpoint, together with what its manifest states about it.
-struct Shard<'m> {
+struct ShardToVerify<'m> {
     manifest: &'m Manifest,
     /// Index of the shard.
     file: usize,
@@ -65,7 +65,7 @@ struct Shard<'m> {
     pieces: &'m [ShardPiece<'m>],
 }
 
-impl Shard<'_> {
+impl ShardToVerify<'_> {
     /// Verifies the size, the blocks and the header of the rank's file, and adds its problems to
     /// `report`.
     fn verify(
@@ -79,7 +79,7 @@ impl Shard<'_> {
             Ok(open) => open.size(),
             Err(e) => {
                 let tensors = self.list_tensors_in_range(0..u64::MAX);
-                report.problems.push(Damage { tensors, ..convert_to_damage(&entry.name, e) });
+                report.problems.push(Damage { tensors, ..convert_error_to_damage(&entry.name, e) });
                 return Ok(());
             }
         };
@@ -121,7 +121,7 @@ impl Shard<'_> {
     fn find_header_problem(&self, directory: &Directory) -> Option<DamageReason> {
         let header = match safetensors::open_header(directory, &self.manifest.files[self.file].name) {
             Ok((header, _)) => header,
-            Err(e) => return Some(convert_to_damage("", e).reason),
+            Err(e) => return Some(convert_error_to_damage("", e).reason),
         };
         let entry = |p: &ShardPiece<'_>| (p.header_key(), (p.tensor.dtype, p.piece.count, p.byte_range()));
         let mut expected: HashMap<_, _> =
@@ -153,7 +153,7 @@ fn verify_parity_file(
         Ok(Some(found)) if found == entry.bytes => None,
         Ok(Some(found)) => Some(describe_size_mismatch(entry, found)),
         Ok(None) => Some(Damage::for_file(&entry.name, DamageReason::FileMissing)),
-        Err(e) => Some(convert_to_damage(&entry.name, e)),
+        Err(e) => Some(convert_error_to_damage(&entry.name, e)),
     };
     if damage.is_some() {
         report.problems.extend(damage);

@@ -1,5 +1,5 @@
 //! Finds tensors that contain NaN or infinite values.
-use crate::catalog::{ReadRequest, TensorSource};
+use crate::catalog::{F32ReadRequest, TensorSource};
 use crate::error::Result;
 
 /// Number of elements that are read and checked for NaN and infinite values at a time.
@@ -18,7 +18,7 @@ pub(crate) fn find_non_finite_values(source: &dyn TensorSource) -> Result<Vec<St
             }
             buffer.resize((info.element_count() - at).min(CHUNK_ELEMENTS) as usize, 0.0);
             let (name, role, out) = (info.name.as_str(), info.role, buffer.as_mut_slice());
-            source.read_verified(&mut [ReadRequest { name, role, start_element: at, out }])?;
+            source.read_verified(&mut [F32ReadRequest { name, role, start_element: at, out }])?;
             nans += buffer.iter().filter(|x| x.is_nan()).count() as u64;
             infinite += buffer.iter().filter(|x| x.is_infinite()).count() as u64;
             at += buffer.len() as u64;

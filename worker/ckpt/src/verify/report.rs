@@ -58,7 +58,7 @@ impl VerifyReport {
 }
 
 /// Converts an error of opening or reading the file `file` to a damage entry of the report.
-pub(super) fn convert_to_damage(file: &str, e: CkptError) -> Damage {
+pub(super) fn convert_error_to_damage(file: &str, e: CkptError) -> Damage {
     match e {
         CkptError::Damaged { damage, .. } => *damage,
         CkptError::Missing { part: MissingPart::File(name), .. } if name == file => {

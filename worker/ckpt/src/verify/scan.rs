@@ -35,7 +35,7 @@ pub(crate) struct ScanReport {
 /// Fails if a directory cannot be listed, or if there are more than [`FILES_MAX`] files with a
 /// known suffix, because a check of only some files would report damaged checkpoints as intact. A
 /// file that cannot be read is a problem in the report.
-pub(crate) fn check_directory_files(
+pub(crate) fn check_file_contents_in_directory(
     path: &Path,
     is_known: &dyn Fn(&str) -> bool,
     depth: u32,

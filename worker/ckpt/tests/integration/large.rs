@@ -3,7 +3,7 @@
 
 use crate::own_process::run_test_alone;
 use crate::sparse_zero;
-use ckpt::{ExternalCheckpoint, OpenedCheckpoint, ReadRequest, TensorRole, TensorSource};
+use ckpt::{ExternalCheckpoint, OpenedCheckpoint, F32ReadRequest, TensorRole, TensorSource};
 use std::path::Path;
 
 /// Number of elements of the rank's weights, which take more than 4 GiB in FP32.
@@ -34,7 +34,7 @@ fn read_nonzero_elements(
     let name = format!("layers.{weight}.weight");
     let mut out = vec![f32::NAN; count as usize];
     found
-        .read_unverified(&mut [ReadRequest {
+        .read_unverified(&mut [F32ReadRequest {
             name: &name,
             role: TensorRole::Weight,
             start_element: from,

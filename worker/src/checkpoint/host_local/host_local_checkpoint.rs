@@ -98,7 +98,7 @@ impl HostLocalCheckpoint {
 
     /// Returns the checkpoint as this host sees it: its manifest (table of contents), and the files
     /// that are on this host.
-    pub(crate) fn local_view(&self) -> &Checkpoint {
+    pub(crate) fn local_checkpoint_view(&self) -> &Checkpoint {
         &self.checkpoint
     }
 }
@@ -116,7 +116,7 @@ struct FetchRequest {
 impl HostLocalCheckpoint {
     /// Sends the checkpoint blocks that rank 0 requests, until rank 0 calls
     /// [`HostLocalCheckpoint::end_serving`]. Collective: every rank except rank 0 must call it.
-    pub(crate) fn serve_blocks(&self) -> Result<()> {
+    pub(crate) fn serve_blocks_to_rank_zero(&self) -> Result<()> {
         while !self.fetch_blocks(FetchRequest::default(), &mut |_, _, _| Ok(()))? {}
         self.fail_on_collective_error()
     }
@@ -297,7 +297,7 @@ impl TensorSource for HostLocalCheckpoint {
     /// Reads ranges of the checkpoint's tensors, fetches missing blocks from other hosts, and
     /// verifies every block. Collective: every rank must call it or
     /// [`HostLocalCheckpoint::serve_blocks`].
-    fn read_verified(&self, requests: &mut [ckpt::ReadRequest<'_>]) -> ckpt::Result<()> {
+    fn read_verified(&self, requests: &mut [ckpt::F32ReadRequest<'_>]) -> ckpt::Result<()> {
         let fetch = |missing: Vec<BlockRange>, sink: &mut BlockSink<'_>| {
             let request = FetchRequest { end: false, missing };
             self.fetch_blocks(request, sink).map(drop).map_err(|e| self.record_fetch_error(e))

@@ -23,13 +23,13 @@ impl HostMap {
     }
 
     /// Returns the lowest rank of each host.
-    pub(super) fn leaders(&self) -> impl Iterator<Item = usize> {
+    pub(super) fn list_host_leaders(&self) -> impl Iterator<Item = usize> {
         self.hosts.iter().map(|ranks| ranks.start)
     }
 
     /// Returns whether `rank` is the lowest rank of its host.
     pub(super) fn is_leader(&self, rank: usize) -> bool {
-        self.leaders().any(|leader| leader == rank)
+        self.list_host_leaders().any(|leader| leader == rank)
     }
 
     /// Returns the index of the host of `rank`.
@@ -38,7 +38,7 @@ impl HostMap {
     }
 
     /// Lists all ranks that run on the hosts with the indices `hosts`.
-    pub(super) fn list_ranks(&self, hosts: &[usize]) -> Vec<usize> {
+    pub(super) fn list_ranks_on_hosts(&self, hosts: &[usize]) -> Vec<usize> {
         hosts.iter().filter_map(|host| self.hosts.get(*host)).flat_map(|ranks| ranks.clone()).collect()
     }
 
@@ -77,7 +77,7 @@ mod tests {
     fn copies_are_kept_by_counterparts_on_the_next_hosts() {
         let map = HostMap::from_local_ranks([0, 1, 0, 1, 0, 1].into_iter());
         assert_eq!(map.hosts, [0..2, 2..4, 4..6]);
-        assert_eq!(map.leaders().collect::<Vec<_>>(), [0, 2, 4]);
+        assert_eq!(map.list_host_leaders().collect::<Vec<_>>(), [0, 2, 4]);
         assert_eq!([0, 1, 5].map(|rank| map.host_of(rank)), [0, 0, 2]);
         assert_eq!([0, 3, 5].map(|rank| map.list_keepers(rank, 1)), [vec![2], vec![5], vec![1]]);
         assert_eq!(map.list_keepers(4, 2), [0, 2]);

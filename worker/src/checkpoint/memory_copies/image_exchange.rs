@@ -14,7 +14,7 @@ const MAX_BYTES_PER_ROUND: u64 = 4 << 20;
 /// Sends this rank's memory copy number `sequence` to the ranks on other hosts that keep it, and
 /// stores the copies that other ranks send to this rank. Returns the number of sent bytes. Does
 /// nothing if no other host keeps copies. Collective: every rank must call it.
-pub(super) fn exchange_images(
+pub(super) fn exchange_memory_copies(
     queue: &CollectiveQueue,
     store: &MemoryStore,
     hosts: &HostMap,
@@ -26,26 +26,26 @@ pub(super) fn exchange_images(
     if keepers.iter().all(Vec::is_empty) {
         return Ok(0);
     }
-    let size = store.count_image_bytes(rank as u32, sequence).map_err(to_unreadable_checkpoint_error)?;
+    let size = store.copy_image_size_in_bytes(rank as u32, sequence).map_err(to_unreadable_checkpoint_error)?;
     let sizes = queue.run_and_wait(move |c| c.all_gather_u64(&[size]))?;
     let sizes: Vec<u64> = sizes.iter().map(|sizes| sizes.first().copied().unwrap_or(0)).collect();
     let kept: Vec<usize> = (0..world).filter(|sender| keepers[*sender].contains(&rank)).collect();
     for sender in &kept {
-        store.invalidate_image(*sender as u32, sequence).map_err(to_unwritable_checkpoint_error)?;
+        store.invalidate_copy_image(*sender as u32, sequence).map_err(to_unwritable_checkpoint_error)?;
     }
     let rounds = sizes.iter().map(|size| count_rounds(*size)).max().unwrap_or(0);
     let mut sent = 0;
     for round in 0..rounds {
-        let chunk = find_chunk(size, round);
+        let chunk = find_chunk_of_round(size, round);
         let length = (chunk.end - chunk.start) as usize;
         let mut image = vec![0; length];
         store
-            .read_image(rank as u32, sequence, chunk.start, &mut image)
+            .read_copy_image(rank as u32, sequence, chunk.start, &mut image)
             .map_err(to_unreadable_checkpoint_error)?;
         let (mut send_counts, mut receive_counts) = (vec![0; world], vec![0; world]);
         keepers[rank].iter().for_each(|keeper| send_counts[*keeper] = length);
         for sender in &kept {
-            let chunk = find_chunk(sizes[*sender], round);
+            let chunk = find_chunk_of_round(sizes[*sender], round);
             receive_counts[*sender] = (chunk.end - chunk.start) as usize;
         }
         let send = image.repeat(keepers[rank].len());
@@ -60,9 +60,9 @@ pub(super) fn exchange_images(
         for sender in &kept {
             let (bytes, after) = rest.split_at(receive_counts[*sender]);
             rest = after;
-            let offset = find_chunk(sizes[*sender], round).start;
+            let offset = find_chunk_of_round(sizes[*sender], round).start;
             store
-                .write_image(*sender as u32, sequence, offset, bytes)
+                .write_copy_image(*sender as u32, sequence, offset, bytes)
                 .map_err(to_unwritable_checkpoint_error)?;
         }
     }
@@ -77,7 +77,7 @@ fn count_rounds(size: u64) -> u64 {
 
 /// Returns which bytes of a memory copy of `size` bytes are sent in round number `round`. The range
 /// is empty after the last round of this copy.
-fn find_chunk(size: u64, round: u64) -> Range<u64> {
+fn find_chunk_of_round(size: u64, round: u64) -> Range<u64> {
     let last = count_rounds(size) - 1;
     if round >= last {
         return 0..if round == last { COPY_HEADER_BYTES.min(size) } else { 0 };
@@ -101,7 +101,7 @@ mod tests {
             3 * MAX_BYTES_PER_ROUND + 5000,
         ] {
             let chunks: Vec<Range<u64>> =
-                (0..count_rounds(size)).map(|round| find_chunk(size, round)).collect();
+                (0..count_rounds(size)).map(|round| find_chunk_of_round(size, round)).collect();
             let (header, content) = chunks.split_last().unwrap();
             assert_eq!(*header, 0..COPY_HEADER_BYTES.min(size), "{size}");
             let mut at = COPY_HEADER_BYTES;
@@ -113,7 +113,7 @@ mod tests {
                 at = chunk.end;
             }
             assert_eq!(at, size.max(COPY_HEADER_BYTES));
-            assert!(find_chunk(size, count_rounds(size)).is_empty());
+            assert!(find_chunk_of_round(size, count_rounds(size)).is_empty());
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Selects the training states that are complete in the memory of hosts, with a copy of every rank.
 //! Every rank computes the same selection from the reports of all hosts.
-use ckpt::{Hash, memory_store::CopyId};
+use ckpt::{Hash, memory_store::MemoryCopyId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// identity, its rank and a hash.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ReportedCopy {
-    pub(super) id: CopyId,
+    pub(super) id: MemoryCopyId,
     pub(super) rank: u32,
     /// The hash of the copy's description.
     pub(super) hash: Hash,
@@ -26,7 +26,7 @@ pub(super) struct HostCopies {
 /// of every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) struct CompleteState {
-    pub(in crate::checkpoint) id: CopyId,
+    pub(in crate::checkpoint) id: MemoryCopyId,
     /// For each rank, the indices of the hosts that have its copy.
     pub(super) holders: Vec<Vec<usize>>,
     /// For each rank, the hash of the description of its copy.
@@ -68,7 +68,7 @@ pub(in crate::checkpoint) struct StateSelection {
 ///
 /// If hosts have different copies of a rank, those of the first host count.
 pub(super) fn select_states(hosts: &[HostCopies]) -> StateSelection {
-    let mut states: BTreeMap<CopyId, BTreeMap<u32, (Hash, Vec<usize>)>> = BTreeMap::new();
+    let mut states: BTreeMap<MemoryCopyId, BTreeMap<u32, (Hash, Vec<usize>)>> = BTreeMap::new();
     for (host, report) in hosts.iter().enumerate() {
         for copy in report.copies.iter().filter(|copy| copy.rank < copy.id.world) {
             let ranks = states.entry(copy.id).or_default();
@@ -105,8 +105,8 @@ mod tests {
     use super::*;
 
     /// The identity of the copies of a step, in a job of two ranks.
-    fn make_id(step: u64, attempt: u32) -> CopyId {
-        CopyId { step, sequence: step, attempt, world: 2 }
+    fn make_id(step: u64, attempt: u32) -> MemoryCopyId {
+        MemoryCopyId { step, sequence: step, attempt, world: 2 }
     }
 
     /// Builds the report of a host with the copies `(rank, step, attempt)`. The hash of a copy

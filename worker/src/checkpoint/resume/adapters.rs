@@ -1,7 +1,7 @@
 //! Opens and loads the pretrained LoRA adapters in the directory that `train.lora.from` names.
 use super::weight_match::TensorMismatches;
 use crate::{
-    checkpoint::tensor_mapping::{ReadPlan, read_owned_ranges, sync_replicas},
+    checkpoint::tensor_mapping::{ReadPlan, read_owned_ranges, sync_loaded_replicas},
     consensus::require_on_all_ranks,
     error::{Result, to_unreadable_adapters_error, to_unreadable_checkpoint_error},
     param_groups::LORA_FROM_KEY,
@@ -32,7 +32,7 @@ pub fn open_matching_adapters(
     for p in units.iter().flat_map(|u| &u.params).filter(|p| is_lora_matrix(&p.name)) {
         match stored.remove(p.name.as_str()) {
             None => mismatches.missing.push(p.name.clone()),
-            Some(shape) => mismatches.compare_shapes(&p.name, shape, &p.shape, "model"),
+            Some(shape) => mismatches.record_shape_mismatch(&p.name, shape, &p.shape, "model"),
         }
     }
     mismatches.extra = stored.into_keys().map(str::to_owned).collect();
@@ -49,12 +49,12 @@ pub fn open_matching_adapters(
     let error = Diagnostic::error(codes::training::ADAPTER_MODEL_MISMATCH, message)
         .with_subject(LORA_FROM_KEY)
         .with_field("path", directory.display().to_string());
-    Err(mismatches.add_fields(error))
+    Err(mismatches.add_names_to_error(error))
 }
 
 /// Loads pretrained LoRA adapters into the trainers of all ranks if `train.lora.from` names a
 /// directory. Each rank reads the ranges that it owns. Collective: every rank must call it.
-pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
+pub(super) fn load_pretrained_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
     let Some(directory) = ready.train_spec().lora.as_ref().and_then(|l| l.from.clone()) else {
         return Ok(());
     };
@@ -70,5 +70,5 @@ pub(super) fn load_adapters(ready: &mut UninitializedTrainer) -> Result<()> {
     };
     let read = read_owned_ranges(ready, &plan).map_err(to_unreadable_checkpoint_error);
     require_on_all_ranks(ready.trainer.engine.queue(), read)?;
-    sync_replicas(ready)
+    sync_loaded_replicas(ready)
 }

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 /// The places in which a run searches for checkpoints: the checkpoint directory, the working
 /// directory of relative paths, and the memory of hosts.
-pub struct CheckpointDirs<'a> {
+pub struct CheckpointLocations<'a> {
     /// The directory `checkpoint.dir`.
     pub root: &'a Path,
     /// The working directory of the job, to which a relative `resume.from` refers.
@@ -35,12 +35,12 @@ pub struct CheckpointDirs<'a> {
 /// Collective: every rank must call it.
 pub(super) fn list_candidates(
     ready: &UninitializedTrainer,
-    dirs: &CheckpointDirs,
+    dirs: &CheckpointLocations,
     root: &Path,
 ) -> Result<Vec<CheckpointCandidate>> {
     let queue = ready.trainer.engine.queue();
     if !dirs.layout.is_shared() {
-        return host_local::list_candidates(queue, dirs.layout, root);
+        return host_local::list_candidates_of_all_hosts(queue, dirs.layout, root);
     }
     let listed = if ready.trainer.engine.rank() == 0 { ckpt::list_checkpoints(root) } else { Ok(Vec::new()) };
     let paths = listed.map(|list| list.into_iter().map(|(_, path)| path).collect::<Vec<_>>());
@@ -61,7 +61,7 @@ pub(super) enum NamedCheckpoint {
 /// Collective: every rank must call it.
 pub(super) fn find_named_checkpoint(
     ready: &UninitializedTrainer,
-    dirs: &CheckpointDirs,
+    dirs: &CheckpointLocations,
     path: &Path,
 ) -> Result<NamedCheckpoint> {
     let has_manifest = path.join("manifest.json").exists();

@@ -22,7 +22,7 @@ pub(super) fn format_weights_only_notice(path: &Path) -> String {
 
 /// Returns a notice if resuming changes the precision of the weights: from fp32 to bf16, or from
 /// bf16 to fp32.
-pub(super) fn find_master_weight_notice(
+pub(super) fn find_precision_change_notice(
     ready: &UninitializedTrainer,
     tensors: &[TensorInfo],
 ) -> Option<String> {
@@ -133,7 +133,7 @@ pub(super) fn collect_job_setting_notices(
     let stored_groups: Vec<ParamGroup> = serde_json::from_value(facts.groups.clone()).unwrap_or_default();
     for group in &ready.trainer.optimizer.list_param_groups(&units) {
         match stored_groups.iter().find(|stored| stored.name == group.name) {
-            Some(stored) => notices.extend(compare_groups(group, stored)),
+            Some(stored) => notices.extend(find_group_difference_notice(group, stored)),
             None => notices.push(format!("parameter group `{}` is new", group.name)),
         }
     }
@@ -158,7 +158,7 @@ fn find_expert_placement_notice(ready: &UninitializedTrainer, stored: &Value) ->
 
 /// Compares the hyper-parameters of one parameter group of the job with those in the checkpoint.
 /// Returns a notice about the differences, or `None` if there are none.
-fn compare_groups(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
+fn find_group_difference_notice(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
     let betas = |group: &ParamGroup| format!("{:?}", [group.betas.0, group.betas.1]);
     let fields = [
         ("lr", ours.lr.to_string(), stored.lr.to_string()),

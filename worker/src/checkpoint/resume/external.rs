@@ -2,12 +2,12 @@
 //! training state, or from its weights only.
 use super::{
     differences::{
-        collect_frozen_parameter_notices, find_master_weight_notice, format_group_notice,
+        collect_frozen_parameter_notices, find_precision_change_notice, format_group_notice,
         format_weights_only_notice,
     },
-    resume_point::{EventSink, MemoryResume, ResumePoint},
+    resume_point::{EventSink, MemoryResumeState, ResumePoint},
     weight_match::{
-        ModelRequirements, WeightMatch, check_alias_values, format_names, match_weights, read_model_type,
+        ModelRequirements, WeightMatch, require_equal_tied_values, format_names, match_weights, read_model_type,
     },
 };
 use crate::{
@@ -28,7 +28,7 @@ use std::{collections::HashMap, path::Path};
 
 /// Loads the training state of a checkpoint that another program wrote (an external checkpoint).
 /// Each rank reads the tensor ranges that it owns. Collective: every rank must call it.
-pub(super) fn load_external(
+pub(super) fn load_external_state(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
     path: &Path,
@@ -50,7 +50,7 @@ pub(super) fn load_external(
         notices.extend(restore_loss_scale(ready, source));
     }
     if ready.train_spec().rounds_stochastically() {
-        notices.extend(find_master_weight_notice(ready, &source.tensors()));
+        notices.extend(find_precision_change_notice(ready, &source.tensors()));
     }
     notices.extend(collect_unused_part_notices(source, &matched));
     let facts = source.facts();
@@ -65,13 +65,13 @@ pub(super) fn load_external(
     for message in facts.notices.iter().map(ToString::to_string).chain(notices) {
         events(Event::new_notice(None, message))?;
     }
-    let memory = MemoryResume::default();
+    let memory = MemoryResumeState::default();
     Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0, memory })
 }
 
 /// Loads the weights of a checkpoint that another program wrote (an external checkpoint), without
 /// adapters and training state. Collective: every rank must call it.
-pub(super) fn load_weights(
+pub(super) fn load_external_weights(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
     events: &mut EventSink,
@@ -104,7 +104,7 @@ fn match_model_weights(
         ModelRequirements { family: &family, units, ties: &model.tied_weights(), model, optimizer, selects };
     let matched = match_weights(source, &required)?;
     let is_leader = ready.trainer.engine.rank() == 0;
-    let aliases = if is_leader { check_alias_values(source, &matched) } else { Ok(()) };
+    let aliases = if is_leader { require_equal_tied_values(source, &matched) } else { Ok(()) };
     require_on_all_ranks(ready.trainer.engine.queue(), aliases.map(|()| matched))
 }
 
@@ -193,7 +193,7 @@ fn restore_position(
     }
     step_lag.extend(matched.reset_states.iter().map(|name| (name.clone(), step)));
     ready.trainer.optimizer.set_step_lags(units, &step_lag);
-    let batch = ready.trainer.global_batch();
+    let batch = ready.trainer.global_batch_size();
     let (consumed_samples, reason) = match facts.state.samples {
         Some(n) => (n, "recorded in the checkpoint".to_owned()),
         None => {
@@ -274,7 +274,7 @@ fn collect_hyperparam_notices(
     notices.extend(find_learning_rate_notice(ready, stored_groups, step));
     // Accelerate steps a scheduler once per process, and its training scripts allow for that.
     let per_process = facts.state.world.and_then(|world| step.checked_mul(world.into()));
-    let position = read_scheduler_position(&facts.state.scheduler);
+    let position = read_scheduler_step(&facts.state.scheduler);
     if let Some(position) = position.filter(|p| *p != step && Some(*p) != per_process) {
         notices.push(format!(
             "the checkpoint's scheduler is at step {position}, its optimizer at step {step}: the learning rate is \
@@ -337,7 +337,7 @@ fn find_learning_rate_notice(
 
 /// Returns the step that a learning rate scheduler had reached when an external checkpoint was
 /// saved. DeepSpeed's schedulers count from −1, torch's from 0.
-fn read_scheduler_position(scheduler: &Value) -> Option<u64> {
+fn read_scheduler_step(scheduler: &Value) -> Option<u64> {
     let number = |key: &str| scheduler.get(key).and_then(Value::as_i64);
     let position = number("last_epoch").or_else(|| number("last_batch_iteration")?.checked_add(1));
     position.and_then(|p| u64::try_from(p).ok())

@@ -1,10 +1,10 @@
 //! Resumes from the copies of the training state that hosts keep in their memory.
 use super::{
-    candidates::CheckpointDirs,
+    candidates::CheckpointLocations,
     native::{
         LoadError, ReadableCheckpoint, ResumeOrigin, load_opened_checkpoint, require_readable_on_all_ranks,
     },
-    resume_point::{EventSink, MemoryResume, ResumePoint},
+    resume_point::{EventSink, MemoryResumeState, ResumePoint},
 };
 use crate::{
     checkpoint::memory_copies::{CompleteState, HostMemoryCopies, StateSelection},
@@ -41,7 +41,7 @@ pub(super) struct MemoryStepRange {
 /// Collective: every rank must call it.
 pub(super) fn resume_from_memory(
     ready: &mut UninitializedTrainer,
-    dirs: &CheckpointDirs,
+    dirs: &CheckpointLocations,
     range: MemoryStepRange,
     data_digest: &str,
     events: &mut EventSink,
@@ -62,7 +62,7 @@ pub(super) fn resume_from_memory(
         match load_memory_state(ready, memory, &state, (data_digest, reason), events) {
             Ok(resumed) => {
                 let next_sequence = state.id.sequence.saturating_add(1);
-                let memory = MemoryResume { is_source: true, newest_saved: None, next_sequence };
+                let memory = MemoryResumeState { is_source: true, newest_saved: None, next_sequence };
                 return Ok(MemorySearchOutcome::Resumed(ResumePoint { memory, ..resumed }));
             }
             Err(LoadError::Fatal(e)) => return Err(e),
@@ -85,7 +85,7 @@ fn load_memory_state(
     let opened = memory.open_state(&queue, state)?.map(|c| ReadableCheckpoint::HostLocal(Box::new(c)));
     let opened = require_readable_on_all_ranks(ready, opened)?;
     let origin = ResumeOrigin { source: ResumeSource::Memory, reason };
-    load_opened_checkpoint(ready, &opened, &state.path(), data_digest, origin, events)
+    load_opened_checkpoint(ready, &opened, &state.display_path(), data_digest, origin, events)
 }
 
 /// Formats the reason why the newest training states in memory are not used. `problems` has the

@@ -1,11 +1,11 @@
 //! Resumes from a native checkpoint, which is one that launch wrote.
 use super::{
-    candidates::CheckpointDirs,
+    candidates::CheckpointLocations,
     differences::{
-        collect_frozen_parameter_notices, collect_job_setting_notices, find_master_weight_notice,
+        collect_frozen_parameter_notices, collect_job_setting_notices, find_precision_change_notice,
         format_weights_only_notice,
     },
-    resume_point::{EventSink, MemoryResume, ResumePoint},
+    resume_point::{EventSink, MemoryResumeState, ResumePoint},
 };
 use crate::{
     checkpoint::{
@@ -56,14 +56,14 @@ impl From<Diagnostic> for LoadError {
 /// of which reads the tensor ranges that it owns. Collective: every rank must call it.
 ///
 /// `reason` states why newer copies in memory are not used; `None` if there are none.
-pub(super) fn load_native(
+pub(super) fn load_native_checkpoint(
     ready: &mut UninitializedTrainer,
-    dirs: &CheckpointDirs,
+    dirs: &CheckpointLocations,
     candidate: &CheckpointCandidate,
     (data_digest, reason): (&str, Option<String>),
     events: &mut EventSink,
 ) -> std::result::Result<ResumePoint, LoadError> {
-    let opened = open_native(ready, dirs, candidate)?;
+    let opened = open_native_checkpoint(ready, dirs, candidate)?;
     let opened = require_readable_on_all_ranks(ready, opened)?;
     let origin = ResumeOrigin { source: ResumeSource::Checkpoint, reason };
     load_opened_checkpoint(ready, &opened, &candidate.path, data_digest, origin, events)
@@ -100,7 +100,7 @@ pub(super) fn load_opened_checkpoint(
 ) -> std::result::Result<ResumePoint, LoadError> {
     let (checkpoint, source): (&Checkpoint, &dyn TensorSource) = match opened {
         ReadableCheckpoint::Shared(c) => (c, &**c),
-        ReadableCheckpoint::HostLocal(c) => (c.local_view(), &**c),
+        ReadableCheckpoint::HostLocal(c) => (c.local_checkpoint_view(), &**c),
     };
     let (facts, tensors) = (checkpoint.run_facts(), source.tensors());
     let units = ready.trainer.engine.clone_units();
@@ -137,7 +137,7 @@ pub(super) fn load_opened_checkpoint(
         reason: origin.reason,
     })?;
     let mut notices: Vec<String> =
-        guess.into_iter().chain(find_master_weight_notice(ready, &tensors)).collect();
+        guess.into_iter().chain(find_precision_change_notice(ready, &tensors)).collect();
     if !weights_only {
         notices.extend(collect_frozen_parameter_notices(&units, &tensors, &reset_states));
         notices.extend(collect_job_setting_notices(ready, facts, data_digest));
@@ -146,7 +146,7 @@ pub(super) fn load_opened_checkpoint(
         events(Event::new_notice(None, message))?;
     }
     let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
-    let memory = MemoryResume::default();
+    let memory = MemoryResumeState::default();
     Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation, memory })
 }
 
@@ -161,9 +161,9 @@ pub(super) enum ReadableCheckpoint {
 /// checkpoint is damaged. An outer error ends the job.
 ///
 /// Collective: every rank must call it.
-fn open_native(
+fn open_native_checkpoint(
     ready: &UninitializedTrainer,
-    dirs: &CheckpointDirs,
+    dirs: &CheckpointLocations,
     candidate: &CheckpointCandidate,
 ) -> Result<Result<ReadableCheckpoint>> {
     if dirs.layout.is_shared() {
@@ -187,7 +187,7 @@ fn open_native(
 
 /// Builds the error which reports that the progress of training that a checkpoint records is
 /// invalid.
-fn build_invalid_position_error(path: &Path, what: &str) -> Diagnostic {
+fn build_invalid_progress_error(path: &Path, what: &str) -> Diagnostic {
     let message = format!("checkpoint {}: {what}", path.display());
     build_checkpoint_error(codes::RESUME_POSITION_INVALID, path, message)
 }
@@ -204,16 +204,16 @@ fn read_cursor(
     match facts.cursor.get("at") {
         Some(position) if !position.is_null() => {
             let cursor = serde_json::from_value(position.clone()).map_err(|e| {
-                build_invalid_position_error(path, "cannot read the position in its manifest").with_cause(&e)
+                build_invalid_progress_error(path, "cannot read the position in its manifest").with_cause(&e)
             })?;
             Ok((cursor, None))
         }
         _ => {
-            let batch = ready.trainer.global_batch();
+            let batch = ready.trainer.global_batch_size();
             let samples = facts
                 .step
                 .checked_mul(batch)
-                .ok_or_else(|| build_invalid_position_error(path, "the number of steps is out of range"))?;
+                .ok_or_else(|| build_invalid_progress_error(path, "the number of steps is out of range"))?;
             let notice = format!(
                 "data resumes at sample {samples} (step {} × global batch {batch}; the checkpoint records no position)",
                 facts.step
@@ -233,7 +233,7 @@ fn read_cursor(
 /// loss scale is recorded.
 fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: &Path) -> Result<()> {
     let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
-    let invalid = || build_invalid_position_error(path, "cannot use the loss scale in its manifest");
+    let invalid = || build_invalid_progress_error(path, "cannot use the loss scale in its manifest");
     let state = LossScaleState::deserialize(state).map_err(|e| invalid().with_cause(&e))?;
     Ok(ready.trainer.loss_scale.restore_state(state).map_err(|e| invalid().with_cause(&e))?)
 }
@@ -244,7 +244,7 @@ fn read_step_lag(facts: &RunFacts, path: &Path) -> Result<HashMap<String, u64>> 
     match facts.cursor.get("late") {
         None | Some(Value::Null) => Ok(HashMap::new()),
         Some(lag) => Ok(serde_json::from_value(lag.clone()).map_err(|e| {
-            build_invalid_position_error(path, "cannot read the update counts in its manifest").with_cause(&e)
+            build_invalid_progress_error(path, "cannot read the update counts in its manifest").with_cause(&e)
         })?),
     }
 }

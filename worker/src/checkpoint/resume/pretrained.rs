@@ -1,7 +1,7 @@
 //! [`PretrainedModel`]: the Hugging Face directory that `train.model.from` names. It provides the
 //! initial weights and files that checkpoints keep.
 use super::{
-    adapters::load_adapters, external::load_weights, resume_point::EventSink,
+    adapters::load_pretrained_adapters, external::load_external_weights, resume_point::EventSink,
     weight_match::list_weight_shapes,
 };
 use crate::{
@@ -23,7 +23,7 @@ const MODEL_FROM_KEY: &str = "train.model.from";
 /// Adapters get initial values, or the values from `train.lora.from`.
 ///
 /// Collective: every rank must call it.
-pub fn start_from_model(
+pub fn start_without_checkpoint(
     mut ready: UninitializedTrainer,
     pretrained: Option<&mut PretrainedModel>,
     events: &mut EventSink,
@@ -35,7 +35,7 @@ pub fn start_from_model(
         }
         None => ready.initialise_params(|_| true),
     }
-    load_adapters(&mut ready)?;
+    load_pretrained_adapters(&mut ready)?;
     Ok(ready.start_at_position(Cursor::default()))
 }
 
@@ -81,7 +81,7 @@ impl PretrainedModel {
         events: &mut EventSink,
     ) -> Result<()> {
         self.source.unfuse_experts(&list_weight_shapes(ready));
-        load_weights(ready, &self.source, events)
+        load_external_weights(ready, &self.source, events)
     }
 
     /// Updates `texts`, the text files that checkpoints store with the weights, from the directory
@@ -89,15 +89,15 @@ impl PretrainedModel {
     ///
     /// If `texts` contains the directory's tokenizer.json, the directory's text files replace all
     /// of `texts`. Otherwise only the directory's generation_config.json, if any, is appended.
-    pub fn add_text_files(&self, texts: &mut Vec<TextFile>) {
-        const TOKENIZER: &str = "tokenizer.json";
-        const GENERATION: &str = "generation_config.json";
+    pub fn update_text_files(&self, texts: &mut Vec<TextFile>) {
+        const TOKENIZER_FILE: &str = "tokenizer.json";
+        const GENERATION_CONFIG_FILE: &str = "generation_config.json";
         let files = self.source.exported_text_files();
-        let tokenizer = files.iter().find(|t| t.name == TOKENIZER);
-        if tokenizer.is_some_and(|own| texts.iter().any(|t| t.name == TOKENIZER && t.text == own.text)) {
+        let tokenizer = files.iter().find(|t| t.name == TOKENIZER_FILE);
+        if tokenizer.is_some_and(|own| texts.iter().any(|t| t.name == TOKENIZER_FILE && t.text == own.text)) {
             *texts = files.to_vec();
         } else {
-            texts.extend(files.iter().filter(|t| t.name == GENERATION).cloned());
+            texts.extend(files.iter().filter(|t| t.name == GENERATION_CONFIG_FILE).cloned());
         }
     }
 }

@@ -16,13 +16,13 @@ pub struct ResumePoint {
     /// The number of times that RNG streams were reseeded before the checkpoint was written.
     pub rng_generation: u64,
     /// How the run resumed with respect to the copies of the training state in the memory of hosts.
-    pub memory: MemoryResume,
+    pub memory: MemoryResumeState,
 }
 
 /// Whether a run resumed from copies of the training state in memory, and the number that its next
 /// memory copy gets.
 #[derive(Clone, Debug, Default)]
-pub struct MemoryResume {
+pub struct MemoryResumeState {
     /// Whether the run resumed from copies in memory.
     pub is_source: bool,
     /// The newest checkpoint on disk, if the run resumed from memory.

@@ -7,7 +7,7 @@ use crate::{
     params::ParamUnit,
     trainer_stages::UninitializedTrainer,
 };
-use ckpt::{ExternalCheckpoint, ReadRequest, TensorInfo, TensorRole, TensorSource};
+use ckpt::{ExternalCheckpoint, F32ReadRequest, TensorInfo, TensorRole, TensorSource};
 use diagnostic::{Diagnostic, codes::training as codes};
 use jobspec::OptimizerSpec;
 use serde_json::{Map, Value};
@@ -102,7 +102,7 @@ pub(super) fn match_weights(
             mismatches.missing.push(param.name.clone());
             continue;
         };
-        mismatches.compare_shapes(&param.name, &tensor.shape, &param.shape, "job");
+        mismatches.record_shape_mismatch(&param.name, &tensor.shape, &param.shape, "job");
         used.insert(tensor.name.as_str());
         if tensor.name != param.name {
             matched.renamed.insert(param.name.clone(), tensor.name.clone());
@@ -160,7 +160,7 @@ pub(super) struct TensorMismatches {
 impl TensorMismatches {
     /// Records the tensor `name` if its stored shape differs from `expected`. `owner` names the
     /// side that expects this shape in the message: `model` or `job`.
-    pub(super) fn compare_shapes(&mut self, name: &str, stored: &[u64], expected: &[usize], owner: &str) {
+    pub(super) fn record_shape_mismatch(&mut self, name: &str, stored: &[u64], expected: &[usize], owner: &str) {
         if !stored.iter().copied().eq(expected.iter().map(|&n| n as u64)) {
             self.shapes.push(format!("{name} {stored:?} ({owner}: {expected:?})"));
         }
@@ -180,7 +180,7 @@ impl TensorMismatches {
 
     /// Adds the names of all mismatching tensors to the structured fields of the diagnostic
     /// `error`.
-    pub(super) fn add_fields(self, error: Diagnostic) -> Diagnostic {
+    pub(super) fn add_names_to_error(self, error: Diagnostic) -> Diagnostic {
         error
             .with_field("missing", self.missing)
             .with_field("shapes", self.shapes)
@@ -208,7 +208,7 @@ fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, 
         parts.join("; ")
     );
     let error =
-        mismatches.add_fields(build_checkpoint_error(codes::RESUME_MODEL_MISMATCH, source.path(), message));
+        mismatches.add_names_to_error(build_checkpoint_error(codes::RESUME_MODEL_MISMATCH, source.path(), message));
     let help =
         "set `train.model` to the model of the checkpoint, such as `from: DIRECTORY` with its config.json";
     Err(error.with_help(help).into())
@@ -237,7 +237,7 @@ fn match_optimizer_states(
         let shape: Vec<u64> = param.shape.iter().map(|&n| n as u64).collect();
         let lacks = |role: &&TensorRole| {
             let tensor = stored.get(&(**role, name.as_str()));
-            role.state_shape(&shape).is_some_and(|shape| tensor.is_none_or(|t| t.shape != shape))
+            role.tensor_shape_for_weight(&shape).is_some_and(|shape| tensor.is_none_or(|t| t.shape != shape))
         };
         match roles.iter().find(lacks) {
             Some(_) if facts.state.frozen.contains(name) => {
@@ -285,7 +285,7 @@ fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String])
 }
 
 /// Fails if the checkpoint stores a tied weight under both of its names with different values.
-pub(super) fn check_alias_values(source: &ExternalCheckpoint, matched: &WeightMatch) -> Result<()> {
+pub(super) fn require_equal_tied_values(source: &ExternalCheckpoint, matched: &WeightMatch) -> Result<()> {
     let tensors = source.tensors();
     let elements = |name: &str| {
         let tensor = tensors.iter().find(|t| t.role == TensorRole::Weight && t.name == name);
@@ -318,8 +318,8 @@ fn have_equal_values(source: &ExternalCheckpoint, a: &str, b: &str, elements: u6
         let (a_values, b_values) = (&mut a_values[..len], &mut b_values[..len]);
         source
             .read_verified(&mut [
-                ReadRequest { name: a, role, start_element: start, out: a_values },
-                ReadRequest { name: b, role, start_element: start, out: b_values },
+                F32ReadRequest { name: a, role, start_element: start, out: a_values },
+                F32ReadRequest { name: b, role, start_element: start, out: b_values },
             ])
             .map_err(to_unreadable_checkpoint_error)?;
         if a_values.iter().zip(b_values.iter()).any(|(x, y)| x.to_bits() != y.to_bits()) {

@@ -29,7 +29,7 @@ impl InterpretationStep {
     /// Converts the number by which a sandbox process reports its kind of work, or returns `None`
     /// for an unknown number.
     pub(crate) fn from_number(number: u64) -> Option<Self> {
-        const STEPS: [InterpretationStep; 6] = [
+        const ALL_STEPS: [InterpretationStep; 6] = [
             InterpretationStep::LoadTokenizer,
             InterpretationStep::CompileTemplate,
             InterpretationStep::ReadRows,
@@ -37,7 +37,7 @@ impl InterpretationStep {
             InterpretationStep::Tokenize,
             InterpretationStep::DecodeTokens,
         ];
-        STEPS.into_iter().find(|step| *step as u64 == number)
+        ALL_STEPS.into_iter().find(|step| *step as u64 == number)
     }
 
     /// Returns the kind of work of the sandbox process as a verb with its object, to which a
@@ -105,7 +105,7 @@ impl InterpretationError {
             .with_subject(self.step.job_yaml_key())
             .with_field("path", self.path.display().to_string());
         if let Some(range) = self.records {
-            let (name, number) = range.first.diagnostic_field();
+            let (name, number) = range.first.to_diagnostic_field();
             diagnostic = diagnostic.with_field(name, number).with_field("is_exact", range.is_exact);
         }
         match &self.rules {
@@ -119,7 +119,7 @@ impl fmt::Display for InterpretationError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "cannot {} {}", self.step.describe(), self.path.display())?;
         if let Some(FailedRecord { first, is_exact }) = self.records {
-            let (name, _) = first.diagnostic_field();
+            let (name, _) = first.to_diagnostic_field();
             match is_exact {
                 true => write!(f, ":{first}")?,
                 false => write!(f, " from {name} {first} on")?,

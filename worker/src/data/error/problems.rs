@@ -49,7 +49,7 @@ pub enum RecordPosition {
 impl RecordPosition {
     /// Returns the name and the value with which a diagnostic states this position: `line` or
     /// `row`, and the number.
-    pub(super) fn diagnostic_field(self) -> (&'static str, u64) {
+    pub(super) fn to_diagnostic_field(self) -> (&'static str, u64) {
         match self {
             RecordPosition::Line(number) => ("line", number),
             RecordPosition::Row(number) => ("row", number),
@@ -59,7 +59,7 @@ impl RecordPosition {
 
 impl fmt::Display for RecordPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.diagnostic_field().1)
+        write!(f, "{}", self.to_diagnostic_field().1)
     }
 }
 

@@ -1,6 +1,6 @@
 //! [`Interpreter`]: starts the sandbox process that interprets data, and sends it requests.
 use super::{
-    limits::{documents_request_limits, input_request_limits, max_request_memory_bytes},
+    limits::{documents_request_limits, load_request_limits, max_request_memory_bytes},
     message::{
         CompileTemplateReply, DecodeTokensReply, Document, DocumentOptions, DocumentResult,
         LoadTokenizerReply, Request, TokenList, TokenizerFile,
@@ -18,7 +18,7 @@ use std::{
 
 /// The command-line argument that makes the executable `launch` run as a sandbox process. It must
 /// be the first argument.
-pub const SANDBOX_ROLE: &str = "sandbox";
+pub const SANDBOX_ARGUMENT: &str = "sandbox";
 
 /// The reason why the sandbox process did not answer a request.
 #[derive(Debug)]
@@ -111,7 +111,7 @@ impl Interpreter {
     /// Converts tokens to text in the sandbox process, with the loaded tokenizer.
     pub(crate) fn decode_tokens(&self, tokens: &[u32]) -> Result<DecodeTokensReply, InterpreterFailure> {
         let request = Request::DecodeTokens { tokens: TokenList(tokens.to_vec()) };
-        self.open_stream().call(&request, &input_request_limits(size_of_val(tokens)))
+        self.open_stream().call(&request, &load_request_limits(size_of_val(tokens)))
     }
 
     /// Returns which kernel facilities confine the sandbox process, or `None` if no process was
@@ -144,7 +144,7 @@ impl Interpreter {
 
 /// Returns the request that loads a tokenizer from `files`, and the limits of the request.
 fn build_load_request(files: &[TokenizerFile]) -> (Request<'_>, RequestLimits) {
-    let limits = input_request_limits(files.iter().map(|(_, text)| text.len()).sum());
+    let limits = load_request_limits(files.iter().map(|(_, text)| text.len()).sum());
     (Request::LoadTokenizer { files: borrow_pairs(files) }, limits)
 }
 
@@ -152,7 +152,7 @@ fn build_load_request(files: &[TokenizerFile]) -> (Request<'_>, RequestLimits) {
 fn build_compile_request(template: &TemplateSource) -> (Request<'_>, RequestLimits) {
     let special_tokens = borrow_pairs(&template.special_tokens);
     let request = Request::CompileTemplate { source: &template.source, special_tokens };
-    (request, input_request_limits(template.source.len()))
+    (request, load_request_limits(template.source.len()))
 }
 
 /// Converts pairs of owned strings to pairs of string slices.
@@ -182,7 +182,7 @@ impl RequestStream<'_> {
             self.state.process = Some(process);
         }
         let Some(process) = &mut self.state.process else { return Ok(()) };
-        process.send(&body, file, limits);
+        process.send_request(&body, file, limits);
         Ok(())
     }
 
@@ -190,7 +190,7 @@ impl RequestStream<'_> {
     /// and the replies to the other requests are lost.
     pub(crate) fn receive<R: DeserializeOwned>(&mut self) -> Result<R, InterpreterFailure> {
         let process = self.state.process.as_mut().ok_or(SandboxError::InvalidReply)?;
-        let reply = process.receive().map_err(InterpreterFailure::from);
+        let reply = process.receive_reply().map_err(InterpreterFailure::from);
         let reply = reply
             .and_then(|reply| rmp_serde::from_slice(&reply).map_err(|_| SandboxError::InvalidReply.into()));
         reply.inspect_err(|_| self.state.process = None)
@@ -244,8 +244,8 @@ impl InterpreterState {
         let tokenizer = self.tokenizer.as_ref().map(|files| build_load_request(files));
         let template = self.template.as_ref().map(build_compile_request);
         for (request, limits) in tokenizer.into_iter().chain(template) {
-            process.send(&encode_request(&request)?, None, &limits);
-            process.receive()?;
+            process.send_request(&encode_request(&request)?, None, &limits);
+            process.receive_reply()?;
         }
         Ok(process)
     }

@@ -21,7 +21,7 @@ use crate::data::{
 };
 use jobspec::LossTargets;
 use rayon::prelude::*;
-use sandbox::{ReportStep, RequestHandler, STACK_BYTES, SandboxSettings, limit_cpu_time, take_panic_message};
+use sandbox::{ReportStepFn, RequestHandler, STACK_BYTES, SandboxSettings, limit_cpu_time, take_panic_message};
 use serde::Serialize;
 use std::{
     borrow::Cow,
@@ -30,7 +30,7 @@ use std::{
 };
 
 /// Creates the object that handles the requests in a sandbox process, and starts its threads.
-pub(crate) fn create_handler(settings: &SandboxSettings) -> Box<dyn RequestHandler> {
+pub(crate) fn create_request_handler(settings: &SandboxSettings) -> Box<dyn RequestHandler> {
     let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads as usize);
     // Without the pool, rayon starts a pool with other stacks at its first use.
     _ = threads.stack_size(STACK_BYTES).build_global();
@@ -54,7 +54,7 @@ pub(super) struct DocumentInterpreter {
 }
 
 impl RequestHandler for DataHandler {
-    fn handle(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStep) -> Vec<u8> {
+    fn handle_request(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStepFn) -> Vec<u8> {
         // The caller reports an empty reply as an invalid one.
         let Ok(request) = rmp_serde::from_slice::<Request>(request) else { return Vec::new() };
         let mut begin = |step: InterpretationStep| report_step(step as u64);
@@ -96,11 +96,11 @@ fn encode_reply(reply: &impl Serialize) -> Vec<u8> {
 /// converted by `convert`.
 fn run_with_cpu_limit<T>(bytes: usize, convert: impl FnOnce(String) -> T, work: impl FnOnce() -> T) -> T {
     let result = catch_unwind(AssertUnwindSafe(|| limit_cpu_time(document_cpu_limit(bytes), work)));
-    result.unwrap_or_else(|_| convert(describe_panic()))
+    result.unwrap_or_else(|_| convert(describe_last_panic()))
 }
 
 /// Returns the message for the most recent panic of a library.
-fn describe_panic() -> String {
+fn describe_last_panic() -> String {
     format!("the library failed: {}", take_panic_message())
 }
 
@@ -147,7 +147,7 @@ impl DataHandler {
             }),
         };
         let prepared = records.into_par_iter().map(prepare).collect();
-        RowsReply { rows: interpreter.tokenize(prepared, options, begin), at_end }
+        RowsReply { rows: interpreter.tokenize_documents(prepared, options, begin), at_end }
     }
 }
 
@@ -156,7 +156,7 @@ impl DocumentInterpreter {
     pub(super) fn load_tokenizer(&mut self, files: &[(&str, &str)]) -> LoadTokenizerReply {
         let loaded = catch_unwind(|| LibraryTokenizer::load(files));
         let (tokenizer, reply) = loaded.unwrap_or_else(|_| {
-            let problem = TokenizerProblem::InvalidTokenizerJson(describe_panic());
+            let problem = TokenizerProblem::InvalidTokenizerJson(describe_last_panic());
             (None, Err((TOKENIZER_FILE.to_owned(), problem)))
         });
         self.tokenizer = tokenizer;
@@ -170,7 +170,7 @@ impl DocumentInterpreter {
         special_tokens: &[(&str, &str)],
     ) -> CompileTemplateReply {
         let compiled = catch_unwind(|| CompiledTemplate::new(source, special_tokens));
-        let panicked = |_| Err(describe_template_panic(describe_panic()));
+        let panicked = |_| Err(describe_template_panic(describe_last_panic()));
         let compiled = compiled.unwrap_or_else(panicked);
         self.template = Some(compiled?);
         Ok(())
@@ -208,7 +208,7 @@ impl DocumentInterpreter {
             }
         };
         let prepared: Vec<PreparedDocument> = documents.par_iter().map(prepare).collect();
-        self.tokenize(prepared, options, begin)
+        self.tokenize_documents(prepared, options, begin)
     }
 
     /// Renders a chat as text with the loaded chat template, ready to be tokenized.
@@ -232,7 +232,7 @@ impl DocumentInterpreter {
     }
 
     /// Tokenizes documents on all threads, if `options` request tokens.
-    fn tokenize(
+    fn tokenize_documents(
         &self,
         documents: Vec<PreparedDocument>,
         options: &DocumentOptions,
@@ -245,7 +245,7 @@ impl DocumentInterpreter {
             PreparedDocument::Done(result) => result,
             _ if !options.tokenize => DocumentResult::Valid,
             PreparedDocument::Text(text) => self.tokenize_text(&text),
-            PreparedDocument::Masked(masked) => self.tokenize_masked(&masked),
+            PreparedDocument::Masked(masked) => self.tokenize_with_loss_mask(&masked),
         };
         documents.into_par_iter().map(tokenize).collect()
     }
@@ -256,13 +256,13 @@ impl DocumentInterpreter {
             return DocumentResult::Tokens(TokenList(byte_tokenizer::encode(text).collect()));
         };
         run_with_cpu_limit(text.len(), DocumentResult::TokenizerFailed, || {
-            to_document_result(tokenizer.encode(text))
+            tokens_to_document_result(tokenizer.encode(text))
         })
     }
 
     /// Converts a text to tokens, and sets the bit `NO_LOSS_BIT` of the tokens that do not count
     /// for the loss.
-    fn tokenize_masked(&self, masked: &LossMaskedText) -> DocumentResult {
+    fn tokenize_with_loss_mask(&self, masked: &LossMaskedText) -> DocumentResult {
         let mut mask = masked.create_mask();
         let Some(tokenizer) = &self.tokenizer else {
             let bytes = byte_tokenizer::encode(&masked.text).enumerate();
@@ -271,7 +271,7 @@ impl DocumentInterpreter {
             ));
         };
         run_with_cpu_limit(masked.text.len(), DocumentResult::TokenizerFailed, || {
-            to_document_result(tokenizer.encode_masked(masked, mask))
+            tokens_to_document_result(tokenizer.encode_masked(masked, mask))
         })
     }
 }
@@ -283,7 +283,7 @@ fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, Recor
     let (mut records, mut bytes) = (Vec::new(), 0);
     while bytes < MAX_REQUEST_TEXT_BYTES && (records.len() as u64) < limit {
         let row = catch_unwind(AssertUnwindSafe(|| rows.next()));
-        let row = row.unwrap_or_else(|_| Some(Err(RecordProblem::RowUnreadable(describe_panic()))));
+        let row = row.unwrap_or_else(|_| Some(Err(RecordProblem::RowUnreadable(describe_last_panic()))));
         let Some(row) = row else { return (records, true) };
         bytes += size_of::<RowRecord>()
             + match &row {
@@ -302,7 +302,7 @@ fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, Recor
 
 /// Converts the tokens of a document, or the error of the tokenizer, to the result that the sandbox
 /// process replies with.
-fn to_document_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
+fn tokens_to_document_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
     match tokens {
         Ok(tokens) => DocumentResult::Tokens(TokenList(tokens)),
         Err(error) => DocumentResult::TokenizerFailed(error.to_string()),

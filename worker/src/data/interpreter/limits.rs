@@ -37,20 +37,20 @@ pub(crate) const MAX_RECORDS_PER_REPLY: u64 = 1 << 16;
 
 /// Returns the CPU time that the sandbox process may use for one document of `bytes` bytes.
 pub(super) fn document_cpu_limit(bytes: usize) -> Duration {
-    BASE_CPU_TIME + scale_cpu_time(CPU_TIME_PER_MIB, bytes as u64)
+    BASE_CPU_TIME + scale_cpu_time_to_bytes(CPU_TIME_PER_MIB, bytes as u64)
 }
 
 /// Returns the CPU time that the sandbox process may use for `bytes` bytes of input, at `per_mib`
 /// for each MiB.
-fn scale_cpu_time(per_mib: Duration, bytes: u64) -> Duration {
+fn scale_cpu_time_to_bytes(per_mib: Duration, bytes: u64) -> Duration {
     Duration::from_nanos((per_mib.as_nanos() as u64).saturating_mul(bytes) >> 20)
 }
 
 /// Returns the memory, CPU-time and reply-size limits of a request that loads an input of `bytes`
 /// bytes, such as a tokenizer's files.
-pub(super) fn input_request_limits(bytes: usize) -> RequestLimits {
+pub(super) fn load_request_limits(bytes: usize) -> RequestLimits {
     RequestLimits {
-        cpu: BASE_CPU_TIME + scale_cpu_time(LOAD_CPU_TIME_PER_MIB, bytes as u64),
+        cpu: BASE_CPU_TIME + scale_cpu_time_to_bytes(LOAD_CPU_TIME_PER_MIB, bytes as u64),
         memory_bytes: BASE_MEMORY_BYTES,
         reply_bytes: BASE_REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes as u64,
     }
@@ -65,7 +65,7 @@ pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threa
     let at_once: u64 = sizes.iter().take(threads).sum();
     let cpu = if sizes.len() == 1 { BASE_CPU_TIME } else { CPU_TIME_PER_REQUEST };
     RequestLimits {
-        cpu: cpu + scale_cpu_time(CPU_TIME_PER_MIB, bytes),
+        cpu: cpu + scale_cpu_time_to_bytes(CPU_TIME_PER_MIB, bytes),
         memory_bytes: BASE_MEMORY_BYTES
             + MEMORY_PER_TEXT_BYTE * at_once.saturating_sub(SHORT_DOCUMENTS_BYTES),
         reply_bytes: BASE_REPLY_BYTES + REPLY_BYTES_PER_TEXT_BYTE * bytes,

@@ -166,14 +166,14 @@ impl Serialize for TokenList {
 
 impl<'de> Deserialize<'de> for TokenList {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_bytes(TokenVisitor)
+        deserializer.deserialize_bytes(TokenListVisitor)
     }
 }
 
 /// A serde visitor that deserializes a byte string as a list of tokens.
-struct TokenVisitor;
+struct TokenListVisitor;
 
-impl Visitor<'_> for TokenVisitor {
+impl Visitor<'_> for TokenListVisitor {
     type Value = TokenList;
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {

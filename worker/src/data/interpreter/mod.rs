@@ -12,9 +12,9 @@ mod template;
 mod tokenizer_library;
 pub(crate) mod untrusted;
 
-pub use client::SANDBOX_ROLE;
+pub use client::SANDBOX_ARGUMENT;
 pub(crate) use client::{Interpreter, InterpreterFailure, RequestStream, TemplateSource};
-pub(crate) use handler::create_handler;
+pub(crate) use handler::create_request_handler;
 pub(crate) use limits::{
     MAX_RECORDS_PER_REPLY, MAX_REQUEST_TEXT_BYTES, documents_request_limits, rows_request_limits,
 };

@@ -45,7 +45,7 @@ impl ParquetRows {
     pub(crate) fn open(file: File, field: &str, is_chat: bool) -> Result<Self, ParquetProblem> {
         let undecodable = |e: ParquetError| ParquetProblem::Undecodable(e.to_string());
         let reader = SerializedFileReader::new(file).map_err(undecodable)?;
-        let columns = select_read_columns(reader.metadata().file_metadata().schema(), field, is_chat)?;
+        let columns = select_columns_to_read(reader.metadata().file_metadata().schema(), field, is_chat)?;
         let rows = RowIter::from_file_into(Box::new(reader)).project(Some(columns)).map_err(undecodable)?;
         Ok(ParquetRows { rows, field: field.to_owned(), is_chat })
     }
@@ -89,7 +89,7 @@ impl Iterator for ParquetRows {
 
 /// Returns the schema of the Parquet file reduced to the columns to read: the text or the chat, and
 /// the tools of a chat. Fails if the column is missing or the file has too many columns.
-fn select_read_columns(schema: &Type, field: &str, is_chat: bool) -> Result<Type, ParquetProblem> {
+fn select_columns_to_read(schema: &Type, field: &str, is_chat: bool) -> Result<Type, ParquetProblem> {
     let columns = schema.get_fields();
     if columns.len() > MAX_COLUMNS {
         return Err(ParquetProblem::TooManyColumns { count: columns.len(), limit: MAX_COLUMNS });

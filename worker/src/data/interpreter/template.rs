@@ -68,8 +68,8 @@ impl CompiledTemplate {
                 let whole = 0..text.len();
                 return Ok(LossMaskedText { text, loss_ranges: vec![whole] });
             }
-            LossTargets::Assistant if self.has_generation_tags => strip_generation_tags(&rendered)?,
-            LossTargets::Assistant => self.locate_replies_by_prefixes(chat, &messages, rendered)?,
+            LossTargets::Assistant if self.has_generation_tags => extract_marked_ranges(&rendered)?,
+            LossTargets::Assistant => self.locate_replies_by_rerendering(chat, &messages, rendered)?,
         };
         match masked.loss_ranges.iter().any(|r| !r.is_empty()) {
             true => Ok(masked),
@@ -100,7 +100,7 @@ impl CompiledTemplate {
     /// Finds the text of each assistant message in `text`, the rendered chat. Renders the chat
     /// twice for each such message: with the messages before it, and with the messages up to and
     /// including it. Fails if these texts are not prefixes of `text`.
-    fn locate_replies_by_prefixes(
+    fn locate_replies_by_rerendering(
         &self,
         chat: &ChatRecord,
         messages: &[Value],
@@ -155,7 +155,7 @@ fn validate_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
         if read_message_role(message).is_none() {
             return Err(ChatProblem::RoleMissing { message: i + 1 });
         }
-        if has_reserved_character(message) {
+        if contains_generation_mark(message) {
             return Err(ChatProblem::ReservedCharacter { message: i + 1 });
         }
     }
@@ -169,7 +169,7 @@ fn read_message_role(message: &Value) -> Option<String> {
 
 /// Returns whether a chat message contains one of the private-use characters that mark generation
 /// tags in rendered text.
-fn has_reserved_character(value: &Value) -> bool {
+fn contains_generation_mark(value: &Value) -> bool {
     value.to_string().contains([GENERATION_BEGIN, GENERATION_END])
 }
 
@@ -188,7 +188,7 @@ fn replace_generation_tags(source: &str) -> (String, bool) {
 
 /// Removes the characters that mark generation tags from rendered text, and returns the text with
 /// the ranges that were between them.
-fn strip_generation_tags(rendered: &str) -> Result<LossMaskedText, ChatProblem> {
+fn extract_marked_ranges(rendered: &str) -> Result<LossMaskedText, ChatProblem> {
     let mut text = String::with_capacity(rendered.len());
     let (mut loss_ranges, mut open) = (Vec::new(), None);
     for c in rendered.chars() {

@@ -271,7 +271,7 @@ fn many_batches_have_the_tokens_of_their_documents_in_order() {
     let tokenizer = TokenizerSpec::File("tokenizer.json".into());
     let spec = DataSpec { seq_len: 1000, ..create_spec("a.jsonl", RecordFormat::Text, tokenizer) };
     let data = Dataset::open(&spec, None, Split::Train, dir.path()).unwrap();
-    assert_eq!(data.tokens(), expected.len() as u64);
+    assert_eq!(data.token_count(), expected.len() as u64);
     let order = data.create_sample_order(0, false);
     let mut read = Vec::new();
     for position in 0..data.len() {

@@ -125,9 +125,9 @@ fn read_token_text(value: &Value) -> Option<&str> {
 /// Returns the names and texts of the special tokens, such as `bos_token`, in the tokenizer's
 /// configuration. Chat templates use these names.
 fn list_special_tokens(config: Option<&Value>, eod_text: &str) -> Vec<(String, String)> {
-    const NAMES: [&str; 5] = ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token"];
+    const SPECIAL_TOKEN_NAMES: [&str; 5] = ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token"];
     let text = |name: &str| config?.get(name).and_then(read_token_text);
-    let configured = NAMES.iter().filter_map(|&name| Some((name.to_owned(), text(name)?.to_owned())));
+    let configured = SPECIAL_TOKEN_NAMES.iter().filter_map(|&name| Some((name.to_owned(), text(name)?.to_owned())));
     let mut tokens: Vec<(String, String)> = configured.collect();
     if !tokens.iter().any(|(name, _)| name == "eos_token") {
         tokens.push(("eos_token".to_owned(), eod_text.to_owned()));

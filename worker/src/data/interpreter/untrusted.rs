@@ -5,7 +5,7 @@
 //! if the process ends for another reason, such as a forbidden system call.
 use super::{
     client::{Interpreter, InterpreterFailure, TemplateSource},
-    limits::{MAX_RECORDS_PER_REPLY, input_request_limits, rows_request_limits},
+    limits::{MAX_RECORDS_PER_REPLY, load_request_limits, rows_request_limits},
     message::{Document, DocumentOptions, DocumentResult, OpenParquetReply, Request, RowsReply},
 };
 use crate::data::{split::SplitFilter, tokenizer_files::TOKENIZER_FILE};
@@ -23,12 +23,12 @@ const THREADS: usize = 1;
 /// The largest number of requests in which a fuzz target reads rows of one Parquet file.
 const MAX_ROW_REQUESTS: usize = 4;
 /// The chats that are rendered with each untrusted chat template.
-const CHATS: [&str; 2] = [
+const TEST_CHATS: [&str; 2] = [
     r#"{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}"#,
     r#"{"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "é\n"}], "tools": [{"a": 1}]}"#,
 ];
 /// The texts that are tokenized with each untrusted tokenizer.
-const TEXTS: [&str; 3] = ["a b c", "", "Zoë's 12,345 naïve\t \u{1f680}\u{200d}\r\n</s> xxxxxxxxxxxxxxxx"];
+const TEST_TEXTS: [&str; 3] = ["a b c", "", "Zoë's 12,345 naïve\t \u{1f680}\u{200d}\r\n</s> xxxxxxxxxxxxxxxx"];
 
 /// The error which reports that an untrusted input was rejected or exceeded a limit of the sandbox
 /// process.
@@ -76,7 +76,7 @@ pub(crate) fn interpret_chat_template(source: &str) -> Result<(), UnusableInput>
     let template = TemplateSource { source: source.to_owned(), special_tokens: special_tokens.into() };
     let compiled = INTERPRETER.compile_template(template).map_err(to_unusable_input_error)?;
     compiled.map_err(|failure| build_unusable_input_error(&failure))?;
-    for (chat, loss_on) in CHATS.into_iter().zip([LossTargets::Assistant, LossTargets::All]) {
+    for (chat, loss_on) in TEST_CHATS.into_iter().zip([LossTargets::Assistant, LossTargets::All]) {
         let options = create_options("messages", loss_on);
         let result = INTERPRETER.interpret_document(Document::ChatLine(chat), options);
         require_usable_result(result.map_err(to_unusable_input_error)?)?;
@@ -90,7 +90,7 @@ pub(crate) fn interpret_tokenizer(json: &str) -> Result<(), UnusableInput> {
     let files: Arc<[(String, String)]> = Arc::new([(TOKENIZER_FILE.to_owned(), json.to_owned())]);
     let loaded = INTERPRETER.load_tokenizer(&files).map_err(to_unusable_input_error)?;
     let info = loaded.map_err(|(_, problem)| build_unusable_input_error(&problem))?;
-    for text in TEXTS {
+    for text in TEST_TEXTS {
         let options = create_options("text", LossTargets::All);
         let result = INTERPRETER.interpret_document(Document::Text(text), options);
         require_usable_result(result.map_err(to_unusable_input_error)?)?;
@@ -114,7 +114,7 @@ fn interpret_rows(bytes: &[u8], field: &str, is_chat: bool) -> Result<(), Unusab
     file.write_all(bytes).map_err(|error| build_unusable_input_error(&error))?;
     let mut stream = INTERPRETER.open_stream();
     let open = Request::OpenParquet { field, is_chat };
-    stream.send(&open, Some(&file), &input_request_limits(0)).map_err(to_unusable_input_error)?;
+    stream.send(&open, Some(&file), &load_request_limits(0)).map_err(to_unusable_input_error)?;
     let opened: OpenParquetReply = stream.receive().map_err(to_unusable_input_error)?;
     opened.map_err(|problem| build_unusable_input_error(&problem))?;
     let options = create_options(field, LossTargets::All);

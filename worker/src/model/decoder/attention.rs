@@ -32,7 +32,7 @@ impl Model {
 
     /// Returns for each token the first position to which the token attends in the layer of
     /// `input`.
-    fn attention_starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
+    fn select_attention_starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
         if self.is_sliding_layer(input) { &input.batch.window_starts } else { &input.batch.starts }
     }
 
@@ -55,7 +55,7 @@ impl Model {
     /// Computes the forward pass of a layer's attention, from the norm of the layer's input to the
     /// output projection. Saves the projected output in the buffer of the residual stream. The
     /// second half of the layer adds the layer's input to this buffer.
-    pub(super) fn attention_forward(&self, input: &LayerInput, buffers: &mut LayerBuffers) {
+    pub(super) fn attention_half_forward(&self, input: &LayerInput, buffers: &mut LayerBuffers) {
         let (ops, s) = (input.ops, &self.spans);
         let SavedBuffers {
             attention_in_stats,
@@ -68,17 +68,17 @@ impl Model {
             attention_out,
             attention_out_stats,
             ..
-        } = buffers.saved.borrow_set_mut();
-        let ScratchBuffers { norm, norm_factors, mut lora, .. } = buffers.scratch.borrow_set_mut();
-        let norm_in = self.find_input_norm(input, s.attention_in_norm.as_ref(), norm_factors);
+        } = buffers.saved.borrow_buffer_set_mut();
+        let ScratchBuffers { norm, norm_factors, mut lora, .. } = buffers.scratch.borrow_buffer_set_mut();
+        let norm_in = self.create_input_norm(input, s.attention_in_norm.as_ref(), norm_factors);
         let x = norm_in.forward(input.x, norm, attention_in_stats);
         self.linears.select_linear(input, &s.qkv).forward(x, qkv.view_mut(), &mut lora);
         self.qk_norm_forward(input, qkv, raw_qk, qk_rstd, norm_factors);
         self.apply_rotary_embedding(input, qkv, false);
-        let (starts, shape) = (self.attention_starts(input), self.create_attention_shape(input));
+        let (starts, shape) = (self.select_attention_starts(input), self.create_attention_shape(input));
         ops.attention_forward(attention.view_mut(), lse.view_mut(), qkv.view(), starts, shape);
         let o = self.linears.select_linear(input, &s.o);
-        match self.find_norm(input, s.attention_out_norm.as_ref(), norm_factors) {
+        match self.create_norm_if_present(input, s.attention_out_norm.as_ref(), norm_factors) {
             Some(norm_out) => {
                 o.forward(attention.view(), attention_out.view_mut(), &mut lora);
                 norm_out.forward(residual.view_mut(), attention_out_stats.view_mut(), attention_out.view());
@@ -95,7 +95,7 @@ impl Model {
     /// norm of the layer's input. Writes the parameter gradients to `g`, the gradient of the
     /// layer's unit. `dx` is the gradient of the residual stream after attention on entry, and of
     /// the layer's input on return.
-    pub(super) fn attention_backward(
+    pub(super) fn attention_half_backward(
         &self,
         input: &LayerInput,
         g: &mut ViewMut,
@@ -113,9 +113,9 @@ impl Model {
             attention_out,
             attention_out_stats,
             ..
-        } = buffers.saved.borrow_set_mut();
+        } = buffers.saved.borrow_buffer_set_mut();
         let ScratchBuffers { norm, dnorm, dattention, dqkv, norm_factors, mut lora, .. } =
-            buffers.scratch.borrow_set_mut();
+            buffers.scratch.borrow_buffer_set_mut();
         let (qkv_linear, o) =
             (self.linears.select_linear(input, &s.qkv), self.linears.select_linear(input, &s.o));
         let branch = (s.attention_out_norm.as_ref(), &self.layer_dropout[input.layer].attention_out);
@@ -124,13 +124,13 @@ impl Model {
         o.backward_bias(g, dout);
         let dout = self.linears.format.round_gradient(ops, dout, dnorm);
         o.backward(g, dattention.view_mut(), (attention.view(), dout), &mut lora);
-        let (starts, shape) = (self.attention_starts(input), self.create_attention_shape(input));
+        let (starts, shape) = (self.select_attention_starts(input), self.create_attention_shape(input));
         let (dy, y) = (dattention.view(), attention.view());
         ops.attention_backward(dqkv.view_mut(), dy, y, lse.view(), qkv.view(), starts, shape);
         self.apply_rotary_embedding(input, dqkv, true);
         self.qk_norm_backward(input, g, dqkv, (raw_qk.view(), qk_rstd.view()), norm_factors);
         qkv_linear.backward_bias(g, dqkv.view());
-        let norm_in = self.find_input_norm(input, s.attention_in_norm.as_ref(), norm_factors);
+        let norm_in = self.create_input_norm(input, s.attention_in_norm.as_ref(), norm_factors);
         let x = norm_in.forward(input.x, norm, attention_in_stats);
         qkv_linear.backward(g, dnorm.view_mut(), (x, dqkv.view()), &mut lora);
         norm_in.backward(g, dx, dnorm.view(), (input.x, attention_in_stats.view()));

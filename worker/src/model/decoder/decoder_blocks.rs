@@ -5,7 +5,7 @@ use super::{
     row_norm::RowNorm,
 };
 use crate::model::{
-    activation_buffers::{ActivationBuffers, BufferSpec, list_buffers},
+    activation_buffers::{ActivationBuffers, BufferSpec, list_buffer_specs},
     block_arguments::{HeadGrads, HeadInput, LayerBuffers, LayerInput},
     micro_batch::MicroBatch,
 };
@@ -17,15 +17,15 @@ use device::{
 impl Model {
     /// Declares the buffers in which a layer's forward pass saves values for its backward pass, for
     /// micro-batches of `b` sequences of `t` tokens.
-    pub fn saved_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
-        list_buffers(SavedBuffers::declare(&self.config, b, t))
+    pub fn declare_saved_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
+        list_buffer_specs(SavedBuffers::declare(&self.config, b, t))
     }
 
     /// Declares the scratch buffers that all blocks (embedding, layers and head) share, for
     /// micro-batches of `b` sequences of `t` tokens.
-    pub fn scratch_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
+    pub fn declare_scratch_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
         let lora = self.linears.declare_scratch(b * t);
-        list_buffers(ScratchBuffers::declare(&self.config, b * t, lora))
+        list_buffer_specs(ScratchBuffers::declare(&self.config, b * t, lora))
     }
 
     /// Moves the model's constants, such as the tables of rotary embedding, to the device of `ops`.
@@ -39,7 +39,7 @@ impl Model {
     /// flat vector of the embedding unit.
     pub fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &MicroBatch, mut x: ViewMut) {
         let (b, t, d, len) =
-            (batch.sequences, batch.seq_len, self.config.sizes.hidden, self.vocab_matrix_len());
+            (batch.sequences, batch.seq_len, self.config.sizes.hidden, self.embedding_matrix_len());
         ops.embedding_forward(x.reborrow(), params.slice(0..len), &batch.tokens, d);
         if self.config.learned_positions.is_some() {
             // Every sequence is one row of t·d elements, to which the positions are added like a
@@ -70,7 +70,7 @@ impl Model {
                 }
             }
         }
-        let (tokens, positions) = grads.split_at(self.vocab_matrix_len());
+        let (tokens, positions) = grads.split_at(self.embedding_matrix_len());
         ops.embedding_backward(tokens, dx.as_view(), &batch.tokens, d);
         if self.config.learned_positions.is_some() {
             ops.bias_backward(positions.slice(0..t * d), dx.as_view(), b, t * d);
@@ -81,8 +81,8 @@ impl Model {
     /// experts). Writes the output to `y`, `[rows, hidden]`, and values for the backward pass to
     /// `buffers`. If `y` is `None`, computes only the saved values (recomputation).
     pub fn layer_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
-        self.attention_forward(input, buffers);
-        self.mlp_forward(input, y, buffers);
+        self.attention_half_forward(input, buffers);
+        self.mlp_half_forward(input, y, buffers);
     }
 
     /// Computes the backward pass of one decoder layer whose MLP is dense (not a mixture of
@@ -98,14 +98,14 @@ impl Model {
         for span in self.spans.list_norm_and_bias_spans() {
             input.ops.clear(grads.slice_mut(span));
         }
-        self.mlp_backward(input, &mut grads, dx.reborrow(), buffers);
-        self.attention_backward(input, &mut grads, dx, buffers);
+        self.mlp_half_backward(input, &mut grads, dx.reborrow(), buffers);
+        self.attention_half_backward(input, &mut grads, dx, buffers);
     }
 
     /// Returns the norm before the output layer, and the matrix of the output layer, `[vocab,
     /// hidden]`. The matrix is the embedding if the two are tied.
-    fn select_head_params<'a>(&self, input: &HeadInput<'a>, factors: &'a mut Buf) -> (RowNorm<'a>, View<'a>) {
-        let (norm_len, matrix_len) = (self.config.norm_len(), self.vocab_matrix_len());
+    fn select_head_norm_and_matrix<'a>(&self, input: &HeadInput<'a>, factors: &'a mut Buf) -> (RowNorm<'a>, View<'a>) {
+        let (norm_len, matrix_len) = (self.config.params_per_norm(), self.embedding_matrix_len());
         let norm = self.create_row_norm(input.ops, input.params, 0..norm_len, factors);
         let matrix = match input.embedding {
             Some(embedding) => embedding.slice(0..matrix_len),
@@ -115,10 +115,10 @@ impl Model {
     }
 
     /// Computes the logits of the only row of `input`, and writes them to `out`, `[vocab]`.
-    pub fn compute_logits(&self, input: &HeadInput, mut out: ViewMut, scratch: &mut ActivationBuffers) {
+    pub fn compute_single_row_logits(&self, input: &HeadInput, mut out: ViewMut, scratch: &mut ActivationBuffers) {
         let (d, v) = (self.config.sizes.hidden, self.config.sizes.vocab);
-        let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_set_mut();
-        let (norm, matrix) = self.select_head_params(input, norm_factors);
+        let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_buffer_set_mut();
+        let (norm, matrix) = self.select_head_norm_and_matrix(input, norm_factors);
         let mut row = normed.view_mut().slice(0..d);
         norm.forward(
             row.reborrow(),
@@ -143,17 +143,17 @@ impl Model {
     ) {
         let (ops, sizes, softcap) = (input.ops, self.config.sizes, self.config.logit_softcap);
         let shape = ClassifierShape { m: labels.len(), d: sizes.hidden, v: sizes.vocab, softcap };
-        let ScratchBuffers { norm: normed, dnorm, norm_factors, head_stats, .. } = scratch.borrow_set_mut();
-        let (norm, matrix) = self.select_head_params(input, norm_factors);
+        let ScratchBuffers { norm: normed, dnorm, norm_factors, head_stats, .. } = scratch.borrow_buffer_set_mut();
+        let (norm, matrix) = self.select_head_norm_and_matrix(input, norm_factors);
         norm.forward(normed.view_mut(), head_stats.view_mut(), input.x);
         let x = normed.view();
         let Some(g) = grads else {
             return ops.compute_classifier_loss(loss, x, matrix, labels, shape, None);
         };
-        let (mut norm_grads, matrix_grad) = g.head.split_at(self.config.norm_len());
+        let (mut norm_grads, matrix_grad) = g.head.split_at(self.config.params_per_norm());
         ops.clear(norm_grads.reborrow());
         let dw = g.embedding.map_or(matrix_grad, |embedding| {
-            let (dw, positions) = embedding.split_at(self.vocab_matrix_len());
+            let (dw, positions) = embedding.split_at(self.embedding_matrix_len());
             if !positions.is_empty() {
                 // The gradient of positions begins at zero.
                 ops.clear(positions);

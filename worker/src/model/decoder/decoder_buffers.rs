@@ -1,6 +1,6 @@
 //! [`SavedBuffers`] and [`ScratchBuffers`]: the buffers for values that a decoder saves between its
 //! forward and backward pass, and for temporary values.
-use super::decoder_config::{DecoderConfig, NormKind, QkNorm};
+use super::decoder_config::{DecoderConfig, NormKind, QkNormExtent};
 use crate::model::{
     activation_buffers::{BufferSpec, declare_buffer_set},
     lora::LoraScratchBuffers,
@@ -77,8 +77,8 @@ impl SavedBuffers<BufferSpec> {
         let heads = sizes.heads + sizes.kv_heads;
         let (raw_qk_width, qk_parts) = match config.qk_norm {
             None => (0, 0),
-            Some(QkNorm::PerHead) => (heads * sizes.head_dim, heads),
-            Some(QkNorm::AllHeads) => (heads * sizes.head_dim, 2),
+            Some(QkNormExtent::PerHead) => (heads * sizes.head_dim, heads),
+            Some(QkNormExtent::AllHeads) => (heads * sizes.head_dim, 2),
         };
         SavedBuffers {
             attention_in_stats: stats(rows_of(norms.attention_in)),
@@ -104,8 +104,8 @@ impl ScratchBuffers<BufferSpec> {
     pub(super) fn declare(config: &DecoderConfig, m: usize, lora: LoraScratchBuffers<BufferSpec>) -> Self {
         let sizes = config.sizes;
         let qk_norm_width = match config.qk_norm {
-            Some(QkNorm::AllHeads) => sizes.attention_width(),
-            Some(QkNorm::PerHead) | None => sizes.head_dim,
+            Some(QkNormExtent::AllHeads) => sizes.attention_width(),
+            Some(QkNormExtent::PerHead) | None => sizes.head_dim,
         };
         let factors =
             if config.norm_kind == NormKind::RmsAddOne { sizes.hidden.max(qk_norm_width) } else { 0 };

@@ -4,7 +4,7 @@ use super::decoder_moe_config::DecoderMoeConfig;
 use crate::{
     model::{
         error::Result,
-        hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, take_entries},
+        hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, into_object_entries},
         model_sizes::ModelSizes,
         rotary_embedding::RopeConfig,
     },
@@ -14,11 +14,11 @@ use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
 /// The key of config.json for the dropout rate of attention probabilities.
-const ATTENTION_DROPOUT: &str = "attention_dropout";
+const ATTENTION_DROPOUT_KEY: &str = "attention_dropout";
 
 /// The names of keys in config.json, which are the same for all model families except GPT-2.
 pub(in crate::model) const DECODER_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
-    dropout_rates: &[ATTENTION_DROPOUT],
+    dropout_rates: &[ATTENTION_DROPOUT_KEY],
     max_positions: "max_position_embeddings",
     hidden_size: "hidden_size",
     intermediate_size: "intermediate_size",
@@ -69,7 +69,7 @@ impl TensorNames {
 /// The names of the norm modules of a decoder layer, relative to the layer's module. An absent norm
 /// is `None`.
 #[derive(Clone, Copy)]
-pub(in crate::model) struct LayerNorms {
+pub(in crate::model) struct NormModuleNames {
     /// The name of the norm of the input of attention.
     pub(in crate::model) attention_in: Option<&'static str>,
     /// The name of the norm of the output of attention, which is applied before the residual
@@ -82,10 +82,10 @@ pub(in crate::model) struct LayerNorms {
     pub(in crate::model) mlp_out: Option<&'static str>,
 }
 
-impl LayerNorms {
+impl NormModuleNames {
     /// The names of the norm modules of a Llama layer, where the inputs of attention and MLP are
     /// normalized.
-    const PRE_NORM: LayerNorms = LayerNorms {
+    const PRE_NORM_NAMES: NormModuleNames = NormModuleNames {
         attention_in: Some("input_layernorm"),
         attention_out: None,
         mlp_in: Some("post_attention_layernorm"),
@@ -106,7 +106,7 @@ pub(in crate::model) enum NormKind {
 
 /// Whether q and k are normalized separately for each head, or over all heads of a token.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(in crate::model) enum QkNorm {
+pub(in crate::model) enum QkNormExtent {
     /// Each head is normalized separately, with common weights.
     PerHead,
     /// The heads of a token are normalized together.
@@ -173,11 +173,11 @@ pub(in crate::model) struct DecoderConfig {
     /// Whether the gate, up and down projections have biases.
     pub(in crate::model) has_mlp_bias: bool,
     /// The norms of q and k before the rotation; `None` if q and k are not normalized.
-    pub(in crate::model) qk_norm: Option<QkNorm>,
+    pub(in crate::model) qk_norm: Option<QkNormExtent>,
     /// The kind of the norms.
     pub(in crate::model) norm_kind: NormKind,
     /// The norms of a layer.
-    pub(in crate::model) norms: LayerNorms,
+    pub(in crate::model) norms: NormModuleNames,
     /// The activation of the MLP.
     pub(in crate::model) activation: Activation,
     /// Factor by which embedded tokens are multiplied; `None` for 1.
@@ -216,13 +216,13 @@ impl DecoderConfig {
     /// values are consistent.
     pub(in crate::model) fn from_fields(fields: &HfConfigFields) -> Result<Self> {
         fields.require_one_of("hidden_act", &[json!("silu"), json!("swish")])?;
-        Self::from_fields_and_rope(fields, RopeConfig::from_fields(fields)?)
+        Self::from_fields_with_rope(fields, RopeConfig::from_fields(fields)?)
     }
 
     /// Reads those keys of config.json that all decoder families share, apart from the activation
     /// and the rotary embedding, which is given as `rope`.
-    pub(in crate::model) fn from_fields_and_rope(fields: &HfConfigFields, rope: RopeConfig) -> Result<Self> {
-        let attention_dropout = fields.read_dropout_rate(ATTENTION_DROPOUT, 0.0)?;
+    pub(in crate::model) fn from_fields_with_rope(fields: &HfConfigFields, rope: RopeConfig) -> Result<Self> {
+        let attention_dropout = fields.read_dropout_rate(ATTENTION_DROPOUT_KEY, 0.0)?;
         fields.require_one_of("pretraining_tp", &[json!(1)])?;
         fields.require_one_of("is_encoder_decoder", &[json!(false)])?;
         fields.require_one_of("add_cross_attention", &[json!(false)])?;
@@ -256,7 +256,7 @@ impl DecoderConfig {
             kv_heads: kv_heads as usize,
             head_dim: head_dim as usize,
         };
-        let mut config = DecoderConfig::with_defaults(sizes, fields.read_size("intermediate_size")? as usize);
+        let mut config = DecoderConfig::new_with_defaults(sizes, fields.read_size("intermediate_size")? as usize);
         config.norm_eps = fields.read_positive_number("rms_norm_eps", 1e-6)? as f32;
         config.rope = Some(rope);
         config.ties_embeddings = fields.read_flag("tie_word_embeddings")?;
@@ -269,7 +269,7 @@ impl DecoderConfig {
 
     /// Creates the config of a decoder with the given sizes and the options that most model
     /// families have. Neither rotary embedding nor learned positions are set.
-    pub(in crate::model) fn with_defaults(sizes: ModelSizes, intermediate_size: usize) -> Self {
+    pub(in crate::model) fn new_with_defaults(sizes: ModelSizes, intermediate_size: usize) -> Self {
         DecoderConfig {
             sizes,
             intermediate_size,
@@ -286,7 +286,7 @@ impl DecoderConfig {
             has_mlp_bias: false,
             qk_norm: None,
             norm_kind: NormKind::Rms,
-            norms: LayerNorms::PRE_NORM,
+            norms: NormModuleNames::PRE_NORM_NAMES,
             activation: Activation::Swiglu,
             embedding_scale: None,
             attention_scale: 1.0 / (sizes.head_dim as f64).sqrt(),
@@ -331,7 +331,7 @@ impl DecoderConfig {
 
     /// Returns the number of parameters of one norm of the residual stream: its weight, and its
     /// bias if it has one.
-    pub(super) fn norm_len(&self) -> usize {
+    pub(super) fn params_per_norm(&self) -> usize {
         self.sizes.hidden * if self.norm_kind == NormKind::Layer { 2 } else { 1 }
     }
 
@@ -365,12 +365,12 @@ impl DecoderConfig {
     /// Reads the keys of config.json that select which layers of Qwen models attend to a sliding
     /// window.
     pub(in crate::model) fn read_sliding_layers(&mut self, fields: &HfConfigFields) -> Result<()> {
-        const FIRST_LAYER: &str = "max_window_layers";
+        const FIRST_SLIDING_LAYER_KEY: &str = "max_window_layers";
         let enabled = fields.read_flag("use_sliding_window")?;
         let window = fields.read_optional_size("sliding_window")?.filter(|_| enabled);
-        let first = match fields.read_value(FIRST_LAYER) {
+        let first = match fields.read_value(FIRST_SLIDING_LAYER_KEY) {
             None => 28,
-            Some(v) => v.as_u64().ok_or_else(|| invalid_value_error(FIRST_LAYER, v, "a number of layers"))?,
+            Some(v) => v.as_u64().ok_or_else(|| invalid_value_error(FIRST_SLIDING_LAYER_KEY, v, "a number of layers"))?,
         };
         self.sliding_window = window.map(|n| n as usize);
         self.sliding_layers = (0..self.sizes.layers).map(|l| window.is_some() && l as u64 >= first).collect();
@@ -380,10 +380,10 @@ impl DecoderConfig {
     /// Reads the key `layer_types` of config.json, which, if set, replaces the selection of
     /// sliding-window layers that other keys made.
     pub(in crate::model) fn read_layer_types(&mut self, fields: &HfConfigFields) -> Result<()> {
-        const KEY: &str = "layer_types";
-        let Some(value) = fields.read_value(KEY) else { return Ok(()) };
+        const LAYER_TYPES_KEY: &str = "layer_types";
+        let Some(value) = fields.read_value(LAYER_TYPES_KEY) else { return Ok(()) };
         let invalid =
-            || invalid_value_error(KEY, value, "`full_attention` or `sliding_attention` for each layer");
+            || invalid_value_error(LAYER_TYPES_KEY, value, "`full_attention` or `sliding_attention` for each layer");
         let types = value.as_array().filter(|t| t.len() == self.sizes.layers).ok_or_else(invalid)?;
         for (is_sliding, layer_type) in self.sliding_layers.iter_mut().zip(types) {
             *is_sliding = match layer_type.as_str() {
@@ -391,7 +391,7 @@ impl DecoderConfig {
                 Some("sliding_attention") if self.sliding_window.is_some() => true,
                 Some("sliding_attention") => {
                     let expected = "only `full_attention`, because the model has no sliding window";
-                    return Err(invalid_value_error(KEY, layer_type, expected));
+                    return Err(invalid_value_error(LAYER_TYPES_KEY, layer_type, expected));
                 }
                 _ => return Err(invalid()),
             };
@@ -433,7 +433,7 @@ pub(in crate::model) fn build_decoder_config_json(
         "use_cache": true,
         "vocab_size": spec.vocab_size,
     });
-    let mut map = take_entries(shared);
-    map.extend(take_entries(family_keys));
+    let mut map = into_object_entries(shared);
+    map.extend(into_object_entries(family_keys));
     map
 }

@@ -8,7 +8,7 @@ use crate::model::{
 use jobspec::ExpertsSpec;
 
 /// The largest number of experts that a layer may have.
-const EXPERTS_MAX: u32 = 1 << 16;
+const MAX_EXPERTS_PER_LAYER: u32 = 1 << 16;
 
 /// The experts of a decoder: their sizes, the layers that have them, and the names of their
 /// tensors.
@@ -47,8 +47,8 @@ impl DecoderMoeConfig {
             let expected = format!("at most the number of experts of a layer ({count})");
             return Err(invalid_value_error("num_experts_per_tok", &per_token.into(), expected));
         }
-        if count > EXPERTS_MAX {
-            let expected = format!("at most {EXPERTS_MAX}");
+        if count > MAX_EXPERTS_PER_LAYER {
+            let expected = format!("at most {MAX_EXPERTS_PER_LAYER}");
             return Err(invalid_value_error(count_key, &count.into(), expected));
         }
         // Without effect: the key adds router logits to the output of transformers' forward pass.

@@ -4,7 +4,7 @@
 //! The matrices of q, k and v are adjacent and computed as one matmul, and so are the matrices of
 //! gate and up. The biases of such matrices are adjacent, too. The bias of a norm follows its
 //! weight.
-use super::decoder_config::{DecoderConfig, NormKind, QkNorm};
+use super::decoder_config::{DecoderConfig, NormKind, QkNormExtent};
 use crate::{
     model::linear_layout::LinearLayout,
     params::{ParamInit, ParamSpec, ParamUnit},
@@ -89,7 +89,7 @@ impl LayerLayoutBuilder<'_> {
 
     /// Adds the parameters of a norm of the residual stream, and returns their range in the flat
     /// vector. Returns `None` and adds nothing if the layer has no such norm.
-    fn add_row_norm(&mut self, name: Option<&str>) -> Option<Range<usize>> {
+    fn add_residual_stream_norm(&mut self, name: Option<&str>) -> Option<Range<usize>> {
         let (name, width) = (name?, self.config.sizes.hidden);
         let mut span = self.add_norm_weight(name, width);
         if self.config.norm_kind == NormKind::Layer {
@@ -138,19 +138,19 @@ pub(super) fn build_layer_unit(
     let (sizes, names, norms, f) = (config.sizes, &config.names, config.norms, config.intermediate_size);
     let (d, q, kv) = (sizes.hidden, sizes.attention_width(), sizes.kv_heads * sizes.head_dim);
     let (std, output_std) = (config.init_std, config.output_init_std);
-    let attention_in_norm = t.add_row_norm(norms.attention_in);
+    let attention_in_norm = t.add_residual_stream_norm(norms.attention_in);
     let qkv_modules = match names.qkv {
         [fused] => vec![(*fused, q + 2 * kv)],
         separate => separate.iter().copied().zip([q, kv, kv]).collect(),
     };
     let qkv = t.add_linear(0, qkv_modules, d, config.has_qkv_bias, std);
     let qk_norm = config.qk_norm.map(|extent| {
-        let widths = if extent == QkNorm::PerHead { [sizes.head_dim; 2] } else { [q, kv] };
+        let widths = if extent == QkNormExtent::PerHead { [sizes.head_dim; 2] } else { [q, kv] };
         [t.add_norm_weight("self_attn.q_norm", widths[0]), t.add_norm_weight("self_attn.k_norm", widths[1])]
     });
     let o = t.add_linear(1, vec![(names.o, d)], q, config.has_o_bias, output_std);
-    let attention_out_norm = t.add_row_norm(norms.attention_out);
-    let mlp_in_norm = t.add_row_norm(norms.mlp_in);
+    let attention_out_norm = t.add_residual_stream_norm(norms.attention_out);
+    let mlp_in_norm = t.add_residual_stream_norm(norms.mlp_in);
     let (mut ups, mut downs) = (names.gate_up.iter().map(|name| (*name, f)).collect(), vec![(names.down, d)]);
     let moe = config.moe.as_ref().filter(|_| layer_number.is_some_and(|l| config.is_moe_layer(l)));
     if let Some(moe) = moe {
@@ -161,7 +161,7 @@ pub(super) fn build_layer_unit(
     }
     let gate_up = t.add_linear(2, ups, d, config.has_mlp_bias, std);
     let down = t.add_linear(3, downs, f, config.has_mlp_bias, output_std);
-    let mlp_out_norm = t.add_row_norm(norms.mlp_out);
+    let mlp_out_norm = t.add_residual_stream_norm(norms.mlp_out);
     let spans = DecoderLayerSpans {
         attention_in_norm,
         qkv,

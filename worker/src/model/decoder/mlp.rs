@@ -11,8 +11,8 @@ use device::{View, ViewMut};
 impl Model {
     /// Computes the activation of the MLP from gate and up, and writes it to `act`, `[rows,
     /// intermediate]`.
-    fn activation_forward(&self, input: &LayerInput, act: ViewMut, gate_up: View) {
-        let (ops, m, f) = (input.ops, input.batch.rows(), self.config.intermediate_size);
+    fn mlp_activation_forward(&self, input: &LayerInput, act: ViewMut, gate_up: View) {
+        let (ops, m, f) = (input.ops, input.batch.row_count(), self.config.intermediate_size);
         match self.config.activation {
             Activation::Swiglu => ops.swiglu_forward(act, gate_up, m, f),
             Activation::Geglu => ops.geglu_forward(act, gate_up, m, f),
@@ -22,8 +22,8 @@ impl Model {
 
     /// Computes the gradients of the MLP's gate and up. `dact` is the gradient of the activation on
     /// entry, and the activation itself on return.
-    fn activation_backward(&self, input: &LayerInput, dgate_up: ViewMut, dact: ViewMut, gate_up: View) {
-        let (ops, m, f) = (input.ops, input.batch.rows(), self.config.intermediate_size);
+    fn mlp_activation_backward(&self, input: &LayerInput, dgate_up: ViewMut, dact: ViewMut, gate_up: View) {
+        let (ops, m, f) = (input.ops, input.batch.row_count(), self.config.intermediate_size);
         match self.config.activation {
             Activation::Swiglu => ops.swiglu_backward(dgate_up, dact, gate_up, m, f),
             Activation::Geglu => ops.geglu_backward(dgate_up, dact, gate_up, m, f),
@@ -34,20 +34,20 @@ impl Model {
     /// Computes the forward pass of a layer's MLP half: adds the layer's input to the projected
     /// output of attention, and computes the MLP. Writes the layer's output to `y`. If `y` is
     /// `None`, computes only the saved values.
-    pub(super) fn mlp_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
+    pub(super) fn mlp_half_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
         let (ops, s) = (input.ops, &self.spans);
         let SavedBuffers { residual, mlp_in_stats, gate_up, mlp_out, mlp_out_stats, .. } =
-            buffers.saved.borrow_set_mut();
-        let ScratchBuffers { norm, act, norm_factors, mut lora, .. } = buffers.scratch.borrow_set_mut();
-        let norm_in = self.find_input_norm(input, s.mlp_in_norm.as_ref(), norm_factors);
-        let x = norm_in.add_forward(residual, input.x, norm, mlp_in_stats);
+            buffers.saved.borrow_buffer_set_mut();
+        let ScratchBuffers { norm, act, norm_factors, mut lora, .. } = buffers.scratch.borrow_buffer_set_mut();
+        let norm_in = self.create_input_norm(input, s.mlp_in_norm.as_ref(), norm_factors);
+        let x = norm_in.add_and_norm_forward(residual, input.x, norm, mlp_in_stats);
         self.linears.select_linear(input, &s.gate_up).forward(x, gate_up.view_mut(), &mut lora);
         if y.is_none() && s.mlp_out_norm.is_none() {
             return;
         }
-        self.activation_forward(input, act.view_mut(), gate_up.view());
+        self.mlp_activation_forward(input, act.view_mut(), gate_up.view());
         let down = self.linears.select_linear(input, &s.down);
-        let Some(norm_out) = self.find_norm(input, s.mlp_out_norm.as_ref(), norm_factors) else {
+        let Some(norm_out) = self.create_norm_if_present(input, s.mlp_out_norm.as_ref(), norm_factors) else {
             if let Some(mut y) = y {
                 down.forward(act.view(), y.reborrow(), &mut lora);
                 let dropout = &self.layer_dropout[input.layer].mlp_out;
@@ -69,7 +69,7 @@ impl Model {
     /// Computes the backward pass of a layer's MLP half. Writes the parameter gradients to `g`, the
     /// gradient of the layer's unit. `dx` is the gradient of the layer's output on entry, and of
     /// the residual stream after attention on return.
-    pub(super) fn mlp_backward(
+    pub(super) fn mlp_half_backward(
         &self,
         input: &LayerInput,
         g: &mut ViewMut,
@@ -78,9 +78,9 @@ impl Model {
     ) {
         let s = &self.spans;
         let SavedBuffers { residual, mlp_in_stats, gate_up, mlp_out, mlp_out_stats, .. } =
-            buffers.saved.borrow_set_mut();
+            buffers.saved.borrow_buffer_set_mut();
         let ScratchBuffers { norm, dnorm, act, dgate_up, norm_factors, mut lora, .. } =
-            buffers.scratch.borrow_set_mut();
+            buffers.scratch.borrow_buffer_set_mut();
         let (up, down) =
             (self.linears.select_linear(input, &s.gate_up), self.linears.select_linear(input, &s.down));
         let branch = (s.mlp_out_norm.as_ref(), &self.layer_dropout[input.layer].mlp_out);
@@ -89,14 +89,14 @@ impl Model {
         down.backward_bias(g, dout);
         let dout = self.linears.format.round_gradient(input.ops, dout, dnorm);
         if self.linears.has_adapters() {
-            self.activation_forward(input, act.view_mut(), gate_up.view());
+            self.mlp_activation_forward(input, act.view_mut(), gate_up.view());
             down.backward_adapters(g, (act.view(), dout), &mut lora);
         }
         down.backward_input(act.view_mut(), dout, &mut lora);
-        self.activation_backward(input, dgate_up.view_mut(), act.view_mut(), gate_up.view());
+        self.mlp_activation_backward(input, dgate_up.view_mut(), act.view_mut(), gate_up.view());
         down.backward_weight(g, (act.view(), dout));
         up.backward_bias(g, dgate_up.view());
-        let norm_in = self.find_input_norm(input, s.mlp_in_norm.as_ref(), norm_factors);
+        let norm_in = self.create_input_norm(input, s.mlp_in_norm.as_ref(), norm_factors);
         let x = norm_in.forward(residual.view(), norm, mlp_in_stats);
         up.backward(g, dnorm.view_mut(), (x, dgate_up.view()), &mut lora);
         norm_in.backward(g, dx, dnorm.view(), (residual.view(), mlp_in_stats.view()));

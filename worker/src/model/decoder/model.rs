@@ -119,7 +119,7 @@ impl Model {
 
     /// Returns the number of elements of the embedding matrix `[vocab, hidden]`, which the matrix
     /// of the output layer has, too. Learned positions follow the embedding's matrix in its unit.
-    pub(super) fn vocab_matrix_len(&self) -> usize {
+    pub(super) fn embedding_matrix_len(&self) -> usize {
         self.config.sizes.vocab * self.config.sizes.hidden
     }
 
@@ -144,7 +144,7 @@ impl Model {
         embedding.extend(config.learned_positions.map(|p| matrix(format!("{}.weight", p.name), p.count)));
         let norm = config.names.final_norm;
         let mut head = vec![param(format!("{norm}.weight"), vec![d], config.initial_norm_weights())];
-        if config.norm_len() > d {
+        if config.params_per_norm() > d {
             head.push(param(format!("{norm}.bias"), vec![d], ParamInit::Zeros));
         }
         if !self.has_tied_embeddings() {
@@ -160,7 +160,7 @@ impl Model {
 
     /// Returns the number of inputs and outputs of each matmul of a layer, not counting experts and
     /// adapters.
-    pub fn linear_shapes(&self) -> Vec<(usize, usize)> {
+    pub fn list_matmul_sizes(&self) -> Vec<(usize, usize)> {
         let (sizes, config) = (self.config.sizes, &self.config);
         let d = sizes.hidden;
         vec![
@@ -294,7 +294,7 @@ impl Model {
         let layers = &units[1..units.len() - 1];
         self.linears.set_trained_params(layers, self.spans.list_linears());
         let needs_router_grad =
-            |(l, u): (usize, &ParamUnit)| self.config.is_moe_layer(l) && u.has_trained_in(self.router_span());
+            |(l, u): (usize, &ParamUnit)| self.config.is_moe_layer(l) && u.has_trained_elements_in(self.router_span());
         self.needs_router_grad = layers.iter().enumerate().map(needs_router_grad).collect();
         self.needs_head_grad = match self.has_tied_embeddings() {
             true => units[0].is_trained(0),

@@ -73,12 +73,12 @@ impl<'a> MoeModel<'a> {
     /// rows of the experts.
     pub fn route_forward(&self, input: &LayerInput, routing: &mut RouterOutput, buffers: &mut LayerBuffers) {
         let model = self.model;
-        model.attention_forward(input, buffers);
-        let (ops, m, shape) = (input.ops, input.batch.rows(), self.config.shape);
-        let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_set_mut();
-        let ScratchBuffers { norm, norm_factors, router_logits, .. } = buffers.scratch.borrow_set_mut();
-        let norm_in = model.find_input_norm(input, model.spans.mlp_in_norm.as_ref(), norm_factors);
-        let x = norm_in.add_forward(residual, input.x, norm, mlp_in_stats);
+        model.attention_half_forward(input, buffers);
+        let (ops, m, shape) = (input.ops, input.batch.row_count(), self.config.shape);
+        let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_buffer_set_mut();
+        let ScratchBuffers { norm, norm_factors, router_logits, .. } = buffers.scratch.borrow_buffer_set_mut();
+        let norm_in = model.create_input_norm(input, model.spans.mlp_in_norm.as_ref(), norm_factors);
+        let x = norm_in.add_and_norm_forward(residual, input.x, norm, mlp_in_stats);
         let (logits, w) = (router_logits.view_mut(), input.params.slice(model.router_span()));
         ops.matmul_forward(logits, x, w, m, shape.experts, shape.hidden, WriteMode::Overwrite);
         routing.router_forward(ops, router_logits.view(), shape);
@@ -86,8 +86,8 @@ impl<'a> MoeModel<'a> {
 
     /// Returns the inputs of the experts, one row for each token, `[tokens, hidden]`. These are the
     /// normalized rows that the most recent call of [`MoeModel::route_forward`] wrote to `scratch`.
-    pub fn normed_rows<'b>(&self, scratch: &'b ActivationBuffers) -> View<'b> {
-        let ScratchBuffers { norm, .. } = scratch.borrow_set();
+    pub fn normed_expert_inputs<'b>(&self, scratch: &'b ActivationBuffers) -> View<'b> {
+        let ScratchBuffers { norm, .. } = scratch.borrow_buffer_set();
         norm.view()
     }
 
@@ -107,7 +107,7 @@ impl<'a> MoeModel<'a> {
         routing: &RouterOutput,
         saved: &ActivationBuffers,
     ) {
-        let SavedBuffers { residual, .. } = saved.borrow_set();
+        let SavedBuffers { residual, .. } = saved.borrow_buffer_set();
         let d = self.config.shape.hidden;
         let (m, weights) = (y.len() / d, Some(routing.weights.view()));
         ops.combine_rows(y.reborrow(), rows, weights, choice_rows, m, d, WriteMode::Overwrite);
@@ -127,17 +127,17 @@ impl<'a> MoeModel<'a> {
         buffers: &mut LayerBuffers,
     ) {
         let (model, shape, router) = (self.model, self.config.shape, self.model.router_span());
-        let (ops, m, d, experts) = (input.ops, input.batch.rows(), shape.hidden, shape.experts);
+        let (ops, m, d, experts) = (input.ops, input.batch.row_count(), shape.hidden, shape.experts);
         for span in model.spans.list_norm_and_bias_spans().filter(|s| s.end <= router.start) {
             ops.clear(g.slice_mut(span));
         }
-        let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_set_mut();
+        let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_buffer_set_mut();
         let ScratchBuffers { norm, dnorm, norm_factors, router_logits: dlogits, .. } =
-            buffers.scratch.borrow_set_mut();
+            buffers.scratch.borrow_buffer_set_mut();
         let (rows, choices) = (expert_grads.rows, expert_grads.choice_rows);
         ops.combine_rows(dnorm.view_mut(), rows, None, choices, m, d, WriteMode::Overwrite);
         routing.router_backward(ops, dlogits.view_mut(), expert_grads, shape);
-        let norm_in = model.find_input_norm(input, model.spans.mlp_in_norm.as_ref(), norm_factors);
+        let norm_in = model.create_input_norm(input, model.spans.mlp_in_norm.as_ref(), norm_factors);
         let x = norm_in.forward(residual.view(), norm, mlp_in_stats);
         let dlogits = dlogits.view();
         if model.needs_router_grad[input.layer] {
@@ -147,6 +147,6 @@ impl<'a> MoeModel<'a> {
         let w = input.params.slice(router);
         ops.matmul_backward_input(dnorm.view_mut(), dlogits, w, m, experts, d, WriteMode::Accumulate);
         norm_in.backward(&mut g, dx.reborrow(), dnorm.view(), (residual.view(), mlp_in_stats.view()));
-        model.attention_backward(input, &mut g, dx, buffers);
+        model.attention_half_backward(input, &mut g, dx, buffers);
     }
 }

@@ -1,6 +1,6 @@
 //! The norms of a [`Model`]: those before and after attention and MLP, and those of q and k.
 use super::{
-    decoder_config::{NormKind, QkNorm},
+    decoder_config::{NormKind, QkNormExtent},
     model::Model,
     row_norm::{InputNorm, RowNorm},
 };
@@ -42,7 +42,7 @@ impl Model {
 
     /// Creates the norm whose parameters are at `span` in the layer of `input`, or returns `None`
     /// if the model family has no such norm. `buffer` may be overwritten with the norm's factors.
-    pub(super) fn find_norm<'a>(
+    pub(super) fn create_norm_if_present<'a>(
         &self,
         input: &LayerInput<'a>,
         span: Option<&Range<usize>>,
@@ -53,13 +53,13 @@ impl Model {
 
     /// Creates the norm that is applied to the input of attention or of the MLP, which does nothing
     /// if the model family has no such norm. The parameters are as in [`Model::find_norm`].
-    pub(super) fn find_input_norm<'a>(
+    pub(super) fn create_input_norm<'a>(
         &self,
         input: &LayerInput<'a>,
         span: Option<&Range<usize>>,
         buffer: &'a mut Buf,
     ) -> InputNorm<'a> {
-        InputNorm { ops: input.ops, norm: self.find_norm(input, span, buffer) }
+        InputNorm { ops: input.ops, norm: self.create_norm_if_present(input, span, buffer) }
     }
 
     /// Computes the backward pass of the norm or dropout that follows attention or the MLP. The
@@ -79,7 +79,7 @@ impl Model {
         x_and_stats: (View, View),
         factors: &mut Buf,
     ) -> View<'a> {
-        let Some(norm) = self.find_norm(input, span, factors) else {
+        let Some(norm) = self.create_norm_if_present(input, span, factors) else {
             return dropout.dropout_backward(input.ops, input.batch, self.config.sizes.hidden, dy, buffer);
         };
         norm.backward(g, buffer.view_mut(), dy, x_and_stats, WriteMode::Overwrite);
@@ -88,12 +88,12 @@ impl Model {
 
     /// Returns where the elements of q and of k that are normalized together (a head, or all heads
     /// of a token) are in the rows of q, k and v.
-    fn normalized_part_layouts(&self, rows: usize, extent: QkNorm) -> [HeadLayout; 2] {
+    fn create_qk_norm_layouts(&self, rows: usize, extent: QkNormExtent) -> [HeadLayout; 2] {
         let sizes = self.config.sizes;
         let layout = |first_column, heads: usize| {
             let (heads, head_dim) = match extent {
-                QkNorm::PerHead => (heads, sizes.head_dim),
-                QkNorm::AllHeads => (1, heads * sizes.head_dim),
+                QkNormExtent::PerHead => (heads, sizes.head_dim),
+                QkNormExtent::AllHeads => (1, heads * sizes.head_dim),
             };
             HeadLayout { rows, first_column, heads, head_dim, stride: sizes.qkv_width() }
         };
@@ -111,8 +111,8 @@ impl Model {
         norm_factors: &mut Buf,
     ) {
         let (Some(extent), Some(weights)) = (self.config.qk_norm, &self.spans.qk_norm) else { return };
-        let (ops, m) = (input.ops, input.batch.rows());
-        let [q, k] = self.normalized_part_layouts(m, extent);
+        let (ops, m) = (input.ops, input.batch.row_count());
+        let [q, k] = self.create_qk_norm_layouts(m, extent);
         let (raw_q, raw_k) = raw.view_mut().split_at(m * q.width());
         let (rstd_q, rstd_k) = rstd.view_mut().split_at(m * q.heads);
         for (layout, w, raw, rstd) in [(q, &weights[0], raw_q, rstd_q), (k, &weights[1], raw_k, rstd_k)] {
@@ -134,8 +134,8 @@ impl Model {
         norm_factors: &mut Buf,
     ) {
         let (Some(extent), Some(weights)) = (self.config.qk_norm, &self.spans.qk_norm) else { return };
-        let (ops, m) = (input.ops, input.batch.rows());
-        let [q, k] = self.normalized_part_layouts(m, extent);
+        let (ops, m) = (input.ops, input.batch.row_count());
+        let [q, k] = self.create_qk_norm_layouts(m, extent);
         let (width, parts) = (m * q.width(), m * q.heads);
         let of_q = (q, &weights[0], raw.slice(0..width), rstd.slice(0..parts));
         let of_k = (k, &weights[1], raw.slice(width..raw.len()), rstd.slice(parts..rstd.len()));

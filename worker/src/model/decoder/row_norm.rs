@@ -33,7 +33,7 @@ impl RowNorm<'_> {
 
     /// Adds `delta` to the rows `x` in place, and writes the normalized sums to `y` and the
     /// statistics of the rows to `stats`.
-    pub(super) fn add_forward(&self, y: ViewMut, stats: ViewMut, x: ViewMut, delta: View) {
+    pub(super) fn add_and_norm_forward(&self, y: ViewMut, stats: ViewMut, x: ViewMut, delta: View) {
         let (w, d, eps) = (self.factors, self.factors.len(), self.eps);
         let m = x.len() / d;
         match self.bias {
@@ -84,7 +84,7 @@ impl InputNorm<'_> {
 
     /// Adds the layer's input `x` to `residual`, and normalizes the sum as [`InputNorm::forward`]
     /// does. The result is the input of the MLP or the router.
-    pub(super) fn add_forward<'x>(
+    pub(super) fn add_and_norm_forward<'x>(
         &self,
         residual: &'x mut Buf,
         x: View,
@@ -95,7 +95,7 @@ impl InputNorm<'_> {
             self.ops.add(residual.view_mut(), x);
             return residual.view();
         };
-        norm.add_forward(normed.view_mut(), stats.view_mut(), residual.view_mut(), x);
+        norm.add_and_norm_forward(normed.view_mut(), stats.view_mut(), residual.view_mut(), x);
         normed.view()
     }
 

@@ -6,7 +6,7 @@
 //! layers.
 use crate::model::{
     decoder::{
-        Activation, DECODER_KEY_NAMES, DecoderConfig, LayerNorms, NormKind, QkNorm, build_decoder_config_json,
+        Activation, DECODER_KEY_NAMES, DecoderConfig, NormModuleNames, NormKind, QkNormExtent, build_decoder_config_json,
     },
     error::{ModelError, Result},
     family::ModelFamily,
@@ -17,7 +17,7 @@ use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
 /// The names of the norms of a layer, which are the same in Gemma 2 and Gemma 3.
-const NORMS: LayerNorms = LayerNorms {
+const NORM_NAMES: NormModuleNames = NormModuleNames {
     attention_in: Some("input_layernorm"),
     attention_out: Some("post_attention_layernorm"),
     mlp_in: Some("pre_feedforward_layernorm"),
@@ -56,7 +56,7 @@ pub(super) const GEMMA3: ModelFamily = ModelFamily {
         // transformers accepts this key but ignores it.
         fields.require_one_of("attn_logit_softcapping", &[Value::Null])?;
         config.logit_softcap = read_softcap(fields, "final_logit_softcapping", None)?;
-        config.qk_norm = Some(QkNorm::PerHead);
+        config.qk_norm = Some(QkNormExtent::PerHead);
         Ok(config)
     },
     list_config_keys: |spec| {
@@ -85,8 +85,8 @@ fn read_gemma_config(fields: &HfConfigFields, rope: RopeConfig, pattern: usize) 
     fields.read_value("cache_implementation");
     // Required here: transformers' default is 256, not hidden_size / num_attention_heads.
     fields.read_size("head_dim")?;
-    let mut config = DecoderConfig::from_fields_and_rope(fields, rope)?;
-    (config.norm_kind, config.norms, config.activation) = (NormKind::RmsAddOne, NORMS, Activation::Geglu);
+    let mut config = DecoderConfig::from_fields_with_rope(fields, rope)?;
+    (config.norm_kind, config.norms, config.activation) = (NormKind::RmsAddOne, NORM_NAMES, Activation::Geglu);
     config.ties_embeddings = fields.read_flag_or("tie_word_embeddings", true)?;
     config.embedding_scale = Some((config.sizes.hidden as f64).sqrt() as f32);
     config.attention_scale = 1.0 / fields.read_positive_number("query_pre_attn_scalar", 256.0)?.sqrt();
@@ -115,23 +115,23 @@ fn read_softcap(fields: &HfConfigFields, key: &'static str, default: Option<f64>
 /// sliding-window layers. The config keys are `rope_parameters` (transformers 5), or `rope_theta`,
 /// `rope_scaling` and `rope_local_base_freq` (transformers 4).
 fn read_rope_configs(fields: &HfConfigFields) -> Result<(RopeConfig, Option<RopeConfig>)> {
-    const NEW: &str = "rope_parameters";
-    const OLD: &str = "rope_scaling";
+    const NEW_KEY: &str = "rope_parameters";
+    const OLD_KEY: &str = "rope_scaling";
     let full_theta = fields.read_positive_number("rope_theta", 1e6)?;
     let sliding_theta = fields.read_positive_number("rope_local_base_freq", 1e4)?;
-    let old = fields.read_value(OLD);
-    let Some(new) = fields.read_value(NEW) else {
+    let old = fields.read_value(OLD_KEY);
+    let Some(new) = fields.read_value(NEW_KEY) else {
         let unscaled = Ok(RopeConfig::unscaled(full_theta));
-        let full = old.map_or(unscaled, |v| RopeConfig::parse_config_value(OLD, v, full_theta))?;
+        let full = old.map_or(unscaled, |v| RopeConfig::parse_config_value(OLD_KEY, v, full_theta))?;
         return Ok((full, Some(RopeConfig::unscaled(sliding_theta))));
     };
-    let invalid = || invalid_value_error(NEW, new, "a mapping with `full_attention` and `sliding_attention`");
+    let invalid = || invalid_value_error(NEW_KEY, new, "a mapping with `full_attention` and `sliding_attention`");
     let map = new.as_object().filter(|m| m.len() == 2).ok_or_else(invalid)?;
     let read = |layer_type: &str, theta| {
-        RopeConfig::parse_config_value(NEW, map.get(layer_type).ok_or_else(invalid)?, theta)
+        RopeConfig::parse_config_value(NEW_KEY, map.get(layer_type).ok_or_else(invalid)?, theta)
     };
     if old.is_some() {
-        return Err(ModelError::KeysContradict { key: OLD, other: NEW });
+        return Err(ModelError::KeysContradict { key: OLD_KEY, other: NEW_KEY });
     }
     Ok((read("full_attention", full_theta)?, Some(read("sliding_attention", sliding_theta)?)))
 }

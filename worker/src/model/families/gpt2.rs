@@ -1,11 +1,11 @@
 //! The model family GPT-2: learned positions, LayerNorm, GELU, and matrices stored as `[in, out]`.
 use crate::model::{
     decoder::{
-        Activation, DecoderConfig, DropoutConfig, LayerNorms, LearnedPositions, NormKind, TensorNames,
+        Activation, DecoderConfig, DropoutConfig, NormModuleNames, LearnedPositions, NormKind, TensorNames,
     },
     error::Result,
     family::ModelFamily,
-    hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, take_entries},
+    hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, into_object_entries},
     model_sizes::ModelSizes,
 };
 use jobspec::ModelSpec;
@@ -33,12 +33,12 @@ const KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
 };
 
 /// The names of the norm modules of a GPT-2 layer.
-const NORMS: LayerNorms =
-    LayerNorms { attention_in: Some("ln_1"), attention_out: None, mlp_in: Some("ln_2"), mlp_out: None };
+const NORM_NAMES: NormModuleNames =
+    NormModuleNames { attention_in: Some("ln_1"), attention_out: None, mlp_in: Some("ln_2"), mlp_out: None };
 
 /// The names of the tensors and modules in files of GPT-2. `attn.bias` is the causal mask, and
 /// `attn.masked_bias` the score of masked positions.
-const NAMES: TensorNames = TensorNames {
+const TENSOR_NAMES: TensorNames = TensorNames {
     embedding: "transformer.wte",
     layers: "transformer.h",
     qkv: &["attn.c_attn"],
@@ -91,9 +91,9 @@ fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     };
     let positions = fields.read_size("n_positions")? as usize;
     let intermediate_size = fields.read_optional_size("n_inner")?.map_or(4 * hidden_size, |n| n as usize);
-    let mut config = DecoderConfig::with_defaults(sizes, intermediate_size);
-    (config.names, config.has_transposed_matrices) = (NAMES, true);
-    (config.norm_kind, config.norms, config.activation) = (NormKind::Layer, NORMS, Activation::Gelu);
+    let mut config = DecoderConfig::new_with_defaults(sizes, intermediate_size);
+    (config.names, config.has_transposed_matrices) = (TENSOR_NAMES, true);
+    (config.norm_kind, config.norms, config.activation) = (NormKind::Layer, NORM_NAMES, Activation::Gelu);
     (config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias) = (true, true, true);
     config.learned_positions = Some(LearnedPositions { name: "transformer.wpe", count: positions });
     config.norm_eps = fields.read_positive_number("layer_norm_epsilon", 1e-5)? as f32;
@@ -117,7 +117,7 @@ fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
 
 /// Builds the keys and values of config.json for a GPT-2 model that job.yaml describes.
 fn build_config_json(spec: &ModelSpec) -> Map<String, Value> {
-    take_entries(json!({
+    into_object_entries(json!({
         "activation_function": "gelu_new",
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,

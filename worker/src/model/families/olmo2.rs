@@ -1,7 +1,7 @@
 //! The model family OLMo 2. The outputs of attention and MLP are normalized instead of their
 //! inputs, and so are q and k, each over all heads of a token.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, LayerNorms, QkNorm, build_decoder_config_json},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, NormModuleNames, QkNormExtent, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -14,13 +14,13 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         let mut config = DecoderConfig::from_fields(fields)?;
         config.read_attention_bias(fields)?;
         config.norm_eps = fields.read_positive_number("rms_norm_eps", 1e-5)? as f32;
-        config.norms = LayerNorms {
+        config.norms = NormModuleNames {
             attention_in: None,
             attention_out: Some("post_attention_layernorm"),
             mlp_in: None,
             mlp_out: Some("post_feedforward_layernorm"),
         };
-        config.qk_norm = Some(QkNorm::AllHeads);
+        config.qk_norm = Some(QkNormExtent::AllHeads);
         // transformers' default, which config.json may omit.
         if !fields.contains_key("pad_token_id") {
             config.padding_token = Some(1);

@@ -1,7 +1,7 @@
 //! The model family Qwen 3. Each head of q and k has an RMSNorm, and some layers may attend to a
 //! sliding window.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, QkNorm, build_decoder_config_json},
+    decoder::{DECODER_KEY_NAMES, DecoderConfig, QkNormExtent, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -15,7 +15,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         fields.read_size("head_dim")?;
         let mut config = DecoderConfig::from_fields(fields)?;
         config.read_attention_bias(fields)?;
-        config.qk_norm = Some(QkNorm::PerHead);
+        config.qk_norm = Some(QkNormExtent::PerHead);
         config.read_sliding_layers(fields)?;
         Ok(config)
     },

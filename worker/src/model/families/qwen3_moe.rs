@@ -2,7 +2,7 @@
 //! have experts. Either all layers attend to a sliding window or none.
 use crate::model::{
     decoder::{
-        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, QkNorm,
+        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, QkNormExtent,
         build_decoder_config_json,
     },
     error::{ModelError, Result},
@@ -25,7 +25,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
 fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     let mut config = DecoderConfig::from_fields(fields)?;
     config.read_attention_bias(fields)?;
-    config.qk_norm = Some(QkNorm::PerHead);
+    config.qk_norm = Some(QkNormExtent::PerHead);
     let window = fields.read_optional_size("sliding_window")?;
     let slides = fields.read_flag("use_sliding_window")?;
     config.sliding_window = window.filter(|_| slides).map(|w| w as usize);

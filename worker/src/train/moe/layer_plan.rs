@@ -35,7 +35,7 @@ pub(super) fn plan_moe_layers(
             index,
             unit: dense_units + index * layout.parallel + number,
             order: layout.list_experts_in_dispatch_order(l),
-            per_rank: (0..layout.parallel).map(|r| layout.list_experts_on(l, r).len()).collect(),
+            per_rank: (0..layout.parallel).map(|r| layout.list_experts_of_group_member(l, r).len()).collect(),
         });
     }
     plans

@@ -10,7 +10,7 @@ use crate::{
         LayerInput, MoeModel,
         moe::{
             ExpertBackwardBuffers, ExpertGradInputs, ExpertInputs, ExpertOutputGrads,
-            compute_expert_activation, compute_expert_gradients, experts_backward, experts_forward,
+            compute_expert_activation, compute_expert_param_gradients, experts_backward, experts_forward,
         },
     },
     train::{
@@ -26,8 +26,8 @@ use jobspec::RecomputeMode;
 impl Trainer {
     /// Returns the index of the parameter unit with this rank's experts of layer `l`, or `None` if
     /// the layer has no experts.
-    pub(in crate::train) fn expert_unit(&self, l: usize) -> Option<usize> {
-        self.experts.as_ref().and_then(|e| e.expert_unit(l))
+    pub(in crate::train) fn find_expert_unit(&self, l: usize) -> Option<usize> {
+        self.experts.as_ref().and_then(|e| e.find_expert_unit(l))
     }
 
     /// Runs the forward pass of a mixture-of-experts layer, including the exchange of token rows
@@ -54,9 +54,9 @@ impl Trainer {
     /// often each expert was selected.
     fn run_attention_and_router_forward(&mut self, l: usize, guard: &ParamsGuard) {
         let (Some(x), Some(moe)) = (&mut self.experts, MoeModel::from_model(&self.model)) else { return };
-        let (layer, saved, _, _, stats) = x.select_layer(l);
+        let (layer, saved, _, _, stats) = x.borrow_for_layer(l);
         let (ops, batch) = (self.ops.as_ref(), &self.batch);
-        let LayerActivations { x, mut buffers, .. } = self.activations.select_layer(l);
+        let LayerActivations { x, mut buffers, .. } = self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
             moe.route_forward(&input, &mut saved.routing, &mut buffers);
@@ -80,16 +80,16 @@ impl Trainer {
             return Ok(());
         };
         let shape = x.shape;
-        let (layer, saved, workspace, dispatcher, _) = x.select_layer(l);
+        let (layer, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
         let (w, ops) = (&mut self.activations, self.ops.as_ref());
         match compute {
             true => {
-                saved.send_plan.sort_choices(&saved.routing.selected_experts, shape.per_token, &layer.order)
+                saved.send_plan.plan_dispatch(&saved.routing.selected_experts, shape.per_token, &layer.order)
             }
-            false => saved.send_plan.clear(shape.experts),
+            false => saved.send_plan.reset_to_no_rows(shape.experts),
         }
         saved.recv_plan = dispatcher.exchange_row_counts(&layer, &saved.send_plan)?;
-        let (plan, normed) = ((&saved.send_plan, &saved.recv_plan), moe.normed_rows(&w.scratch));
+        let (plan, normed) = ((&saved.send_plan, &saved.recv_plan), moe.normed_expert_inputs(&w.scratch));
         let tokens = &saved.send_plan.row_tokens;
         dispatcher.start_dispatch(&layer, plan, Payload::Rows, &mut saved.rows, |to| {
             ops.gather_rows(to, normed, tokens, shape.hidden);
@@ -114,7 +114,7 @@ impl Trainer {
         dispatcher.start_combine(&layer, plan, Payload::Rows, &workspace.out);
         let rows = dispatcher.wait_for_combined_rows(plan, Payload::Rows, &workspace.out)?;
         if compute {
-            let LayerActivations { y, buffers, .. } = w.select_layer(l);
+            let LayerActivations { y, buffers, .. } = w.select_layer_buffers(l);
             let places = &saved.send_plan.choice_rows;
             moe.combine_forward(ops, y, rows, places, &saved.routing, buffers.saved);
         }
@@ -157,14 +157,14 @@ impl Trainer {
     fn run_experts_backward(&mut self, l: usize, guard: &ParamsGuard) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
-        let (layer, saved, workspace, dispatcher, _) = x.select_layer(l);
+        let (layer, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
         let (plan, tokens) = ((&saved.send_plan, &saved.recv_plan), &saved.send_plan.row_tokens);
         let dx = self.activations.residual_grad.view();
         dispatcher.start_dispatch(&layer, plan, Payload::Rows, &mut workspace.out, |to| {
             ops.gather_rows(to, dx, tokens, d)
         });
-        let (weights, choices) = (saved.routing.weights.view(), saved.send_plan.list_choices());
+        let (weights, choices) = (saved.routing.weights.view(), saved.send_plan.list_choices_of_rows());
         dispatcher.start_dispatch(&layer, plan, Payload::Weights, &mut workspace.weights, |to| {
             ops.gather_rows(to, weights, &choices, 1);
         });
@@ -198,7 +198,7 @@ impl Trainer {
     fn reduce_expert_gradients(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
-        let (_, saved, workspace, dispatcher, _) = x.select_layer(l);
+        let (_, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
         let shards = self.engine.shards.clone();
         let expert_unit = &shards[unit].unit;
@@ -211,11 +211,11 @@ impl Trainer {
         };
         let write = |sender: usize, grads: &mut Buf| {
             let ranges = saved.recv_plan.compute_expert_ranges_from(sender);
-            compute_expert_gradients(ops, shape, &ranges, &given, grads.view_mut().slice(0..len), |m| {
-                expert_unit.has_trained_in(m)
+            compute_expert_param_gradients(ops, shape, &ranges, &given, grads.view_mut().slice(0..len), |m| {
+                expert_unit.has_trained_elements_in(m)
             });
         };
-        if dispatcher.is_local() {
+        if dispatcher.has_every_expert() {
             let trained = expert_unit.has_any_trained();
             let mut grad = (compute && trained).then(|| self.engine.take_gradient_buffer(unit));
             if let Some(g) = &mut grad {
@@ -223,7 +223,7 @@ impl Trainer {
             }
             return Ok(self.engine.reduce_gradient(unit, round, grad)?);
         }
-        let mut partial_sums = self.engine.take_partial_sums(unit);
+        let mut partial_sums = self.engine.begin_partial_sums(unit);
         for (sender, rank) in dispatcher.group.clone().enumerate() {
             let Some(micro_batch) = self.engine.schedule.find_micro_batch(rank, round) else { continue };
             self.engine.push_micro_batch_gradient(unit, &mut partial_sums, micro_batch, |grads| {
@@ -238,7 +238,7 @@ impl Trainer {
     /// the order of its selected experts.
     fn wait_for_combined_gradients(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
-        let (_, saved, workspace, dispatcher, _) = x.select_layer(l);
+        let (_, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
         let plan = (&saved.send_plan, &saved.recv_plan);
         dispatcher.wait_for_combined_rows(plan, Payload::Rows, &workspace.drows)?;
         let (ops, places) = (self.ops.as_ref(), &saved.send_plan.choice_rows);
@@ -256,12 +256,12 @@ impl Trainer {
         guard: &ParamsGuard,
         grad: &mut Buf,
     ) -> Result<()> {
-        let positions = self.global_batch() as f64 * self.batch.seq_len as f64;
+        let positions = self.global_batch_size() as f64 * self.batch.seq_len as f64;
         let scale = f64::from(self.loss_scale.factor()) * self.batch.count_targets() as f64 / positions;
         let (Some(x), Some(moe)) = (&mut self.experts, MoeModel::from_model(&self.model)) else {
             return Ok(());
         };
-        let (_, saved, workspace, dispatcher, stats) = x.select_layer(l);
+        let (_, saved, workspace, dispatcher, stats) = x.borrow_for_layer(l);
         let (balance, z) = stats.compute_loss_gradient(scale);
         let n = saved.send_plan.row_tokens.len();
         let back = ExpertOutputGrads {
@@ -277,7 +277,7 @@ impl Trainer {
         };
         let (ops, batch) = (self.ops.as_ref(), &self.batch);
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
-        let LayerActivations { x, residual_grad: dx, mut buffers, .. } = self.activations.select_layer(l);
+        let LayerActivations { x, residual_grad: dx, mut buffers, .. } = self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
             moe.route_backward(&input, g, dx, &back, &saved.routing, &mut buffers);

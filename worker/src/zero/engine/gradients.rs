@@ -2,8 +2,8 @@
 //! reduction to the ranks that own the parameters.
 use super::super::{
     MicroBatchSchedule, ShardingPolicy,
-    micro_batch_sums::{MicroBatchRange, MicroBatchSums, merge_into_aligned_ranges},
-    owner_collectives::list_group_ranges,
+    micro_batch_sums::{MicroBatchRange, MicroBatchSums, split_into_tree_ranges},
+    owner_collectives::list_group_tree_ranges,
 };
 use super::{REDUCTIONS_IN_FLIGHT, ZeroEngine, lock_ignoring_poison};
 use comm::{Comm, Result};
@@ -14,7 +14,7 @@ impl ZeroEngine {
     pub fn take_gradient_buffer(&mut self, u: usize) -> Buf {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         let is_temporary =
-            self.reduces_during_backward() || !unit.is_all_trained() || self.accumulates_in_place(u);
+            self.reduces_gradients_during_backward() || !unit.is_all_trained() || self.adds_next_gradient_in_place(u);
         match is_temporary {
             true => lock_ignoring_poison(&self.gradient_pool).take(ops, unit.len()),
             false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(ops),
@@ -39,7 +39,7 @@ impl ZeroEngine {
 
     /// Returns whether the next gradient of parameter unit `u` is added in place to the existing
     /// sum instead of being kept separately.
-    fn accumulates_in_place(&self, u: usize) -> bool {
+    fn adds_next_gradient_in_place(&self, u: usize) -> bool {
         self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
 
@@ -47,7 +47,7 @@ impl ZeroEngine {
     /// rank's sum over micro-batches.
     fn add_gradient_to_sums(&self, u: usize, micro_batch: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
-        if !self.accumulates_in_place(u) {
+        if !self.adds_next_gradient_in_place(u) {
             let owned = self.extract_trained_gradient(u, gradient);
             return lock_ignoring_poison(&self.shards[u].grads).push_owned(
                 ops,
@@ -59,7 +59,7 @@ impl ZeroEngine {
             unit.pack_trained(ops, gradient.view_mut());
         }
         let trained = gradient.view().slice(0..unit.trained_len());
-        lock_ignoring_poison(&self.shards[u].grads).push(
+        lock_ignoring_poison(&self.shards[u].grads).push_copy(
             ops,
             MicroBatchRange::from_index(micro_batch),
             trained,
@@ -69,7 +69,7 @@ impl ZeroEngine {
 
     /// Returns whether gradients are reduced during the backward pass, and not only after the last
     /// micro-batch.
-    fn reduces_during_backward(&self) -> bool {
+    fn reduces_gradients_during_backward(&self) -> bool {
         self.policy.shard_gradients && self.world > 1
     }
 
@@ -85,7 +85,7 @@ impl ZeroEngine {
             gradient.into_iter().for_each(|g| lock_ignoring_poison(&self.gradient_pool).give_back(g));
             return Ok(());
         }
-        if !self.reduces_during_backward() {
+        if !self.reduces_gradients_during_backward() {
             if let (Some(g), Some(micro_batch)) = (gradient, self.schedule.find_micro_batch(self.rank, round))
             {
                 self.add_gradient_to_sums(u, micro_batch, g);
@@ -105,7 +105,7 @@ impl ZeroEngine {
             let has_micro_batch = |r| usize::from(schedule.find_micro_batch(r, round).is_some());
             let partial_counts: Vec<usize> = (0..schedule.world).map(has_micro_batch).collect();
             if let Some(whole) = whole
-                && can_sum_natively(comm, policy, &partial_counts)
+                && can_sum_in_transport(comm, policy, &partial_counts)
             {
                 let mut piece = sums.take_buffer(ops.as_ref());
                 comm.reduce_scatter(piece.view_mut(), whole, &s.trained_counts)?;
@@ -118,7 +118,7 @@ impl ZeroEngine {
             }
             let sink = &mut |from: usize, _: usize, piece: View| {
                 if let Some(micro_batch) = schedule.find_micro_batch(from, round) {
-                    sums.push(ops.as_ref(), MicroBatchRange::from_index(micro_batch), piece);
+                    sums.push_copy(ops.as_ref(), MicroBatchRange::from_index(micro_batch), piece);
                 }
             };
             comm.reduce_scatter_ordered(whole.as_slice(), &partial_counts, &s.trained_counts, sink)?;
@@ -145,7 +145,7 @@ impl ZeroEngine {
     /// Returns empty partial sums for the gradients of parameter unit `u`.
     /// [`ZeroEngine::push_micro_batch_gradient`] adds gradients in the order of the micro-batches,
     /// and [`ZeroEngine::reduce_partial_sums`] reduces the sums.
-    pub fn take_partial_sums(&self, u: usize) -> MicroBatchSums {
+    pub fn begin_partial_sums(&self, u: usize) -> MicroBatchSums {
         let len = self.shards[u].unit.trained_len();
         let Some((pooled, last_use)) = lock_ignoring_poison(&self.micro_batch_sums_pool).pop() else {
             return MicroBatchSums::new(len);
@@ -195,9 +195,9 @@ impl ZeroEngine {
         let (pool, buffers) = (self.micro_batch_sums_pool.clone(), self.exchange.clone());
         self.submit_reduction(move |comm: &dyn Comm| {
             let s = &shards[u];
-            let sent = list_group_ranges(&schedule, s.unit.owners, comm.rank(), round);
+            let sent = list_group_tree_ranges(&schedule, s.unit.owners, comm.rank(), round);
             assert!(
-                partial_sums.partials().map(|(range, _)| range).eq(sent),
+                partial_sums.partial_sums().map(|(range, _)| range).eq(sent),
                 "the sums cover other micro-batches than the schedule"
             );
             let mut sums = lock_ignoring_poison(&s.grads);
@@ -211,7 +211,7 @@ impl ZeroEngine {
                 round,
                 &partial_sums,
                 &mut |range, piece| {
-                    sums.push(ops, range, piece);
+                    sums.push_copy(ops, range, piece);
                 },
             )?;
             partial_sums.clear();
@@ -232,7 +232,7 @@ impl ZeroEngine {
             return Ok(self.allocate_zeros(0));
         }
         if self.policy.shard_gradients || self.world == 1 {
-            let sum = lock_ignoring_poison(&self.shards[u].grads).finish(self.ops.as_ref());
+            let sum = lock_ignoring_poison(&self.shards[u].grads).finish_sum(self.ops.as_ref());
             return Ok(sum.unwrap_or_else(|| self.allocate_zeros(owned)));
         }
         let (shards, ops, schedule, policy) =
@@ -240,13 +240,13 @@ impl ZeroEngine {
         self.queue.run_and_wait(move |comm: &dyn Comm| {
             let s = &shards[u];
             let mut whole = lock_ignoring_poison(&s.grads);
-            let partials: Vec<View> = whole.partials().map(|(_, v)| v).collect();
-            let mut sums = policy.new_gradient_sums(owned);
+            let partials: Vec<View> = whole.partial_sums().map(|(_, v)| v).collect();
+            let mut sums = policy.new_gradient_sum(owned);
             let ranges: Vec<Vec<MicroBatchRange>> =
                 (0..schedule.world).map(|rank| list_partial_sum_ranges(policy, schedule, rank)).collect();
             let partial_counts: Vec<usize> = ranges.iter().map(Vec::len).collect();
             if let [partial] = partials[..]
-                && can_sum_natively(comm, policy, &partial_counts)
+                && can_sum_in_transport(comm, policy, &partial_counts)
             {
                 let mut sum = ops.zeroed(Dtype::F32, owned);
                 comm.reduce_scatter(sum.view_mut(), partial, &s.trained_counts)?;
@@ -255,18 +255,18 @@ impl ZeroEngine {
                 return Ok(sum);
             }
             let sink = &mut |from: usize, index: usize, piece: View| {
-                sums.push(ops.as_ref(), ranges[from][index], piece);
+                sums.push_copy(ops.as_ref(), ranges[from][index], piece);
             };
             comm.reduce_scatter_ordered(&partials, &partial_counts, &s.trained_counts, sink)?;
             drop(partials);
             whole.clear();
-            Ok(sums.finish(ops.as_ref()).unwrap_or_else(|| ops.zeroed(Dtype::F32, owned)))
+            Ok(sums.finish_sum(ops.as_ref()).unwrap_or_else(|| ops.zeroed(Dtype::F32, owned)))
         })
     }
 
     /// Takes back the buffer of a gradient of parameter unit `u` that is no longer needed, for
     /// reuse.
-    pub fn recycle_gradient(&self, u: usize, gradient: Buf) {
+    pub fn recycle_gradient_buffer(&self, u: usize, gradient: Buf) {
         lock_ignoring_poison(&self.shards[u].grads).recycle_buffer(gradient);
     }
 
@@ -281,17 +281,17 @@ impl ZeroEngine {
             // the partial sums of the whole gradient are empty now, so their memory is reused
             false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(self.ops.as_ref()),
             true => {
-                self.allocate_zeros(self.shards[u].unit.compute_trained_range(self.optimizer_range(u)).len())
+                self.allocate_zeros(self.shards[u].unit.to_trained_range(self.optimizer_range(u)).len())
             }
         };
-        self.gather_trained(u, owned, whole)
+        self.gather_trained_vector(u, owned, whole)
     }
 
     /// Gathers a vector with one element per trained element of parameter unit `u` into `whole`,
     /// and returns `whole`. `owned` is this rank's shard of the vector. `whole` must have the
     /// length of the whole vector on ranks that own a part of the unit, and be empty on others.
     /// Collective: every rank must call it.
-    pub fn gather_trained(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
+    pub fn gather_trained_vector(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run_and_wait(move |comm: &dyn Comm| {
             let (s, mut buffers, to) = (&shards[u], lock_ignoring_poison(&buffers), whole.view_mut());
@@ -309,7 +309,7 @@ impl ZeroEngine {
 /// Returns whether the transport between ranks may sum the gradients of all ranks in any order, and
 /// has a collective for it. `partial_counts` are the numbers of partial sums of the ranks. The
 /// result is equal on all ranks.
-fn can_sum_natively(comm: &dyn Comm, policy: ShardingPolicy, partial_counts: &[usize]) -> bool {
+fn can_sum_in_transport(comm: &dyn Comm, policy: ShardingPolicy, partial_counts: &[usize]) -> bool {
     policy.sums_in_arrival_order && comm.has_native_reduce_scatter() && partial_counts.iter().all(|n| *n == 1)
 }
 
@@ -326,5 +326,5 @@ fn list_partial_sum_ranges(
     if policy.sums_in_arrival_order && !range.is_empty() {
         return vec![MicroBatchRange { start: range.start, len: range.len() }];
     }
-    merge_into_aligned_ranges(range)
+    split_into_tree_ranges(range)
 }

@@ -144,7 +144,7 @@ pub(crate) fn visit_params(running: &RunningTrainer, mut f: impl FnMut(&str, &[f
 /// run at step 0 with the golden weights.
 pub(crate) fn assert_golden_case(case: &GoldenCase, make: impl Fn(&GoldenCase) -> RunningTrainer) {
     let mut running = make(case);
-    let outcome = running.trainer.accumulate_gradients(case, 0, RankStepReport::default()).unwrap();
+    let outcome = running.trainer.compute_global_batch_gradients(case, 0, RankStepReport::default()).unwrap();
     assert_tensors_close("loss", &[outcome.loss as f32], &case.tensors["loss"]);
     assert_tensors_close(
         "loss_per_token",
@@ -199,7 +199,7 @@ pub(crate) fn assert_golden_case(case: &GoldenCase, make: impl Fn(&GoldenCase) -
 pub(crate) fn compute_logits(running: &RunningTrainer, case: &GoldenCase) -> Vec<f32> {
     let t = &running.trainer;
     let (m, d, v, dtype) =
-        (t.batch.rows(), t.model.sizes().hidden, t.model.sizes().vocab, t.engine.param_dtypes().compute);
+        (t.batch.row_count(), t.model.sizes().hidden, t.model.sizes().vocab, t.engine.param_dtypes().compute);
     let mut weights: BTreeMap<String, Buf> = BTreeMap::new();
     visit_params(running, |name, values| {
         let mut rounded = Buf::zeroed_as(dtype, values.len());

@@ -16,7 +16,7 @@ use protocol::event::Event;
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 use worker::{
     checkpoint::{
-        resume::{CheckpointDirs, resume_from_checkpoint},
+        resume::{CheckpointLocations, resume_from_checkpoint},
         save::{CheckpointSaver, RunMetadata},
         storage_topology::StorageTopology,
     },
@@ -208,7 +208,7 @@ pub(crate) fn build_trainer_on(
     ops: Arc<dyn Ops>,
 ) -> UninitializedTrainer {
     let spec = ResolvedSpec::new(spec, spec.model.vocab_size).unwrap();
-    spec.build_model().unwrap().shard_model(comm, ops).unwrap().create_optimizer().unwrap()
+    spec.build_model().unwrap().shard_model(comm, ops).unwrap().into_uninitialized_trainer().unwrap()
 }
 
 /// Creates the communicator of a run of one rank.
@@ -285,7 +285,7 @@ pub(crate) fn train_steps(running: &mut RunningTrainer, steps: u64) -> Vec<(u64,
 /// equal losses. Returns the bits of each step's loss and gradient norm.
 pub(crate) fn train_new_run(spec: &TrainSpec, world: usize, threads: usize, steps: u64) -> Vec<(u64, u64)> {
     expect_equal_on_all_ranks(run_on_ranks(world, |c| {
-        train_steps(&mut build_trainer(spec, c, threads).start_fresh(), steps)
+        train_steps(&mut build_trainer(spec, c, threads).start_with_random_params(), steps)
     }))
 }
 
@@ -302,8 +302,8 @@ pub(crate) fn expect_equal_on_all_ranks<T: PartialEq>(results: Vec<T>) -> T {
 pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step: f64) -> (f64, f64) {
     let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     let units = running.trainer.engine.shards.len();
-    let positions = (running.trainer.global_batch() * running.trainer.batch.seq_len as u64) as f64;
-    let outcome = running.trainer.accumulate_gradients(&source, 0, RankStepReport::default()).unwrap();
+    let positions = (running.trainer.global_batch_size() * running.trainer.batch.seq_len as u64) as f64;
+    let outcome = running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap();
     let scale = (positions / outcome.targets as f64) as f32;
     let gradients: Vec<Vec<f32>> = (0..units)
         .map(|u| {
@@ -333,7 +333,7 @@ pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step
                 }
             });
         }
-        let found = running.trainer.accumulate_gradients(&source, 0, RankStepReport::default()).unwrap().loss;
+        let found = running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap().loss;
         (0..units).for_each(|u| drop(running.trainer.engine.finish_gradient(u).unwrap()));
         found
     };
@@ -394,7 +394,7 @@ pub(crate) fn try_resume_newest_checkpoint(
 ) -> worker::error::Result<(RunningTrainer, Vec<String>)> {
     let (job, world) = (create_job_spec(spec, root, false), comm.world_size());
     let mut ready = build_trainer(spec, comm, 1);
-    let dirs = CheckpointDirs {
+    let dirs = CheckpointLocations {
         root,
         workdir: root,
         layout: &StorageTopology::for_shared_directory(world),

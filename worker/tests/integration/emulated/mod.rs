@@ -16,7 +16,7 @@ use std::{
     time::Duration,
 };
 use worker::checkpoint::{
-    resume::{CheckpointDirs, resume_from_checkpoint},
+    resume::{CheckpointLocations, resume_from_checkpoint},
     storage_topology::StorageTopology,
 };
 
@@ -82,7 +82,7 @@ pub(crate) fn run_on_shared_gpu<T: Send>(
 /// ranks compute equal losses.
 pub(crate) fn train_on_emulated_gpu(spec: &TrainSpec, world: usize, steps: u64) -> LossCurve {
     expect_equal_on_all_ranks(run_on_shared_gpu(world, |comm, ops| {
-        train_steps(&mut build_trainer_on(spec, comm, ops).start_fresh(), steps)
+        train_steps(&mut build_trainer_on(spec, comm, ops).start_with_random_params(), steps)
     }))
 }
 
@@ -108,7 +108,7 @@ pub(crate) fn train_over_emulated_nccl(spec: &TrainSpec, world: usize, steps: u6
     expect_equal_on_all_ranks(run_on_ranks(world, |hosts| {
         let cuda = open_emulated_gpu();
         let comm = NcclComm::connect(&nccl, cuda.clone(), hosts, Duration::from_secs(60)).unwrap();
-        train_steps(&mut build_trainer_on(spec, Arc::new(comm), cuda).start_fresh(), steps)
+        train_steps(&mut build_trainer_on(spec, Arc::new(comm), cuda).start_with_random_params(), steps)
     }))
 }
 
@@ -141,7 +141,7 @@ pub(crate) fn train_and_save(
 ) {
     let job = create_job_spec(spec, root, asynchronous);
     on(world, &|comm, ops| {
-        let mut running = build_trainer_on(spec, comm, ops).start_fresh();
+        let mut running = build_trainer_on(spec, comm, ops).start_with_random_params();
         train_steps(&mut running, STEPS_BEFORE_SAVE);
         let mut saver = create_checkpoint_saver(&running, &job, root);
         saver.begin_save(&mut running).unwrap();
@@ -163,7 +163,7 @@ pub(crate) fn resume_and_train(
     let job = create_job_spec(spec, root, false);
     expect_equal_on_all_ranks(on(world, &|comm, ops| {
         let mut ready = build_trainer_on(spec, comm, ops);
-        let dirs = CheckpointDirs {
+        let dirs = CheckpointLocations {
             root,
             workdir: root,
             layout: &StorageTopology::for_shared_directory(world),

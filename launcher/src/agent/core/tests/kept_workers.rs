@@ -63,12 +63,12 @@ fn waiting_workers_that_are_stopped_or_unreachable_are_replaced() {
     agent.now = ms(10_000);
     agent.feed_input(AgentInput::Worker { rank: 0, message: build_heartbeat() });
     let actions = start_next_attempt(&mut agent, |_| ());
-    assert_eq!(select_signals(&actions), [(2, GroupSignal::Kill)], "rank 2 sent nothing for 10 s");
+    assert_eq!(select_signals(&actions), [(2, ProcessGroupSignal::Kill)], "rank 2 sent nothing for 10 s");
     assert_eq!(select_starts(&actions), (vec![1, 2], vec![0]));
     let mut agent = fail_rank_1();
     agent.feed_input(AgentInput::WorkerConnectionEnded { rank: 0, error: None });
     let actions = start_next_attempt(&mut agent, |_| ());
-    assert_eq!(select_signals(&actions), [(0, GroupSignal::Kill)]);
+    assert_eq!(select_signals(&actions), [(0, ProcessGroupSignal::Kill)]);
     assert_eq!(select_starts(&actions), (vec![0, 1], vec![2]));
 }
 
@@ -128,7 +128,7 @@ fn workers_whose_place_or_job_changes_are_killed_and_started_again() {
     ] {
         let mut agent = fail_rank_1();
         let actions = start_next_attempt(&mut agent, change);
-        assert_eq!(select_signals(&actions), [(0, GroupSignal::Kill)]);
+        assert_eq!(select_signals(&actions), [(0, ProcessGroupSignal::Kill)]);
         assert_eq!(select_starts(&actions), (vec![0, 1], vec![2]));
     }
     for change in [
@@ -138,7 +138,7 @@ fn workers_whose_place_or_job_changes_are_killed_and_started_again() {
     ] {
         let mut agent = fail_rank_1();
         let actions = start_next_attempt(&mut agent, change);
-        assert_eq!(select_signals(&actions), [(0, GroupSignal::Kill), (2, GroupSignal::Kill)]);
+        assert_eq!(select_signals(&actions), [(0, ProcessGroupSignal::Kill), (2, ProcessGroupSignal::Kill)]);
         assert_eq!(select_starts(&actions), (vec![0, 1, 2], vec![]));
     }
 }
@@ -150,7 +150,7 @@ fn a_worker_that_does_not_leave_in_time_is_killed() {
     agent.receive_message(build_kill(Some(2000)));
     agent.feed_input(AgentInput::Worker { rank: 2, message: FromWorker::Left { attempt: 0 } });
     assert!(select_signals(&agent.advance_to(ms(1999))).is_empty());
-    assert_eq!(select_signals(&agent.advance_to(ms(2000))), [(0, GroupSignal::Kill)]);
+    assert_eq!(select_signals(&agent.advance_to(ms(2000))), [(0, ProcessGroupSignal::Kill)]);
     let actions = agent.end_worker(0, ExitStatus::Signal(9, false));
     assert!(actions.iter().any(|a| matches!(a, AgentAction::Sweep { kept } if *kept == [2])), "{actions:?}");
 }
@@ -168,7 +168,7 @@ fn a_worker_that_dies_while_it_waits_is_replaced_and_fails_no_attempt() {
 #[test]
 fn waiting_workers_are_killed_when_no_attempt_follows() {
     let mut agent = fail_rank_1();
-    let both = [(0, GroupSignal::Kill), (2, GroupSignal::Kill)];
+    let both = [(0, ProcessGroupSignal::Kill), (2, ProcessGroupSignal::Kill)];
     assert_eq!(select_signals(&agent.advance_to(ms(600_000))), both);
     let mut agent = fail_rank_1();
     assert_eq!(select_signals(&agent.receive_message(build_kill(None))), both);
@@ -201,5 +201,5 @@ fn workers_leave_only_on_request_and_on_cpus() {
         ToAgent::Kill { attempt: 1, stacks: false, reason: "x".into(), grace_ms: 500, leave_ms: Some(2000) };
     let actions = agent.receive_message(kill);
     assert_eq!(select_worker_messages(&actions), [(0, &ToWorker::Abort { reason: "x".into(), keep: false })]);
-    assert_eq!(select_signals(&agent.advance_to(ms(500))), [(0, GroupSignal::Kill)]);
+    assert_eq!(select_signals(&agent.advance_to(ms(500))), [(0, ProcessGroupSignal::Kill)]);
 }

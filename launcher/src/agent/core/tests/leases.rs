@@ -20,7 +20,7 @@ fn silence_longer_than_the_lease_is_reported_once() {
 fn the_loss_of_the_controller_kills_all_workers() {
     let mut agent = TestAgent::start(&[true, false]);
     let commands = agent.feed_input(AgentInput::ControllerLost);
-    assert_eq!(select_signals(&commands), [(0, GroupSignal::Kill), (1, GroupSignal::Kill)]);
+    assert_eq!(select_signals(&commands), [(0, ProcessGroupSignal::Kill), (1, ProcessGroupSignal::Kill)]);
     agent.end_worker(0, ExitStatus::Signal(9, false));
     assert!(has_sweep(&agent.end_worker(1, ExitStatus::Signal(9, false))));
     assert_eq!(find_exit_code(&agent.feed_input(AgentInput::Swept { left: vec![] })), Some(1));
@@ -35,7 +35,7 @@ fn a_termination_is_reported_to_the_controller_or_stops_unattended_workers_once(
 
     assert!(select_signals(&agent.feed_input(AgentInput::ControllerLost)).is_empty());
     let commands = agent.feed_input(AgentInput::Terminated);
-    assert_eq!(select_signals(&commands), [(0, GroupSignal::Terminate)]);
+    assert_eq!(select_signals(&commands), [(0, ProcessGroupSignal::Terminate)]);
     assert!(agent.feed_input(AgentInput::Terminated).is_empty());
 }
 
@@ -47,7 +47,7 @@ fn the_lease_applies_only_to_a_controller_that_sends_heartbeats() {
     assert!(select_signals(&agent.advance_to(Duration::from_secs(86_400) + CONTROLLER_LEASE)).is_empty());
     assert_eq!(
         select_signals(&agent.advance_to(Duration::from_secs(86_401) + CONTROLLER_LEASE)),
-        [(0, GroupSignal::Kill)]
+        [(0, ProcessGroupSignal::Kill)]
     );
 }
 

@@ -4,7 +4,7 @@ use super::{
     measurement_server::{
         FIRST_DATA_TIMEOUT, TRANSFER_REPORT_BYTES, TransferReport, receive_data, send_data,
     },
-    measuring_connection::{MeasureCommand, MeasurementEndpoint, open_connection, read_retransmits},
+    measuring_connection::{MeasureCommand, MeasurementEndpoint, open_connection, read_retransmits_and_segment_size},
 };
 use diagnostic::{Diagnostic, codes::host};
 use protocol::network_probe::{
@@ -28,11 +28,11 @@ const ROUND_TRIPS_TIME_LIMIT: Duration = Duration::from_millis(300);
 const MAX_CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long an agent waits for the other agent's report about the bytes that arrived, after the end
 /// of a measured transfer.
-const REPORT_TIMEOUT: Duration = Duration::from_secs(3);
+const TRANSFER_REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long an agent reads data that still arrive after the end of a measured transfer.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// The duration of a transfer with small TCP segments, which only tests whether any data arrive.
-const SMALL_SEGMENTS_TIME: Duration = Duration::from_millis(50);
+const SMALL_SEGMENT_TEST_TIME: Duration = Duration::from_millis(50);
 
 /// Connects to every address of another agent that the request lists, and measures round trips and
 /// transfers over the first address that is reachable. Errors are part of the result.
@@ -66,8 +66,8 @@ pub(super) fn measure_connection(end: &MeasurementEndpoint, request: &MeasureReq
     if !time.is_zero() {
         let streams = request.streams.clamp(1, MAX_STREAMS) as usize;
         let open = |small| open_connection(end, address, timeout, small);
-        found.sent = Some(measure_direction(streams, time, open, &send_to_peer));
-        found.received = Some(measure_direction(streams, time, open, &receive_from_peer));
+        found.sent = Some(measure_throughput(streams, time, open, &send_to_peer));
+        found.received = Some(measure_throughput(streams, time, open, &receive_from_peer));
     }
     found
 }
@@ -99,7 +99,7 @@ fn measure_round_trip(mut stream: TcpStream, timeout: Duration) -> io::Result<f6
 /// Measures the throughput to or from another agent, over `streams` connections at the same time.
 /// If no data arrive, repeats the transfer with small segments. `transfer` transfers data over one
 /// connection for a time.
-fn measure_direction(
+fn measure_throughput(
     streams: usize,
     time: Duration,
     open: impl Fn(bool) -> io::Result<TcpStream> + Sync,
@@ -121,7 +121,7 @@ fn measure_direction(
         sum.segments = add(sum.segments, part.segments);
     }
     if sum.bytes == 0 {
-        let small = run(true, SMALL_SEGMENTS_TIME.min(time));
+        let small = run(true, SMALL_SEGMENT_TEST_TIME.min(time));
         sum.small_segments_arrive = Some(small.is_ok_and(|transfer| transfer.bytes > 0));
     }
     sum
@@ -131,7 +131,7 @@ fn measure_direction(
 /// arrived.
 fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     MeasureCommand::Receive(time.as_millis() as u64).write(&mut stream)?;
-    stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + REPORT_TIMEOUT))?;
+    stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + TRANSFER_REPORT_TIMEOUT))?;
     let is_done = AtomicBool::new(false);
     let mut writer = stream.try_clone()?;
     let trailer = thread::scope(|scope| {
@@ -139,7 +139,7 @@ fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
         let trailer = TransferReport::read(&mut stream);
         is_done.store(true, Ordering::Relaxed);
         // Also ends a write that waits for the other side.
-        let retransmits = read_retransmits(&stream);
+        let retransmits = read_retransmits_and_segment_size(&stream);
         _ = stream.shutdown(Shutdown::Both);
         trailer.map(|trailer| (trailer, retransmits))
     });
@@ -161,7 +161,7 @@ fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transf
     let (bytes, elapsed) = receive_data(&mut stream, time)?;
     let mut found = Transfer { bytes, seconds: elapsed.as_secs_f64(), ..Transfer::default() };
     stream.shutdown(Shutdown::Write)?;
-    if let Some(trailer) = read_until_trailer(&mut stream) {
+    if let Some(trailer) = drain_and_read_report(&mut stream) {
         found.retransmits = Some(trailer.retransmits);
         found.segments = Some(bytes / trailer.segment_bytes.max(1) + 1);
     }
@@ -171,7 +171,7 @@ fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transf
 /// Reads the data that still arrive after a measured transfer, and returns the report
 /// ([`TransferReport`]) that follows the data. Returns `None` if the end does not arrive within
 /// [`DRAIN_TIMEOUT`].
-fn read_until_trailer(stream: &mut TcpStream) -> Option<TransferReport> {
+fn drain_and_read_report(stream: &mut TcpStream) -> Option<TransferReport> {
     let deadline = Instant::now() + DRAIN_TIMEOUT;
     let mut buffer = vec![0; 256 << 10];
     let mut tail: Vec<u8> = Vec::new();

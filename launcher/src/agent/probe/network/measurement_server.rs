@@ -1,6 +1,6 @@
 //! [`start_serving`]: accepts the connections over which other agents measure the network to this
 //! host, and transfers data on them.
-use super::measuring_connection::{MeasureCommand, accept_connection, read_retransmits};
+use super::measuring_connection::{MeasureCommand, authenticate_accepted_connection, read_retransmits_and_segment_size};
 use crate::connection::handshake::HandshakeKey;
 use protocol::network_probe::MAX_TRANSFER_MS;
 use std::{
@@ -26,13 +26,13 @@ pub(super) const FIRST_DATA_TIMEOUT: Duration = Duration::from_millis(1500);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the server waits for the end of a measured transfer, after the requested duration of
 /// the transfer has passed.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+const TRANSFER_END_TIMEOUT: Duration = Duration::from_secs(2);
 /// The largest number of bytes that the server echoes on one connection, to measure round trips.
 const MAX_ECHO_BYTES: usize = 1000;
 /// The size of the buffer for reading and writing the data of a measured transfer, in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
 /// The pause after a failure to accept a connection, for example because too many files are open.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+const FAILED_ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The length of an encoded [`TransferReport`] in bytes.
 pub(super) const TRANSFER_REPORT_BYTES: usize = 40;
 /// The first bytes of an encoded [`TransferReport`], which cannot occur among the transferred
@@ -88,7 +88,7 @@ impl TransferReport {
 
 /// Starts a thread for each of `listeners`, which serves the measurements of other agents with the
 /// key until this process ends. Fails if a thread cannot be started.
-pub(super) fn start_serving(listeners: Vec<TcpListener>, key: &HandshakeKey) -> io::Result<()> {
+pub(super) fn start_measurement_servers(listeners: Vec<TcpListener>, key: &HandshakeKey) -> io::Result<()> {
     let active = Arc::new(AtomicUsize::new(0));
     for listener in listeners {
         let (active, key) = (active.clone(), key.clone());
@@ -96,7 +96,7 @@ pub(super) fn start_serving(listeners: Vec<TcpListener>, key: &HandshakeKey) -> 
             loop {
                 match listener.accept() {
                     Ok((stream, _)) => start_connection_thread(stream, &active, &key),
-                    Err(_) => thread::sleep(ACCEPT_PAUSE),
+                    Err(_) => thread::sleep(FAILED_ACCEPT_PAUSE),
                 }
             }
         };
@@ -126,7 +126,7 @@ fn start_connection_thread(stream: TcpStream, active: &Arc<AtomicUsize>, key: &H
 /// Authenticates the agent at the other end of a connection, and executes the command that it
 /// sends: echo, receive or send data.
 fn authenticate_and_serve(key: &HandshakeKey, stream: TcpStream) -> io::Result<()> {
-    let mut stream = accept_connection(key, stream, AUTHENTICATION_TIMEOUT)?;
+    let mut stream = authenticate_accepted_connection(key, stream, AUTHENTICATION_TIMEOUT)?;
     stream.set_read_timeout(Some(IDLE_TIMEOUT))?;
     stream.set_write_timeout(Some(IDLE_TIMEOUT))?;
     let limit = |ms: u64| Duration::from_millis(ms.min(MAX_TRANSFER_MS));
@@ -151,8 +151,8 @@ fn serve_receive_command(mut stream: TcpStream, time: Duration) -> io::Result<()
     let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
     stream.write_all(&TransferReport { bytes, nanoseconds, ..TransferReport::default() }.to_bytes())?;
     // Closing a connection with unread data would destroy the report on the other side.
-    let deadline = Instant::now() + CLOSE_TIMEOUT;
-    stream.set_read_timeout(Some(CLOSE_TIMEOUT))?;
+    let deadline = Instant::now() + TRANSFER_END_TIMEOUT;
+    stream.set_read_timeout(Some(TRANSFER_END_TIMEOUT))?;
     let mut buffer = vec![0; BUFFER_BYTES];
     while Instant::now() < deadline && stream.read(&mut buffer)? > 0 {}
     Ok(())
@@ -161,7 +161,7 @@ fn serve_receive_command(mut stream: TcpStream, time: Duration) -> io::Result<()
 /// Executes the command of another agent to send data until that agent closes its direction, and
 /// then reports the number of retransmits.
 fn serve_send_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
-    stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + CLOSE_TIMEOUT))?;
+    stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + TRANSFER_END_TIMEOUT))?;
     let is_done = AtomicBool::new(false);
     let mut writer = stream.try_clone()?;
     thread::scope(|scope| {
@@ -174,7 +174,7 @@ fn serve_send_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
         }
         sender.join().is_ok()
     });
-    let (retransmits, segment_bytes) = read_retransmits(&stream).unwrap_or_default();
+    let (retransmits, segment_bytes) = read_retransmits_and_segment_size(&stream).unwrap_or_default();
     stream
         .write_all(&TransferReport { retransmits, segment_bytes, ..TransferReport::default() }.to_bytes())?;
     stream.shutdown(Shutdown::Write)

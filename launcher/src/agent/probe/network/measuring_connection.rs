@@ -78,7 +78,7 @@ pub(super) fn open_connection(
     timeout: Duration,
     small_segments: bool,
 ) -> io::Result<TcpStream> {
-    run_with_limit(timeout, async {
+    block_on_with_timeout(timeout, async {
         let socket = if target.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         if small_segments {
             setsockopt(&socket, sockopt::TcpMaxSeg, &SMALL_SEGMENT_BYTES)?;
@@ -86,20 +86,20 @@ pub(super) fn open_connection(
         socket.bind(SocketAddr::new(end.address, 0))?;
         let mut stream = socket.connect(target).await?;
         let verified = authenticate_controller(&mut stream, &end.key, "").await.map_err(io::Error::other)?;
-        verified.confirm().await.map_err(io::Error::other)?;
+        verified.send_proof_of_key().await.map_err(io::Error::other)?;
         into_blocking(stream)
     })
 }
 
 /// Performs the handshake on an accepted connection for measurements, in which both sides prove
 /// that they have the key. Fails if the process does not have the key, or not within `timeout`.
-pub(super) fn accept_connection(
+pub(super) fn authenticate_accepted_connection(
     key: &HandshakeKey,
     stream: TcpStream,
     timeout: Duration,
 ) -> io::Result<TcpStream> {
     stream.set_nonblocking(true)?;
-    run_with_limit(timeout, async {
+    block_on_with_timeout(timeout, async {
         let mut stream = tokio::net::TcpStream::from_std(stream)?;
         authenticate_agent(&mut stream, key).await.map_err(io::Error::other)?;
         into_blocking(stream)
@@ -107,7 +107,7 @@ pub(super) fn accept_connection(
 }
 
 /// Runs a future to its end on this thread, and fails if that takes longer than `timeout`.
-fn run_with_limit<T>(timeout: Duration, future: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+fn block_on_with_timeout<T>(timeout: Duration, future: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let expired = |_| io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {timeout:?}"));
@@ -137,7 +137,7 @@ fn into_blocking(stream: tokio::net::TcpStream) -> io::Result<TcpStream> {
 
 /// Returns the number of segments that the kernel has retransmitted on a connection, and the size
 /// of a segment in bytes. Returns `None` if the kernel does not report it.
-pub(super) fn read_retransmits(stream: &impl AsFd) -> Option<(u64, u64)> {
+pub(super) fn read_retransmits_and_segment_size(stream: &impl AsFd) -> Option<(u64, u64)> {
     // SAFETY: zeros are a valid value of this structure of integers.
     let mut info: libc::tcp_info = unsafe { zeroed() };
     let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;

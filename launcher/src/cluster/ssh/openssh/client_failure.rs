@@ -108,7 +108,7 @@ impl ClientFailure {
         let has = |texts: &[&str]| is_exit_255 && log.messages().any(|m| texts.iter().any(|t| m.contains(t)));
         let cause = FAILURE_PATTERNS.iter().find(|(texts, ..)| has(texts));
         let is_closed = cause.is_some_and(|(texts, ..)| *texts == SERVER_CLOSED_MESSAGES.as_slice());
-        let has_proxy = target.client_proxy().is_some();
+        let has_proxy = target.openssh_proxy().is_some();
         let (code, stage) = match cause {
             // The key exchange has ended, so the login failed.
             Some(_) if is_closed && log.host_key.is_some() => {
@@ -157,13 +157,13 @@ impl ClientFailure {
         if let Some((key_type, fingerprint)) = self.host_key {
             error = error.with_field("key_type", key_type).with_field("fingerprint", fingerprint);
         }
-        if let Some(proxy) = target.client_proxy() {
+        if let Some(proxy) = target.openssh_proxy() {
             error = error.with_field("proxy", proxy);
         }
         if !self.output.is_empty() {
             error = error.with_cause(&io::Error::other(self.output.join(" / ")));
         }
-        let command = target.format_client_command();
+        let command = target.format_ssh_command_for_user();
         error
             .with_field("output", self.output)
             .with_field("command", command.as_str())

@@ -1,6 +1,6 @@
 //! [`ClientOptions`]: builds the command line with which OpenSSH's client (`ssh`) connects to one
 //! host.
-use super::client_requirement::ClientRequirement;
+use super::client_requirement::OpenSshRequirement;
 use crate::cluster::ssh::config::SshHostSettings;
 use jobspec::{
     KnownHosts as KnownHostsPolicy, SshSpec,
@@ -10,7 +10,7 @@ use std::{path::Path, time::Duration};
 
 /// The interval, in seconds, at which OpenSSH's client sends keepalive messages on an idle
 /// connection.
-const KEEPALIVE_S: u32 = 15;
+const KEEPALIVE_INTERVAL_S: u32 = 15;
 /// The number of unanswered keepalive messages after which OpenSSH's client closes the connection.
 const MAX_UNANSWERED_KEEPALIVES: u32 = 2;
 
@@ -40,7 +40,7 @@ pub(in crate::cluster::ssh) struct ClientOptions {
     /// The time limit for connecting and logging in.
     pub(super) login_timeout: Duration,
     /// Why this client was chosen; `None` if the job requires it.
-    pub(in crate::cluster::ssh) requirement: Option<ClientRequirement>,
+    pub(in crate::cluster::ssh) requirement: Option<OpenSshRequirement>,
 }
 
 impl ClientOptions {
@@ -52,7 +52,7 @@ impl ClientOptions {
         spec: &SshSpec,
         settings: &SshHostSettings,
         config_file: Option<&Path>,
-        requirement: Option<ClientRequirement>,
+        requirement: Option<OpenSshRequirement>,
     ) -> ClientOptions {
         let mut arguments = build_common_arguments(spec, config_file);
         arguments.extend(["-o", "LogLevel=DEBUG1"].map(str::to_owned));
@@ -63,7 +63,7 @@ impl ClientOptions {
         };
         let (job_jump, jump_option) = match spec.jump.as_deref() {
             None => (None, None),
-            Some(jump) => match find_jump(jump, &address, settings) {
+            Some(jump) => match find_job_jump_host(jump, &address, settings) {
                 Some(jump) => {
                     let proxy = build_proxy_command(&jump, spec, config_file);
                     (Some(jump.to_string()), Some(format!("ProxyCommand={proxy}")))
@@ -81,7 +81,7 @@ impl ClientOptions {
         arguments.extend(jump_option.into_iter().flat_map(|option| ["-o".to_owned(), option]));
         arguments.extend(build_destination_arguments(&address));
         ClientOptions {
-            shown_command: format_command(&address, spec, config_file, &proxy),
+            shown_command: format_ssh_command_for_user(&address, spec, config_file, &proxy),
             arguments,
             proxy,
             // Half of the limit is for the connection, and half for the login.
@@ -100,7 +100,7 @@ fn build_common_arguments(spec: &SshSpec, config_file: Option<&Path>) -> Vec<Str
     }
     let mut options: Vec<String> = FIXED_OPTIONS.map(str::to_owned).to_vec();
     options.push(format!("ConnectTimeout={}", spec.connect_timeout_ms.div_ceil(1000)));
-    options.push(format!("ServerAliveInterval={KEEPALIVE_S}"));
+    options.push(format!("ServerAliveInterval={KEEPALIVE_INTERVAL_S}"));
     options.push(format!("ServerAliveCountMax={MAX_UNANSWERED_KEEPALIVES}"));
     if let Some(policy) = spec.known_hosts {
         let value = match policy {
@@ -135,7 +135,7 @@ fn build_destination_arguments(host: &HostAddress) -> Vec<String> {
 
 /// Returns the host `jump` that the job configures as the jump host, unless it is `none` or the
 /// host itself.
-fn find_jump(jump: &str, host: &HostAddress, settings: &SshHostSettings) -> Option<HostAddress> {
+fn find_job_jump_host(jump: &str, host: &HostAddress, settings: &SshHostSettings) -> Option<HostAddress> {
     if jump.eq_ignore_ascii_case("none") {
         return None;
     }
@@ -162,7 +162,7 @@ fn quote_word(word: &str) -> String {
 }
 
 /// Formats the `ssh` command that a user can run to connect to a host in the same way as launch.
-fn format_command(
+fn format_ssh_command_for_user(
     host: &HostAddress,
     spec: &SshSpec,
     config_file: Option<&Path>,

@@ -44,22 +44,22 @@ const OPENSSH_ONLY_KEYWORDS: &[(&str, &str, &[&str])] = &[
 /// A setting or file of a host because of which launch connects to it through OpenSSH's client
 /// instead of the built-in client.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::cluster::ssh) struct ClientRequirement {
+pub(in crate::cluster::ssh) struct OpenSshRequirement {
     /// The setting as in the configuration, or the path of the file with its meaning.
     pub(in crate::cluster::ssh) option: String,
 }
 
-impl ClientRequirement {
+impl OpenSshRequirement {
     /// Creates the reason for using OpenSSH's client from the text of the setting or file that
     /// requires it.
-    pub(in crate::cluster::ssh) fn new(option: impl Into<String>) -> ClientRequirement {
-        ClientRequirement { option: option.into() }
+    pub(in crate::cluster::ssh) fn new(option: impl Into<String>) -> OpenSshRequirement {
+        OpenSshRequirement { option: option.into() }
     }
 }
 
 /// The key files and known_hosts of a host that may require OpenSSH's client instead of the
 /// built-in client.
-pub(in crate::cluster::ssh) struct HostSettingsAndFiles<'a> {
+pub(in crate::cluster::ssh) struct HostSshFiles<'a> {
     /// The files of private keys.
     pub(in crate::cluster::ssh) keys: &'a [PathBuf],
     /// Whether `keys` are the default ones.
@@ -73,61 +73,61 @@ pub(in crate::cluster::ssh) struct HostSettingsAndFiles<'a> {
 
 /// Finds the first setting or file of a host that only OpenSSH's client supports, and not the
 /// built-in client. Proxies are not considered. May run `klist`.
-pub(in crate::cluster::ssh) fn find_client_requirement(
+pub(in crate::cluster::ssh) fn find_openssh_requirement(
     settings: &SshHostSettings,
-    files: &HostSettingsAndFiles<'_>,
-) -> Option<ClientRequirement> {
+    files: &HostSshFiles<'_>,
+) -> Option<OpenSshRequirement> {
     find_openssh_only_keyword(settings)
         .or_else(|| find_openssh_only_key(files))
         .or_else(|| {
             let known_hosts = files.known_hosts?;
             let has_authority = known_hosts.has_certificate_authority(files.known_hosts_name);
             let option = || format!("@cert-authority in known_hosts for {}", files.known_hosts_name);
-            has_authority.then(|| ClientRequirement::new(option()))
+            has_authority.then(|| OpenSshRequirement::new(option()))
         })
         .or_else(|| {
-            let uses_kerberos = settings.other.get("gssapiauthentication").is_some_and(|v| is_switched_on(v));
+            let uses_kerberos = settings.other.get("gssapiauthentication").is_some_and(|v| is_setting_switched_on(v));
             let option = "GSSAPIAuthentication yes, with a Kerberos ticket";
-            (uses_kerberos && has_kerberos_ticket()).then(|| ClientRequirement::new(option))
+            (uses_kerberos && has_kerberos_ticket()).then(|| OpenSshRequirement::new(option))
         })
 }
 
 /// Returns whether a value of the SSH configuration switches a setting on.
-fn is_switched_on(value: &str) -> bool {
+fn is_setting_switched_on(value: &str) -> bool {
     ["yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }
 
 /// Finds the first keyword in the SSH configuration of a host that only OpenSSH's client supports.
-fn find_openssh_only_keyword(settings: &SshHostSettings) -> Option<ClientRequirement> {
+fn find_openssh_only_keyword(settings: &SshHostSettings) -> Option<OpenSshRequirement> {
     let requires = |(keyword, name, harmless): &(&str, &str, &[&str])| {
         let value = settings.other.get(*keyword)?;
         let is_harmless = harmless.iter().any(|harmless| value.eq_ignore_ascii_case(harmless));
-        (!is_harmless).then(|| ClientRequirement::new(format!("{name} {value}")))
+        (!is_harmless).then(|| OpenSshRequirement::new(format!("{name} {value}")))
     };
     let methods = settings.other.get("preferredauthentications");
     let excludes_keys = methods.filter(|list| !list.split(',').any(|method| method == "publickey"));
     OPENSSH_ONLY_KEYWORDS.iter().find_map(requires).or_else(|| {
-        excludes_keys.map(|list| ClientRequirement::new(format!("PreferredAuthentications {list}")))
+        excludes_keys.map(|list| OpenSshRequirement::new(format!("PreferredAuthentications {list}")))
     })
 }
 
 /// Finds an SSH key file that only OpenSSH's client can use, because it has a certificate or its
 /// private key is on a hardware key.
-fn find_openssh_only_key(files: &HostSettingsAndFiles<'_>) -> Option<ClientRequirement> {
+fn find_openssh_only_key(files: &HostSshFiles<'_>) -> Option<OpenSshRequirement> {
     for key in files.keys {
         let mut certificate = key.as_os_str().to_owned();
         certificate.push("-cert.pub");
         let certificate = PathBuf::from(certificate);
         if certificate.exists() {
-            return Some(ClientRequirement::new(format!("the certificate {}", certificate.display())));
+            return Some(OpenSshRequirement::new(format!("the certificate {}", certificate.display())));
         }
         if is_hardware_key(key) {
-            return Some(ClientRequirement::new(format!("the hardware key {}", key.display())));
+            return Some(OpenSshRequirement::new(format!("the hardware key {}", key.display())));
         }
     }
     let defaults = DEFAULT_HARDWARE_KEYS.iter().filter(|_| files.has_default_keys);
     let mut existing = defaults.map(|name| files.user_directory.join(name)).filter(|key| key.exists());
-    existing.next().map(|key| ClientRequirement::new(format!("the hardware key {}", key.display())))
+    existing.next().map(|key| OpenSshRequirement::new(format!("the hardware key {}", key.display())))
 }
 
 /// Returns whether the private key of an SSH key file is stored on a hardware key.
@@ -162,14 +162,14 @@ mod tests {
     /// directory `dir`.
     fn find(config: &str, dir: &Path, keys: &[&str]) -> Option<String> {
         let keys: Vec<PathBuf> = keys.iter().map(|key| dir.join(key)).collect();
-        let files = HostSettingsAndFiles {
+        let files = HostSshFiles {
             keys: &keys,
             has_default_keys: keys.is_empty(),
             user_directory: dir,
             known_hosts: None,
             known_hosts_name: "a",
         };
-        find_client_requirement(&read_settings(config, "a"), &files).map(|found| found.option)
+        find_openssh_requirement(&read_settings(config, "a"), &files).map(|found| found.option)
     }
 
     #[test]

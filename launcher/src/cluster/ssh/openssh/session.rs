@@ -36,7 +36,7 @@ const MAX_STDERR_BYTES: usize = 8 << 10;
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How many times OpenSSH's client is started if the server closes the connection during the
 /// handshake.
-const MAX_ATTEMPTS: u32 = 6;
+const MAX_CONNECT_ATTEMPTS: u32 = 6;
 /// The pause before OpenSSH's client is started for the second time. The pause doubles with each
 /// further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
@@ -72,7 +72,7 @@ impl OpenSshSession {
     }
 
     /// Runs `script`, a shell script of one line, on the host. Blocks.
-    pub(in crate::cluster::ssh) fn exec(&self, script: &str) -> diagnostic::Result<OpenSshChannel> {
+    pub(in crate::cluster::ssh) fn exec_script(&self, script: &str) -> diagnostic::Result<OpenSshChannel> {
         if self.client.borrow().has_ended.get() {
             let client = connect_with_retries(&self.target, &self.progress)?;
             *self.client.borrow_mut() = Rc::new(client);
@@ -105,7 +105,7 @@ fn connect_with_retries(
         let Err(failure) = client.wait_for_login(target) else { return Ok(client) };
         progress.check_not_aborted(&target.name)?;
         progress.set_stage(failure.stage);
-        if !failure.is_closed_by_server || attempt >= MAX_ATTEMPTS {
+        if !failure.is_closed_by_server || attempt >= MAX_CONNECT_ATTEMPTS {
             return Err(failure.into_diagnostic(target));
         }
         drop(client);
@@ -151,7 +151,7 @@ impl ClientProcess {
     /// Starts OpenSSH's client for the host `target`.
     fn spawn(target: &SshTarget) -> diagnostic::Result<ClientProcess> {
         let options = target.client.as_ref().unwrap_or_else(|| unreachable!("OpenSSH's client was chosen"));
-        Self::try_spawn(&options.arguments).map_err(|error| match error.kind() {
+        Self::spawn_with_arguments(&options.arguments).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => {
                 let message = format!("cannot start `ssh` to connect to host {}", target.name);
                 build_ssh_error(target, ssh::SSH_CLIENT_MISSING, message).with_cause(&error).with_remedy()
@@ -161,7 +161,7 @@ impl ClientProcess {
     }
 
     /// Starts OpenSSH's client with `arguments` and the command that it runs on the host.
-    fn try_spawn(arguments: &[String]) -> io::Result<ClientProcess> {
+    fn spawn_with_arguments(arguments: &[String]) -> io::Result<ClientProcess> {
         let (stream, client_end) = UnixStream::pair()?;
         let (stderr, stderr_writer) = io::pipe()?;
         let (log, log_writer) = io::pipe()?;
@@ -208,18 +208,18 @@ impl ClientProcess {
                     return match nix::sys::socket::recv(self.stream.as_raw_fd(), &mut byte, flags) {
                         Ok(1..) => Ok(()),
                         _ => Err(self
-                            .explain_end(target)
-                            .unwrap_or_else(|| self.explain_timeout(limit, target))),
+                            .explain_client_end(target)
+                            .unwrap_or_else(|| self.explain_login_timeout(limit, target))),
                     };
                 }
                 Ok(false) => {}
-                Err(_) => return Err(self.explain_timeout(limit, target)),
+                Err(_) => return Err(self.explain_login_timeout(limit, target)),
             }
         }
     }
 
     /// Determines from its log why OpenSSH's client has not logged in within the time `limit`.
-    fn explain_timeout(&self, limit: Duration, target: &SshTarget) -> ClientFailure {
+    fn explain_login_timeout(&self, limit: Duration, target: &SshTarget) -> ClientFailure {
         let state = self.state.borrow();
         ClientFailure::from_login_timeout(limit, &state.log, &state.stderr, target)
     }
@@ -301,7 +301,7 @@ impl ClientProcess {
 
     /// Waits until the process of OpenSSH's client, whose output has ended, has ended, too. Returns
     /// the exit status, or `None` if the client still runs.
-    fn wait_for_end(&self) -> Option<ExitStatus> {
+    fn wait_for_client_end(&self) -> Option<ExitStatus> {
         self.has_ended.set(true);
         let status = self.child.wait_timeout(EXIT_TIMEOUT);
         self.read_log_and_stderr();
@@ -310,8 +310,8 @@ impl ClientProcess {
 
     /// Determines why OpenSSH's client has ended; returns `None` if the command on the host has
     /// ended.
-    fn explain_end(&self, target: &SshTarget) -> Option<ClientFailure> {
-        let status = self.wait_for_end();
+    fn explain_client_end(&self, target: &SshTarget) -> Option<ClientFailure> {
+        let status = self.wait_for_client_end();
         let state = self.state.borrow();
         ClientFailure::from_client_end(status, &state.log, &state.stderr, target)
     }
@@ -319,11 +319,11 @@ impl ClientProcess {
     /// Returns the exit status of the command on the host, whose output has ended; `None` if the
     /// host did not report it. Fails if the connection was lost.
     pub(super) fn remote_exit_status(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
-        if let Some(failure) = self.explain_end(target) {
+        if let Some(failure) = self.explain_client_end(target) {
             return Err(failure.into_diagnostic(target));
         }
         let is_known = !self.state.borrow().log.has_exit_signal;
-        Ok(self.child.exit_status().filter(|_| is_known))
+        Ok(self.child.try_exit_status().filter(|_| is_known))
     }
 }
 
@@ -350,16 +350,16 @@ pub(in crate::cluster::ssh) struct OpenSshChannel {
 impl OpenSshChannel {
     /// Determines why the output of the host has ended; returns `None` if the command on the host
     /// has ended.
-    pub(in crate::cluster::ssh) fn find_failure(&self, target: &SshTarget) -> Option<Diagnostic> {
-        self.client.explain_end(target).map(|failure| failure.into_diagnostic(target))
+    pub(in crate::cluster::ssh) fn explain_output_end(&self, target: &SshTarget) -> Option<Diagnostic> {
+        self.client.explain_client_end(target).map(|failure| failure.into_diagnostic(target))
     }
 
     /// Closes the input of the shell on the host, and waits until the shell has ended. Returns its
     /// exit code (-1 if unknown), and what the last script wrote to stderr.
-    pub(in crate::cluster::ssh) fn wait_for_exit(&mut self) -> (i32, String) {
+    pub(in crate::cluster::ssh) fn end_input_and_wait_for_exit(&mut self) -> (i32, String) {
         _ = self.client.stream.shutdown(Shutdown::Write);
         _ = io::copy(self, &mut io::sink());
-        let code = match self.client.wait_for_end() {
+        let code = match self.client.wait_for_client_end() {
             Some(ExitStatus::Code(code)) => i32::from(code),
             Some(ExitStatus::Signal(..)) | None => -1,
         };

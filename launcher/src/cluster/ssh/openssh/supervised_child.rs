@@ -37,7 +37,7 @@ fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Returns the pids of the [`SupervisedChild`] processes that were not reaped.
-pub(in crate::cluster::ssh) fn list_running_children() -> Vec<u32> {
+pub(in crate::cluster::ssh) fn list_unreaped_children() -> Vec<u32> {
     lock_ignoring_poison(&UNREAPED_CHILDREN).keys().copied().collect()
 }
 
@@ -109,7 +109,7 @@ impl SupervisedChild {
     }
 
     /// Returns the exit status of the child process if it has ended, or `None` if it still runs.
-    pub(super) fn exit_status(&self) -> Option<ExitStatus> {
+    pub(super) fn try_exit_status(&self) -> Option<ExitStatus> {
         let _lock = lock_children();
         // The lock is held, so a process without a recorded status was not reaped.
         lock_ignoring_poison(&self.reaped).or_else(|| peek_exit_status(self.pid))
@@ -120,7 +120,7 @@ impl SupervisedChild {
     pub(super) fn wait_timeout(&self, limit: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + limit;
         loop {
-            match self.exit_status() {
+            match self.try_exit_status() {
                 None if Instant::now() < deadline => thread::sleep(WAIT_INTERVAL),
                 status => return status,
             }
@@ -161,7 +161,7 @@ mod tests {
     /// Reaps a child process, as the main thread does.
     fn reap(child: &SupervisedChild) {
         let deadline = Instant::now() + Duration::from_secs(20);
-        while list_running_children().contains(&child.pid) {
+        while list_unreaped_children().contains(&child.pid) {
             assert!(Instant::now() < deadline, "the child has not ended");
             let _lock = lock_children();
             if let Some(status) = reap_group_leader(child.pid) {
@@ -174,9 +174,9 @@ mod tests {
     fn the_exit_status_is_known_before_and_after_the_child_is_reaped() {
         let (child, _) = SupervisedChild::spawn(Command::new("sh").args(["-c", "exit 7"])).expect("a child");
         assert_eq!(child.wait_timeout(Duration::from_secs(20)), Some(ExitStatus::Code(7)));
-        assert!(list_running_children().contains(&child.pid), "not reaped yet");
+        assert!(list_unreaped_children().contains(&child.pid), "not reaped yet");
         reap(&child);
-        assert_eq!(child.exit_status(), Some(ExitStatus::Code(7)));
+        assert_eq!(child.try_exit_status(), Some(ExitStatus::Code(7)));
     }
 
     #[test]

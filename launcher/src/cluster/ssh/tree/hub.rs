@@ -33,7 +33,7 @@ use tokio::{
 
 /// The largest number of commands that may wait for the thread of the controller's part of the
 /// tree. The start of an agent has three at most.
-const MAX_COMMANDS: usize = 1 << 17;
+const MAX_WAITING_COMMANDS: usize = 1 << 17;
 /// The number of messages that fit into each channel of the thread of the controller's part of the
 /// tree.
 const CHANNEL_CAPACITY: usize = 1024;
@@ -95,7 +95,7 @@ pub(crate) struct TreeSettings {
 /// Returns the time of silence after which a connection between two neighbours of the tree counts
 /// as broken, for the lease of a host (`run.host_lease`). It is then replaced before the host
 /// counts as lost.
-fn find_link_lease(host_lease: Duration) -> Duration {
+fn compute_link_lease(host_lease: Duration) -> Duration {
     host_lease / 2
 }
 
@@ -114,14 +114,14 @@ struct SharedPlanner {
 impl SharedPlanner {
     /// Locks the mutex of the tree's planner, even if another thread has panicked while it held the
     /// lock.
-    fn lock(&self) -> MutexGuard<'_, TreePlanner> {
+    fn lock_planner(&self) -> MutexGuard<'_, TreePlanner> {
         self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes the planner of the tree by calling `change`, and wakes the threads that wait for its
     /// decisions.
     fn change_and_wake(&self, change: impl FnOnce(&mut TreePlanner)) {
-        change(&mut self.lock());
+        change(&mut self.lock_planner());
         self.places.notify_one();
         self.sources.notify_one();
     }
@@ -135,7 +135,7 @@ impl SharedPlanner {
         mut decide: impl FnMut(&mut TreePlanner) -> Option<T>,
         is_given_up: impl Fn() -> bool,
     ) -> Option<T> {
-        let mut planner = self.lock();
+        let mut planner = self.lock_planner();
         loop {
             if is_given_up() {
                 changed.notify_one();
@@ -153,7 +153,7 @@ impl SharedPlanner {
 
 /// The controller's ends of the control connection and standard error of an agent that is being
 /// started in a tree.
-pub(crate) struct TreeStream {
+pub(crate) struct StartingAgentStreams {
     pub(crate) id: StreamId,
     pub(crate) halves: StreamHalves,
     pub(crate) stderr: DuplexStream,
@@ -173,9 +173,9 @@ impl TreeHub {
             places: Condvar::new(),
             sources: Condvar::new(),
         });
-        let (commands, received) = mpsc::channel(MAX_COMMANDS);
+        let (commands, received) = mpsc::channel(MAX_WAITING_COMMANDS);
         let (shared, host_lease) = (planner.clone(), settings.host_lease);
-        let run = move || runtime.block_on(HubLoop::new(shared, host_lease).run(received));
+        let run = move || runtime.block_on(HubLoop::new(shared, host_lease).run_event_loop(received));
         thread::Builder::new().name("tree".into()).spawn(run)?;
         Ok(TreeHub {
             commands,
@@ -195,7 +195,7 @@ impl TreeHub {
 
     /// Opens the control connection, through the tree, of an agent that is about to be started on
     /// the host `host`.
-    pub(crate) fn open_agent_stream(&self, host: &str, progress: Arc<ConnectionProgress>) -> TreeStream {
+    pub(crate) fn open_agent_stream(&self, host: &str, progress: Arc<ConnectionProgress>) -> StartingAgentStreams {
         let stream = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
         let (near, halves) = StreamHalves::create_pair();
         let (stderr_writer, stderr) = tokio::io::duplex(STDERR_CAPACITY << 10);
@@ -210,13 +210,13 @@ impl TreeHub {
         }));
         let commands = self.commands.clone();
         let connection = TreeConnection { stream, commands, progress, first_agent };
-        TreeStream { id: stream, halves, stderr, connection }
+        StartingAgentStreams { id: stream, halves, stderr, connection }
     }
 
     /// Assigns an agent (identified by its stream) a place in the tree of agents, if one is free
     /// now.
     pub(crate) fn try_place_agent(&self, stream: StreamId) -> Option<TreePlace> {
-        self.planner.lock().place_agent(stream)
+        self.planner.lock_planner().place_agent(stream)
     }
 
     /// Waits until an agent (identified by its stream) gets a place in the tree of agents. Returns
@@ -236,8 +236,8 @@ impl TreeHub {
     /// Lists the agents of the tree to which an agent (identified by its stream) may connect now.
     /// The list is empty for an agent that is connected with the controller, and if no agent
     /// accepts others.
-    pub(crate) fn list_parents(&self, stream: StreamId) -> Vec<TreeParent> {
-        self.planner.lock().list_parents_of(stream)
+    pub(crate) fn list_possible_parents(&self, stream: StreamId) -> Vec<TreeParent> {
+        self.planner.lock_planner().list_possible_parents_of(stream)
     }
 
     /// Waits until another host or the controller is free to send the executable of launch to a
@@ -274,7 +274,7 @@ impl TreeHub {
             host: host.to_owned(),
             interface: self.settings.interface.clone(),
             ports: self.settings.ports,
-            link_lease_ms: find_link_lease(self.settings.host_lease).as_millis() as u64,
+            link_lease_ms: compute_link_lease(self.settings.host_lease).as_millis() as u64,
             reconnect_ms: host_lease_ms,
             // The agents below a lost neighbour need places, too.
             max_children: self.settings.width.saturating_mul(4),
@@ -386,7 +386,7 @@ impl HubLoop {
         HubLoop {
             planner,
             max_detached: host_lease * 3 / 5,
-            heartbeat_interval: find_link_lease(host_lease) / HEARTBEATS_PER_LEASE,
+            heartbeat_interval: compute_link_lease(host_lease) / HEARTBEATS_PER_LEASE,
             router: TreeRouter::new_controller(),
             links: LinkSet::default(),
             roots: HashMap::new(),
@@ -399,7 +399,7 @@ impl HubLoop {
 
     /// Passes on messages between the controller and the agents of the tree until no handle of the
     /// tree is left.
-    async fn run(mut self, mut commands: mpsc::Receiver<HubCommand>) {
+    async fn run_event_loop(mut self, mut commands: mpsc::Receiver<HubCommand>) {
         let mut heartbeats = tokio::time::interval(self.heartbeat_interval);
         heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -411,12 +411,12 @@ impl HubLoop {
                     Some(command) => self.execute_command(command),
                     None => return,
                 },
-                Some((link, frame)) = self.frames.1.recv() => self.receive_from_link(link, frame),
+                Some((link, frame)) = self.frames.1.recv() => self.on_root_frame(link, frame),
                 Some(event) = self.events.1.recv() => self.handle_local_event(event),
                 () = sleep_until(due) => self.end_detached_streams(),
                 _ = heartbeats.tick() => {
                     self.links.send_heartbeats();
-                    for (stream, parents) in self.planner.lock().list_parent_updates() {
+                    for (stream, parents) in self.planner.lock_planner().take_parent_updates() {
                         self.router.send_parents(stream, parents);
                     }
                 }
@@ -463,30 +463,30 @@ impl HubLoop {
             tokio::spawn(forward_stderr(UnixStream::from_std(stderr)?, state.stderr.clone()));
         }
         let (input, output) = UnixStream::from_std(control)?.into_split();
-        let link = self.links.add(input, output, self.frames.0.clone());
+        let link = self.links.add_link(input, output, self.frames.0.clone());
         self.roots.insert(link, setup.stream);
-        self.links.send(link, TreeFrame::Setup(Box::new(setup)));
+        self.links.send_frame(link, TreeFrame::Setup(Box::new(setup)));
         Ok(())
     }
 
     /// Handles a frame (message) from an agent at the top of the tree, or the end of the link to
     /// that agent.
-    fn receive_from_link(&mut self, link: LinkId, frame: Option<TreeFrame>) {
-        if !self.links.record_input(link) {
+    fn on_root_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
+        if !self.links.record_frame_arrival(link) {
             return;
         }
         match frame {
-            Some(frame) => self.router.receive_from_child(link, frame),
+            Some(frame) => self.router.process_child_frame(link, frame),
             None => {
-                self.links.close(link);
-                self.remove_root(link);
+                self.links.close_link(link);
+                self.on_root_link_ended(link);
             }
         }
     }
 
     /// Handles the end of the link to an agent at the top of the tree. The agent cannot connect in
     /// another way, so its stream ends. The others may find another way.
-    fn remove_root(&mut self, link: LinkId) {
+    fn on_root_link_ended(&mut self, link: LinkId) {
         self.router.remove_child(link);
         if let Some(stream) = self.roots.remove(&link) {
             self.router.abort_stream(stream);
@@ -498,7 +498,7 @@ impl HubLoop {
     /// read bytes, or its end.
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
-            LocalStreamEvent::Written(stream, bytes) => self.router.write(stream, &bytes),
+            LocalStreamEvent::Written(stream, bytes) => self.router.write_to_stream(stream, &bytes),
             LocalStreamEvent::Closed(stream) => self.router.finish_writing(stream),
             LocalStreamEvent::Consumed(stream, count) => self.router.record_consumed_bytes(stream, count),
         }
@@ -513,22 +513,22 @@ impl HubLoop {
                 return;
             }
             actions.into_iter().for_each(|action| self.execute_action(action));
-            overflowed.into_iter().for_each(|link| self.remove_root(link));
+            overflowed.into_iter().for_each(|link| self.on_root_link_ended(link));
         }
     }
 
     /// Executes one action that the router (the state machine of this part of the tree) requests.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
-            RouterAction::Send(link, frame) => self.links.send(link, frame),
+            RouterAction::Send(link, frame) => self.links.send_frame(link, frame),
             RouterAction::Deliver(stream, bytes) => {
                 if let Some(state) = self.streams.get(&stream) {
-                    state.local.deliver(bytes);
+                    state.local.deliver_to_reader(bytes);
                 }
             }
             RouterAction::AddSpace(stream, count) => {
                 if let Some(state) = self.streams.get(&stream) {
-                    state.local.add_space(count);
+                    state.local.permit_writing(count);
                 }
             }
             RouterAction::End(stream, _) => self.end_stream(stream, None),
@@ -549,9 +549,9 @@ impl HubLoop {
                 }
             }
             RouterAction::Ready(stream, addresses) => {
-                self.planner.change_and_wake(|planner| planner.mark_ready(stream, addresses));
+                self.planner.change_and_wake(|planner| planner.mark_accepting_agents(stream, addresses));
                 // Lists that were sent while the agent had no way to the controller are lost.
-                let parents = self.planner.lock().list_parents_of(stream);
+                let parents = self.planner.lock_planner().list_possible_parents_of(stream);
                 if !parents.is_empty() {
                     self.router.send_parents(stream, parents);
                 }
@@ -592,9 +592,9 @@ impl HubLoop {
         self.planner.change_and_wake(|planner| planner.remove_agent(stream));
         if let Some(state) = self.streams.remove(&stream) {
             if let Some(failure) = failure {
-                state.progress.record_end(Some(failure), None);
+                state.progress.record_connection_end(Some(failure), None);
             }
-            state.local.end_writing();
+            state.local.fail_further_writes();
         }
     }
 }

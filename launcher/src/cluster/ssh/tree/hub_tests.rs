@@ -66,7 +66,7 @@ async fn an_agent_that_is_connected_late_learns_which_agents_became_ready_before
         ports: PortSelection::default(),
     };
     let hub = TreeHub::start(settings).expect("a hub");
-    let streams: Vec<TreeStream> =
+    let streams: Vec<StartingAgentStreams> =
         (0..4).map(|_| hub.open_agent_stream("h", Arc::new(ConnectionProgress::new().0))).collect();
     let [first, second, third, late] = [0, 1, 2, 3].map(|index| streams[index].id);
     for root in [first, second, third] {
@@ -78,7 +78,7 @@ async fn an_agent_that_is_connected_late_learns_which_agents_became_ready_before
     let TreePlace::Below(planned) = place else { panic!("{place:?}") };
     assert_eq!(names_of(&planned), [first]);
     let _others = (AgentEnd::connect(&hub, second).await, AgentEnd::connect(&hub, third).await);
-    while hub.list_parents(late).len() < 3 {
+    while hub.list_possible_parents(late).len() < 3 {
         tokio::time::sleep(HOST_LEASE / 100).await;
     }
     // The hub sends the new list in vain, because the agent has no way to the controller yet.

@@ -9,13 +9,13 @@ use std::{
 /// The largest number of hosts to which one host sends the executable of launch at the same time.
 /// Transfers share the network of the sender, so with one transfer at a time the number of senders
 /// grows fastest.
-const MAX_TRANSFERS: usize = 1;
+const MAX_TRANSFERS_PER_HOST: usize = 1;
 /// The largest number of hosts to which the controller sends the executable of launch at the same
 /// time. A slow host does not delay all others.
 const MAX_CONTROLLER_TRANSFERS: usize = 2;
 /// The largest number of agents above an agent in the tree that are listed as its possible parents.
 /// A tree of the default width with as many levels has millions of agents.
-const MAX_ANCESTORS: usize = 8;
+const MAX_ANCESTOR_PARENTS: usize = 8;
 /// The number of agents at the top of the tree that are listed as possible parents of an agent, in
 /// case no agent above it can be reached.
 const MAX_FALLBACK_PARENTS: usize = 4;
@@ -108,51 +108,51 @@ impl TreePlanner {
         self.change_agent(parent, |agent| agent.children += 1);
         let depth = depth + 1;
         self.agents.insert(stream, PlannedAgent { depth, parent: Some(parent), ..PlannedAgent::default() });
-        Some(TreePlace::Below(self.list_parents_below(parent)))
+        Some(TreePlace::Below(self.list_possible_parents_below(parent)))
     }
 
     /// Lists the agents of the tree to which an agent (identified by its stream) may connect. The
     /// list is empty for an agent that is connected with the controller.
-    pub(crate) fn list_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
+    pub(crate) fn list_possible_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
         let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
-        parent.map(|parent| self.list_parents_below(parent)).unwrap_or_default()
+        parent.map(|parent| self.list_possible_parents_below(parent)).unwrap_or_default()
     }
 
     /// Lists the agents to which a new agent below `parent` may connect: `parent`, the agents above
     /// that, and some directly below the controller.
-    fn list_parents_below(&self, parent: StreamId) -> Vec<TreeParent> {
+    fn list_possible_parents_below(&self, parent: StreamId) -> Vec<TreeParent> {
         let mut parents: Vec<TreeParent> = Vec::new();
         let mut next = Some(parent);
-        while let Some(stream) = next.filter(|_| parents.len() < MAX_ANCESTORS) {
-            parents.extend(self.to_tree_parent(stream));
+        while let Some(stream) = next.filter(|_| parents.len() < MAX_ANCESTOR_PARENTS) {
+            parents.extend(self.describe_as_parent(stream));
             next = self.agents.get(&stream).and_then(|agent| agent.parent);
         }
         let known: Vec<StreamId> = parents.iter().map(|parent| parent.stream).collect();
         // Begins behind the agent's number, so that the agents below a lost one go to several.
         let others = self.roots.range(parent..).chain(self.roots.range(..parent));
         let spares =
-            others.filter(|root| !known.contains(root)).filter_map(|root| self.to_tree_parent(*root));
+            others.filter(|root| !known.contains(root)).filter_map(|root| self.describe_as_parent(*root));
         parents.extend(spares.take(MAX_FALLBACK_PARENTS));
         parents
     }
 
     /// Describes an agent as a possible parent of others, with its addresses; returns `None` if it
     /// accepts no agents.
-    fn to_tree_parent(&self, stream: StreamId) -> Option<TreeParent> {
+    fn describe_as_parent(&self, stream: StreamId) -> Option<TreeParent> {
         let addresses = self.agents.get(&stream)?.addresses.clone()?;
         Some(TreeParent { stream, addresses })
     }
 
     /// Records that an agent accepts agents below it at these addresses, and that its host has the
     /// executable of launch.
-    pub(crate) fn mark_ready(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
+    pub(crate) fn mark_accepting_agents(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
         self.change_agent(stream, |agent| agent.addresses = Some(addresses));
     }
 
     /// Lists a limited number of agents whose possible parents in the tree have changed, each with
     /// its new list. After a change, a round of calls lists every agent, so that each one knows
     /// several others that are alive. Without a change, the list is empty.
-    pub(crate) fn list_parent_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
+    pub(crate) fn take_parent_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
         let first = match self.next_update {
             Some(stream) => stream,
             None if std::mem::take(&mut self.has_changed) => 0,
@@ -162,7 +162,7 @@ impl TreePlanner {
         let considered: Vec<_> = rest.by_ref().take(MAX_PARENT_UPDATES_AT_ONCE).collect();
         self.next_update = rest.next().map(|(stream, _)| stream);
         let list =
-            |(stream, parent): (StreamId, Option<StreamId>)| Some((stream, self.list_parents_below(parent?)));
+            |(stream, parent): (StreamId, Option<StreamId>)| Some((stream, self.list_possible_parents_below(parent?)));
         considered.into_iter().filter_map(list).filter(|(_, parents)| !parents.is_empty()).collect()
     }
 
@@ -185,8 +185,8 @@ impl TreePlanner {
     /// host. Returns `None` if all hosts that have it are busy.
     pub(crate) fn reserve_executable_source(&mut self) -> Option<ExecutableSource> {
         match self.sources.first().copied() {
-            Some((transfers, stream)) if transfers < MAX_TRANSFERS => {
-                let source = self.to_tree_parent(stream)?;
+            Some((transfers, stream)) if transfers < MAX_TRANSFERS_PER_HOST => {
+                let source = self.describe_as_parent(stream)?;
                 self.change_agent(stream, |agent| agent.transfers += 1);
                 Some(ExecutableSource::Agent(source))
             }

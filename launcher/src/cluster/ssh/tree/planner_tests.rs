@@ -16,7 +16,7 @@ fn build_address(stream: StreamId) -> Vec<SocketAddr> {
 fn place_agents(planner: &mut TreePlanner, count: StreamId) -> Vec<TreePlace> {
     let place = |stream| {
         let place = planner.place_agent(stream).expect("a place");
-        planner.mark_ready(stream, build_address(stream));
+        planner.mark_accepting_agents(stream, build_address(stream));
         place
     };
     (1..=count).map(place).collect()
@@ -53,12 +53,12 @@ fn no_agent_is_placed_below_one_that_is_lost_or_not_ready() {
     let mut planner = TreePlanner::new(1);
     assert_eq!(planner.place_agent(1), Some(TreePlace::Root));
     assert_eq!(planner.place_agent(2), None, "no agent accepts others yet");
-    planner.mark_ready(1, build_address(1));
+    planner.mark_accepting_agents(1, build_address(1));
     assert_eq!(planner.place_agent(2).map(|place| list_streams(&place)), Some(vec![1]));
-    planner.mark_ready(2, build_address(2));
+    planner.mark_accepting_agents(2, build_address(2));
     planner.mark_detached(2);
     assert_eq!(planner.place_agent(3), None);
-    planner.mark_ready(2, build_address(2));
+    planner.mark_accepting_agents(2, build_address(2));
     assert_eq!(planner.place_agent(3).map(|place| list_streams(&place)), Some(vec![2, 1]));
     planner.remove_agent(3);
     planner.remove_agent(1);
@@ -74,15 +74,15 @@ fn agents_learn_of_others_that_become_ready_or_are_lost() {
         [planner.place_agent(1), planner.place_agent(2)],
         [Some(TreePlace::Root), Some(TreePlace::Root)]
     );
-    planner.mark_ready(1, build_address(1));
+    planner.mark_accepting_agents(1, build_address(1));
     assert_eq!(planner.place_agent(3).map(|place| list_streams(&place)), Some(vec![1]));
     let list = |planner: &mut TreePlanner| -> Vec<(StreamId, Vec<StreamId>)> {
-        let updates = planner.list_parent_updates().into_iter();
+        let updates = planner.take_parent_updates().into_iter();
         updates.map(|(stream, parents)| (stream, list_streams(&TreePlace::Below(parents)))).collect()
     };
-    planner.mark_ready(2, build_address(2));
+    planner.mark_accepting_agents(2, build_address(2));
     assert_eq!(list(&mut planner), [(3, vec![1, 2])]);
-    planner.mark_ready(3, build_address(3));
+    planner.mark_accepting_agents(3, build_address(3));
     assert_eq!(list(&mut planner), [], "no agent connects to agent 3 yet");
     planner.remove_agent(1);
     assert_eq!(list(&mut planner), [(3, vec![2])]);
@@ -112,7 +112,7 @@ fn the_number_of_hosts_that_send_the_executable_doubles() {
             planner.release_executable_source(source);
             ready += 1;
             planner.place_agent(ready);
-            planner.mark_ready(ready, build_address(ready));
+            planner.mark_accepting_agents(ready, build_address(ready));
         }
         rounds.push(sources.len());
     }
@@ -143,7 +143,7 @@ impl RoutedTree {
         tree.routers.insert(0, TreeRouter::new_controller());
         for stream in 1..=agents {
             let place = planner.place_agent(stream).expect("a place");
-            planner.mark_ready(stream, build_address(stream));
+            planner.mark_accepting_agents(stream, build_address(stream));
             let parent = list_streams(&place).first().copied().unwrap_or(0);
             tree.router(0).open_stream(stream);
             tree.routers.insert(stream, TreeRouter::new_agent(stream));
@@ -170,8 +170,8 @@ impl RoutedTree {
                         self.controller_frames += u64::from(upper == 0);
                         let to = if at == upper { lower } else { upper };
                         match at == upper {
-                            true => self.router(to).receive_from_uplink(frame),
-                            false => self.router(to).receive_from_child(link, frame),
+                            true => self.router(to).process_uplink_frame(frame),
+                            false => self.router(to).process_child_frame(link, frame),
                         }
                         pending.push(to);
                     }
@@ -194,10 +194,10 @@ fn the_work_of_the_controller_per_host_does_not_depend_on_the_number_of_hosts() 
         let mut delivered = 0;
         for stream in 1..=agents {
             // A plan to the agent, then a report and a heartbeat of the agent.
-            tree.router(0).write(stream, &[1; 3000]);
+            tree.router(0).write_to_stream(stream, &[1; 3000]);
             delivered += tree.deliver(0).len();
-            tree.router(stream).write(stream, &[2; 500]);
-            tree.router(stream).write(stream, &[3; 5]);
+            tree.router(stream).write_to_stream(stream, &[2; 500]);
+            tree.router(stream).write_to_stream(stream, &[3; 5]);
             delivered += tree.deliver(stream).len();
         }
         assert_eq!(delivered as u64, 3 * agents);
@@ -260,7 +260,7 @@ fn simulate_start_time(hosts: u64, fanout: usize, copies: usize) -> (f64, usize)
                 ExecutableSource::Controller => MAX_CONTROLLER_TRANSFERS,
                 ExecutableSource::Agent(parent) => {
                     *sent.entry(parent.stream).or_default() += 1;
-                    MAX_TRANSFERS
+                    MAX_TRANSFERS_PER_HOST
                 }
             };
             let time = EXECUTABLE_BITS / LINK_RATE * share as f64;
@@ -278,7 +278,7 @@ fn simulate_start_time(hosts: u64, fanout: usize, copies: usize) -> (f64, usize)
                 schedule(&mut events, &mut queue, now + AGENT_READY_S, StartEvent::Ready(stream));
             }
             StartEvent::Ready(stream) => {
-                planner.mark_ready(stream, build_address(stream));
+                planner.mark_accepting_agents(stream, build_address(stream));
                 done += 1;
             }
         }

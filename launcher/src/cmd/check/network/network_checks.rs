@@ -273,7 +273,7 @@ impl PropertyComparison<'_> {
         let direction = self.pairs.get(pair);
         let value = |pair| match self.property {
             ConnectionProperty::Rate => {
-                format_rate(self.pairs.get(pair).and_then(|d| d.transfer).map_or(0.0, |t| t.rate()))
+                format_rate(self.pairs.get(pair).and_then(|d| d.transfer).map_or(0.0, |t| t.bytes_per_second()))
             }
             _ => format!("{:.2} ms", self.pairs.get(pair).and_then(|d| d.round_trip_ms).unwrap_or(0.0)),
         };
@@ -298,7 +298,7 @@ impl PropertyComparison<'_> {
             }
             ConnectionProperty::Rate => {
                 let found = format!("{from} to {to}: {}{compared}; {reason}", value(pair));
-                let rate = direction.and_then(|d| d.transfer).map_or(0.0, |transfer| transfer.rate());
+                let rate = direction.and_then(|d| d.transfer).map_or(0.0, |transfer| transfer.bytes_per_second());
                 let usual = self.pairs.find_usual_value(ConnectionProperty::Rate).unwrap_or(0.0);
                 match rate < FAILED_PATH_SHARE * usual || rate == 0.0 {
                     true => CheckResult::failed(NETWORK_CHECK_NAME, codes::NETWORK_SLOW, found, SLOW_HELP),

@@ -93,7 +93,7 @@ impl PairMeasurements {
             ConnectionProperty::Reachability => {
                 direction.is_reached.map(|is_reached| f64::from(u8::from(is_reached)))
             }
-            ConnectionProperty::Rate => direction.transfer.map(|transfer| transfer.rate()),
+            ConnectionProperty::Rate => direction.transfer.map(|transfer| transfer.bytes_per_second()),
             ConnectionProperty::RoundTrip => direction.round_trip_ms,
         };
         self.iter().filter_map(|(pair, direction)| Some((pair, value(direction)?))).collect()
@@ -153,7 +153,7 @@ impl PairMeasurements {
                 "from": names.get(from),
                 "to": names.get(to),
                 "reached": direction.is_reached,
-                "bytes_per_second": transfer.map(|transfer| transfer.rate()),
+                "bytes_per_second": transfer.map(|transfer| transfer.bytes_per_second()),
                 "round_trip_ms": direction.round_trip_ms,
                 "retransmits": transfer.and_then(|transfer| transfer.retransmits),
                 "segments": transfer.and_then(|transfer| transfer.segments),
@@ -167,7 +167,7 @@ impl PairMeasurements {
 /// Stores the transfer `new` in `known` if `known` is empty or slower.
 fn keep_faster_transfer(known: &mut Option<Transfer>, new: Option<Transfer>) {
     if let Some(new) = new
-        && known.is_none_or(|known| new.rate() > known.rate())
+        && known.is_none_or(|known| new.bytes_per_second() > known.bytes_per_second())
     {
         *known = Some(new);
     }
@@ -239,7 +239,7 @@ mod tests {
         pairs.add(0, 1, &measure(1000, 900, 0.1));
         let direction = pairs.get((0, 1)).expect("measured");
         assert_eq!((direction.tests, direction.round_trip_ms), (2, Some(0.1)));
-        assert_eq!(direction.transfer.map(|transfer| transfer.rate()), Some(1e9));
-        assert_eq!(pairs.get((1, 0)).and_then(|back| back.transfer).map(|t| t.rate()), Some(9e8));
+        assert_eq!(direction.transfer.map(|transfer| transfer.bytes_per_second()), Some(1e9));
+        assert_eq!(pairs.get((1, 0)).and_then(|back| back.transfer).map(|t| t.bytes_per_second()), Some(9e8));
     }
 }

@@ -1,7 +1,7 @@
 //! Simulates hosts. The state machines of the agents are real, and the workers that they start and
 //! supervise are simulated.
 use super::{ConnectionId, HostIndex, SimEvent, SimRequest, Simulation};
-use crate::agent::simulated::{AgentAction, AgentCore, AgentInput, GroupSignal};
+use crate::agent::simulated::{AgentAction, AgentCore, AgentInput, ProcessGroupSignal};
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::ids::Rank;
 use protocol::{
@@ -96,7 +96,7 @@ impl Simulation {
     /// Sends the reports of an agent to the controller.
     fn send_reports(&mut self, host: HostIndex, number: u32) {
         let now = self.now;
-        while let Some(report) = self.find_agent(host, number).and_then(|agent| agent.core.take_report(now)) {
+        while let Some(report) = self.find_agent(host, number).and_then(|agent| agent.core.take_next_report(now)) {
             self.send_to_controller(host, number, report);
         }
     }
@@ -174,10 +174,10 @@ impl Simulation {
             }
             AgentAction::Signal(rank, ending) => {
                 let (number, at) = match ending {
-                    GroupSignal::Kill => (9, self.now + self.rng.pick_delay(0, 3)),
+                    ProcessGroupSignal::Kill => (9, self.now + self.rng.pick_delay(0, 3)),
                     // Some programs ignore SIGTERM.
-                    GroupSignal::Terminate if self.rng.pick_one_in(4) => return Ok(None),
-                    GroupSignal::Terminate => (15, self.now + self.rng.pick_delay(1, 100)),
+                    ProcessGroupSignal::Terminate if self.rng.pick_one_in(4) => return Ok(None),
+                    ProcessGroupSignal::Terminate => (15, self.now + self.rng.pick_delay(1, 100)),
                 };
                 self.schedule_rank_end(host, rank, at, ExitStatus::Signal(number, false));
                 None

@@ -1,7 +1,7 @@
 //! [`ExternalCheckpointBuilder`]: collects what is found in the directory of another program's
 //! checkpoint: files, tensors, and other information, such as the step.
 use super::checkpoint::ExternalCheckpoint;
-use super::facts::{ExternalFacts, StatePart};
+use super::facts::{ExternalFacts, TrainingStatePart};
 use super::stored_files::StoredFiles;
 use super::tensor_part::ExternalTensor;
 use crate::codec::disk::Directory;
@@ -131,7 +131,7 @@ impl ExternalCheckpointBuilder {
     /// and the tokenizer from the directory `root`.
     pub(crate) fn finish_with_paths(mut self, path: &Path, root: &Path) -> Result<ExternalCheckpoint> {
         if !self.entries.iter().any(|e| e.info.role.is_optimizer_state()) {
-            self.facts.missing.insert(0, StatePart::OptimizerState);
+            self.facts.missing.insert(0, TrainingStatePart::OptimizerState);
         }
         ExternalCheckpoint::new(path, root, self.facts, self.store, self.entries)
     }

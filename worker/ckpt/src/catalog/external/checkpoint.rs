@@ -1,11 +1,11 @@
 //! [`ExternalCheckpoint`]: reads a checkpoint of another program from its original files.
 use super::crc_check;
-use super::facts::{ExternalFacts, StatePart};
-use super::stored_files::{PartRead, StoredFiles};
+use super::facts::{ExternalFacts, TrainingStatePart};
+use super::stored_files::{PartReadRequest, StoredFiles};
 use super::tensor_part::{ExternalTensor, TensorPart};
 use crate::catalog::model::{CONFIG_VALUES_MAX, TensorInfo, TextFile};
 use crate::catalog::passthrough::PassthroughState;
-use crate::catalog::tensor_source::{ReadRequest, TensorSource};
+use crate::catalog::tensor_source::{F32ReadRequest, TensorSource};
 use crate::catalog::training_state::TrainingState;
 use crate::codec::disk::Directory;
 use crate::codec::json::{LimitedValue, read_json_if_exists};
@@ -82,18 +82,18 @@ impl ExternalCheckpoint {
     ) -> Result<ExternalCheckpoint> {
         entries.sort_by_key(|e| e.info.role);
         let index = index_tensors(path, &store, &entries)?;
-        facts.warnings.extend(facts.state.find_impossible_steps());
+        facts.warnings.extend(facts.state.impossible_update_count_warning());
         let of_role = |role: TensorRole| entries.iter().filter(move |e| e.info.role == role);
         facts.state.buffers = of_role(TensorRole::Buffer).map(|e| e.info.name.clone()).collect();
         facts.root = root.to_owned();
         let root = Directory::open(root)?;
-        let config = read_hf_config(&root)?;
+        let config = read_model_config_json(&root)?;
         let texts = read_text_files(&root)?;
         if config.is_none() {
-            facts.missing.push(StatePart::Config);
+            facts.missing.push(TrainingStatePart::Config);
         }
         if !texts.iter().any(|t| t.name != HF_TEXT_FILE_NAMES[0]) {
-            facts.missing.push(StatePart::Tokenizer);
+            facts.missing.push(TrainingStatePart::Tokenizer);
         }
         Ok(ExternalCheckpoint {
             path: path.to_owned(),
@@ -110,7 +110,7 @@ impl ExternalCheckpoint {
 
     /// Sets those parts of the checkpoint that a conversion to another format copies unchanged, and
     /// returns the checkpoint.
-    pub(crate) fn with_passthrough(mut self, passthrough: PassthroughState) -> ExternalCheckpoint {
+    pub(crate) fn with_passthrough_state(mut self, passthrough: PassthroughState) -> ExternalCheckpoint {
         self.passthrough = passthrough;
         self
     }
@@ -156,8 +156,8 @@ impl ExternalCheckpoint {
     /// that each resulting read concerns a single part of a file.
     fn split_requests_into_part_reads<'a>(
         &'a self,
-        requests: &'a mut [ReadRequest<'_>],
-    ) -> Result<Vec<PartRead<'a>>> {
+        requests: &'a mut [F32ReadRequest<'_>],
+    ) -> Result<Vec<PartReadRequest<'a>>> {
         let mut parts = Vec::new();
         requests.iter_mut().try_for_each(|request| self.append_part_reads(request, &mut parts))?;
         Ok(parts)
@@ -173,8 +173,8 @@ impl ExternalCheckpoint {
     /// reaches beyond the tensor's last element.
     fn append_part_reads<'a>(
         &'a self,
-        request: &'a mut ReadRequest<'_>,
-        parts: &mut Vec<PartRead<'a>>,
+        request: &'a mut F32ReadRequest<'_>,
+        parts: &mut Vec<PartReadRequest<'a>>,
     ) -> Result<()> {
         let entry = self.find_tensor(request.name, request.role)?;
         let start = request.start_element;
@@ -191,7 +191,7 @@ impl ExternalCheckpoint {
         for (i, range) in element_ranges::intersect_ranges(&entry.parts, TensorPart::element_range, range) {
             let (out, tail) = std::mem::take(&mut rest).split_at_mut((range.end - range.start) as usize);
             rest = tail;
-            parts.push(PartRead { part: &entry.parts[i], dtype: entry.info.dtype, range, out });
+            parts.push(PartReadRequest { part: &entry.parts[i], dtype: entry.info.dtype, range, out });
         }
         Ok(())
     }
@@ -206,11 +206,11 @@ impl TensorSource for ExternalCheckpoint {
         self.entries.iter().map(|e| e.info.clone()).collect()
     }
 
-    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         self.store.read_parts(self.split_requests_into_part_reads(requests)?, true, &self.entries)
     }
 
-    fn read_unverified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_unverified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         self.store.read_parts(self.split_requests_into_part_reads(requests)?, false, &self.entries)
     }
 
@@ -339,7 +339,7 @@ fn index_tensors(
 
 /// Reads the model's `config.json` in the directory, and returns `None` if the file does not exist.
 /// Fails if the file is not a JSON object.
-fn read_hf_config(directory: &Directory) -> Result<Option<Map<String, Value>>> {
+fn read_model_config_json(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     match read_json_if_exists(directory, CONFIG_FILE, CONFIG_BYTES_MAX)? {
         None => Ok(None),
         Some(LimitedValue::<CONFIG_VALUES_MAX>(Value::Object(map))) => Ok(Some(map)),

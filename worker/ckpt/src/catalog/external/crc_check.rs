@@ -73,7 +73,7 @@ pub(crate) fn verify_all_spans(
         }
     }
     let mut tensors = list_tensors_in_spans(&damaged, entries);
-    let damage = |span| store.crc_mismatch_damage(span, tensors.remove(&span).unwrap_or_default());
+    let damage = |span| store.make_crc_mismatch_damage(span, tensors.remove(&span).unwrap_or_default());
     Ok((bytes, spans.len() as u64, damaged.into_iter().map(damage).collect()))
 }
 
@@ -133,13 +133,13 @@ fn compute_crcs<'a>(store: &'a StoredFiles, pieces: &[SpanPiece]) -> Result<Vec<
         let (_, handle) = open.insert(opened);
         file.compute_crc(handle, piece.bytes.clone())
     };
-    parallel::map_indices(thread_count(bytes), pieces.len(), no_file, compute).into_iter().collect()
+    parallel::map_indices(choose_thread_count(bytes), pieces.len(), no_file, compute).into_iter().collect()
 }
 
 /// Returns the number of threads with which checksums of `bytes` bytes are verified. The number is
 /// that of the CPU cores plus 1, but at most [`THREADS_MAX`], and smaller if a thread would get
 /// fewer than [`THREAD_MIN_BYTES`].
-fn thread_count(bytes: u64) -> usize {
+fn choose_thread_count(bytes: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     (cores + 1).min(THREADS_MAX).min((bytes / THREAD_MIN_BYTES) as usize + 1)
 }

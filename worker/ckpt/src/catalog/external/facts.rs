@@ -5,7 +5,7 @@ use std::fmt;
 
 /// A part of the training state that is needed for resuming, but that a checkpoint may lack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StatePart {
+pub enum TrainingStatePart {
     /// States of the optimizer, such as Adam's moments.
     OptimizerState,
     /// State of the learning rate scheduler.
@@ -23,20 +23,20 @@ pub enum StatePart {
     Tokenizer,
 }
 
-impl fmt::Display for StatePart {
+impl fmt::Display for TrainingStatePart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            StatePart::OptimizerState => f.write_str("optimizer state"),
-            StatePart::Scheduler => f.write_str("scheduler"),
-            StatePart::RngStates => f.write_str("RNG states"),
-            StatePart::RankRngState { rank } => write!(f, "RNG state of rank {rank}"),
-            StatePart::Config => f.write_str("config.json"),
-            StatePart::Tokenizer => f.write_str("tokenizer"),
+            TrainingStatePart::OptimizerState => f.write_str("optimizer state"),
+            TrainingStatePart::Scheduler => f.write_str("scheduler"),
+            TrainingStatePart::RngStates => f.write_str("RNG states"),
+            TrainingStatePart::RankRngState { rank } => write!(f, "RNG state of rank {rank}"),
+            TrainingStatePart::Config => f.write_str("config.json"),
+            TrainingStatePart::Tokenizer => f.write_str("tokenizer"),
         }
     }
 }
 
-impl Serialize for StatePart {
+impl Serialize for TrainingStatePart {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
@@ -71,7 +71,7 @@ pub struct ExternalFacts {
     /// which files it ignored.
     pub notices: Vec<String>,
     /// Parts of a full training state that the checkpoint does not have.
-    pub missing: Vec<StatePart>,
+    pub missing: Vec<TrainingStatePart>,
     /// Descriptions of parts that the checkpoint refers to but does not have. Such a checkpoint is
     /// damaged.
     pub incomplete: Vec<String>,

@@ -19,7 +19,7 @@ const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 /// A tensor of a single expert in a file that becomes a part of a fused tensor (all experts of a
 /// layer) of the model.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct FusedMember {
+pub(crate) struct SeparateExpertTensor {
     /// Name under which files store this part of the fused tensor.
     pub(crate) name: String,
     pub(crate) shape: Vec<u64>,
@@ -35,7 +35,7 @@ pub(crate) struct FusedExperts {
     pub(crate) weights: Vec<(String, Vec<u64>)>,
     /// Maps the model's name of each fused weight to its parts, which files store under other
     /// names.
-    members: HashMap<String, Vec<FusedMember>>,
+    members: HashMap<String, Vec<SeparateExpertTensor>>,
 }
 
 /// The names and the shapes of the matrices of every expert in one layer. The key is the number of
@@ -102,7 +102,7 @@ impl FusedExperts {
             let (mut members, mut at) = (Vec::with_capacity(parts.len()), 0u64);
             for (part, shape) in parts {
                 let end = at.checked_add(count_elements(shape)?)?;
-                members.push(FusedMember { name: part.to_owned(), shape: shape.to_vec(), elements: at..end });
+                members.push(SeparateExpertTensor { name: part.to_owned(), shape: shape.to_vec(), elements: at..end });
                 at = end;
             }
             self.members.insert(name.clone(), members);
@@ -113,7 +113,7 @@ impl FusedExperts {
 
     /// Returns the tensors of single experts in which files store the model's weight `name`, or
     /// `None` if files store the weight as one tensor of this name.
-    pub(crate) fn parts_of_weight(&self, name: &str) -> Option<&[FusedMember]> {
+    pub(crate) fn parts_of_weight(&self, name: &str) -> Option<&[SeparateExpertTensor]> {
         self.members.get(name).map(Vec::as_slice)
     }
 
@@ -181,7 +181,7 @@ mod tests {
             );
             let up = &found.parts_of_weight("model.layers.0.mlp.experts.gate_up_proj").expect("parts")[21];
             let name = format!("model.layers.0.{module}.experts.10.{}.weight", matrices[1]);
-            assert_eq!(*up, FusedMember { name, shape: vec![6, 4], elements: 21 * 24..22 * 24 });
+            assert_eq!(*up, SeparateExpertTensor { name, shape: vec![6, 4], elements: 21 * 24..22 * 24 });
             let gate = found.parts_of_weight("model.layers.0.mlp.gate.weight");
             assert_eq!(gate.is_some(), module == "block_sparse_moe");
             assert!(found.parts_of_weight("model.norm.weight").is_none());

@@ -16,7 +16,7 @@ pub(crate) use builder::{
 };
 pub use checkpoint::ExternalCheckpoint;
 pub(crate) use crc_check::verify_all_spans;
-pub use facts::{ExternalFacts, StatePart};
-pub(crate) use fused_experts::{FusedExperts, FusedMember, parse_expert_matrix_name};
+pub use facts::{ExternalFacts, TrainingStatePart};
+pub(crate) use fused_experts::{FusedExperts, SeparateExpertTensor, parse_expert_matrix_name};
 pub(crate) use stored_files::{StepValue, StoredFile};
 pub(crate) use tensor_part::{ExternalTensor, TensorPart};

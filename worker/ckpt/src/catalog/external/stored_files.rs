@@ -21,7 +21,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 /// The place of a byte range with one CRC-32 (a span): the index of the file in [`StoredFiles`],
 /// and the index of the span in the file.
-pub(super) type SpanPlace = (usize, usize);
+pub(super) type SpanIndex = (usize, usize);
 
 /// The files of another program's checkpoint that contain tensors.
 #[derive(Default)]
@@ -74,7 +74,7 @@ pub(crate) enum StepValue {
 }
 
 /// A request to read elements of one part of a tensor into a buffer of f32.
-pub(crate) struct PartRead<'a> {
+pub(crate) struct PartReadRequest<'a> {
     pub(crate) part: &'a TensorPart,
     pub(crate) dtype: Dtype,
     /// Range of element indices in the tensor. The part must have all of these elements.
@@ -188,7 +188,7 @@ impl StoredFiles {
 
     /// Returns the [`Damage`] that reports a byte range of a file whose content does not match its
     /// stored CRC-32. `tensors` are the labels of the tensors with a part in the span.
-    pub(super) fn crc_mismatch_damage(&self, (file, span): SpanPlace, tensors: Vec<String>) -> Damage {
+    pub(super) fn make_crc_mismatch_damage(&self, (file, span): SpanIndex, tensors: Vec<String>) -> Damage {
         let stored = &self.files[file];
         let reason = DamageReason::CrcMismatch { member: stored.spans[span].name.clone() };
         Damage { file: stored.name.clone(), block: None, tensors, reason }
@@ -197,9 +197,9 @@ impl StoredFiles {
     /// Returns the error [`CkptError::Damaged`] for a byte range of a file whose content does not
     /// match its stored CRC-32. The error names the tensors of `entries` that have a part in the
     /// span.
-    pub(super) fn crc_mismatch_error(&self, span: SpanPlace, entries: &[ExternalTensor]) -> CkptError {
+    pub(super) fn crc_mismatch_error(&self, span: SpanIndex, entries: &[ExternalTensor]) -> CkptError {
         let tensors = list_tensors_in_spans(&[span], entries).remove(&span).unwrap_or_default();
-        CkptError::from_damage(self.files[span.0].directory.path(), self.crc_mismatch_damage(span, tensors))
+        CkptError::from_damage(self.files[span.0].directory.path(), self.make_crc_mismatch_damage(span, tensors))
     }
 
     /// Carries out all read requests in the order of the files and offsets from which they read.
@@ -210,7 +210,7 @@ impl StoredFiles {
     /// [`super::crc_check::verify_read_spans`], and must discard the elements if that fails.
     pub(crate) fn read_parts(
         &self,
-        mut part_reads: Vec<PartRead<'_>>,
+        mut part_reads: Vec<PartReadRequest<'_>>,
         checked: bool,
         entries: &[ExternalTensor],
     ) -> Result<()> {
@@ -222,11 +222,11 @@ impl StoredFiles {
             for w in in_file {
                 // strided elements are not consecutive, so their CRC-32s cannot be combined
                 if checked || w.part.strided.is_some() {
-                    self.verify_span_of(w.part, &mut open, entries)?;
+                    self.verify_span_of_part(w.part, &mut open, entries)?;
                 }
                 match self.load_strided_span(w.part, &mut open)? {
-                    Some(content) => copy_strided_part(&content, w)?,
-                    None => read_part(file, &mut open, &file.spans[w.part.span], w, &mut buffer)?,
+                    Some(content) => copy_strided_elements_as_f32(&content, w)?,
+                    None => read_part_as_f32(file, &mut open, &file.spans[w.part.span], w, &mut buffer)?,
                 }
             }
         }
@@ -235,7 +235,7 @@ impl StoredFiles {
 
     /// Verifies the stored CRC-32 of the byte range that contains the tensor part `part`, unless it
     /// was verified before. Fails if the content does not match.
-    fn verify_span_of(
+    fn verify_span_of_part(
         &self,
         part: &TensorPart,
         open: &mut OffsetReader<'_>,
@@ -279,7 +279,7 @@ impl StoredFiles {
     ) -> Result<()> {
         let file = &self.files[part.file];
         let mut open = file.open(&self.read_buffers)?;
-        self.verify_span_of(part, &mut open, entries)?;
+        self.verify_span_of_part(part, &mut open, entries)?;
         let content = self.load_strided_span(part, &mut open)?;
         let start = file.spans[part.span].bytes.start;
         let (size, mut done) = (dtype.size(), 0usize);
@@ -326,7 +326,7 @@ impl StoredFiles {
     pub(crate) fn read_first_element(&self, part: &TensorPart, dtype: Dtype) -> Result<f32> {
         let mut out = [0.0];
         let range = part.start..part.start + 1;
-        self.read_parts(vec![PartRead { part, dtype, range, out: &mut out }], true, &[])?;
+        self.read_parts(vec![PartReadRequest { part, dtype, range, out: &mut out }], true, &[])?;
         Ok(out[0])
     }
 }
@@ -334,12 +334,12 @@ impl StoredFiles {
 /// Lists for each of `spans` (byte ranges of files) those of the tensors `entries` that have
 /// elements in the range.
 pub(super) fn list_tensors_in_spans(
-    spans: &[SpanPlace],
+    spans: &[SpanIndex],
     entries: &[ExternalTensor],
-) -> HashMap<SpanPlace, Vec<String>> {
-    let mut found: HashMap<SpanPlace, Vec<String>> = spans.iter().map(|s| (*s, Vec::new())).collect();
+) -> HashMap<SpanIndex, Vec<String>> {
+    let mut found: HashMap<SpanIndex, Vec<String>> = spans.iter().map(|s| (*s, Vec::new())).collect();
     for entry in entries {
-        let places: BTreeSet<SpanPlace> = entry.parts.iter().map(|p| (p.file, p.span)).collect();
+        let places: BTreeSet<SpanIndex> = entry.parts.iter().map(|p| (p.file, p.span)).collect();
         for place in places {
             if let Some(tensors) = found.get_mut(&place) {
                 tensors.push(entry.info.label());
@@ -351,11 +351,11 @@ pub(super) fn list_tensors_in_spans(
 
 /// Reads the elements that the request `w` asks for from the byte range `span` of a file, and
 /// stores them as F32 in `w.out`. `buffer` is scratch memory, whose content is overwritten.
-fn read_part(
+fn read_part_as_f32(
     file: &StoredFile,
     open: &mut OffsetReader<'_>,
     span: &CrcSpan,
-    w: &mut PartRead<'_>,
+    w: &mut PartReadRequest<'_>,
     buffer: &mut Vec<u8>,
 ) -> Result<()> {
     let size = w.dtype.size();
@@ -395,7 +395,7 @@ fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
 
 /// Copies the elements that the request `w` asks for, which are not contiguous, from `content` to
 /// `w.out` as F32.
-fn copy_strided_part(content: &[u8], w: &mut PartRead<'_>) -> Result<()> {
+fn copy_strided_elements_as_f32(content: &[u8], w: &mut PartReadRequest<'_>) -> Result<()> {
     let size = w.dtype.size();
     let (mut done, mut bytes) = (0, Vec::new());
     let out = &mut *w.out;

@@ -44,7 +44,7 @@ impl ExternalTensor {
 
     /// Creates the description of a tensor from `entry`, its entry in the header of a safetensors
     /// file. The elements of the tensor are the whole span `span` of this file.
-    pub(crate) fn from_whole_span(
+    pub(crate) fn from_safetensors_entry(
         entry: SafetensorsEntry,
         role: TensorRole,
         file: usize,
@@ -123,7 +123,7 @@ impl TensorPart {
 
     /// Returns the elements `taken` of this part as a part of another tensor, in which they begin
     /// at index `start`. The elements must be in this part.
-    pub(crate) fn slice(&self, taken: Range<u64>, start: u64) -> TensorPart {
+    pub(crate) fn slice_for_tensor(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
         match part.strided.is_some() {
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn a_slice_of_a_part_has_the_elements_of_the_part() {
         for part in [make_part(&[2, 3], &[1, 2], 5, 0..6), make_part(&[6], &[1], 5, 0..6)] {
-            let sliced = part.slice(102..105, 7);
+            let sliced = part.slice_for_tensor(102..105, 7);
             assert_eq!(sliced.element_range(), 7..10);
             assert_eq!(list_positions(&sliced, 7..10), list_positions(&part, 102..105));
         }

@@ -1,9 +1,9 @@
 //! Divides experts that a file stores as one tensor per layer (fused) into one tensor per expert.
 use super::checkpoint::ExternalCheckpoint;
 use super::facts::ExternalFacts;
-use super::fused_experts::{FusedExperts, FusedMember};
+use super::fused_experts::{FusedExperts, SeparateExpertTensor};
 use super::tensor_part::{ExternalTensor, TensorPart};
-use crate::catalog::model::borrow_weights;
+use crate::catalog::model::borrow_weight_shapes;
 use crate::tensor::element_ranges;
 use std::collections::HashMap;
 
@@ -14,11 +14,11 @@ impl ExternalCheckpoint {
     /// stays fused, so that readers of `weights` reject it as an unexpected tensor. Does nothing if
     /// `weights` lists no separate experts, or lists experts that cannot be fused.
     pub fn unfuse_experts(&mut self, weights: &[(String, Vec<u64>)]) {
-        let Some(fused) = FusedExperts::from_separate_experts(&borrow_weights(weights)) else { return };
-        let shapes: HashMap<&str, &[u64]> = borrow_weights(&fused.weights).into_iter().collect();
+        let Some(fused) = FusedExperts::from_separate_experts(&borrow_weight_shapes(weights)) else { return };
+        let shapes: HashMap<&str, &[u64]> = borrow_weight_shapes(&fused.weights).into_iter().collect();
         let has = |e: &ExternalTensor| shapes.get(e.info.name.as_str()) == Some(&e.info.shape.as_slice());
         let twice =
-            |e: &ExternalTensor, m: &FusedMember| self.index.contains_key(&(e.info.role, m.name.clone()));
+            |e: &ExternalTensor, m: &SeparateExpertTensor| self.index.contains_key(&(e.info.role, m.name.clone()));
         let members = |e: &ExternalTensor| {
             let members = fused.parts_of_weight(&e.info.name).filter(|_| has(e))?;
             (!members.iter().any(|m| twice(e, m))).then_some(members)
@@ -40,7 +40,7 @@ impl ExternalCheckpoint {
 
 /// Returns the description of the tensor of a single expert, which is the part `member` of the
 /// fused tensor `entry`.
-fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> ExternalTensor {
+fn extract_expert_tensor(entry: &ExternalTensor, member: &SeparateExpertTensor) -> ExternalTensor {
     let mut info = entry.info.clone();
     (info.name, info.shape) = (member.name.clone(), member.shape.clone());
     let first = member.elements.start;
@@ -48,7 +48,7 @@ fn extract_expert_tensor(entry: &ExternalTensor, member: &FusedMember) -> Extern
         element_ranges::intersect_ranges(&entry.parts, TensorPart::element_range, member.elements.clone());
     let parts = covered.map(|(i, range)| {
         let start = range.start - first;
-        entry.parts[i].slice(range, start)
+        entry.parts[i].slice_for_tensor(range, start)
     });
     ExternalTensor { info, parts: parts.collect() }
 }
@@ -72,7 +72,7 @@ impl ExternalFacts {
 #[cfg(test)]
 mod tests {
     use crate::open::open_external_checkpoint;
-    use crate::{ReadRequest, TensorRole, TensorSource};
+    use crate::{F32ReadRequest, TensorRole, TensorSource};
     use serde_json::{Map, json};
 
     /// Writes weights with the given names and shapes to `model.safetensors` in a new temporary
@@ -110,7 +110,7 @@ mod tests {
             let names: Vec<String> = source.tensors().into_iter().map(|t| t.name).collect();
             assert_eq!(names.contains(&fused[0].0.to_owned()), !replaced, "{names:?}");
             let (mut out, name) = ([0.0; 6], "l.mlp.experts.1.up_proj.weight");
-            let request = ReadRequest { name, role: TensorRole::Weight, start_element: 0, out: &mut out };
+            let request = F32ReadRequest { name, role: TensorRole::Weight, start_element: 0, out: &mut out };
             source.read_verified(&mut [request]).expect("read");
             let first = if replaced { 18.0 } else { 0.0 };
             assert_eq!(out, std::array::from_fn(|i| first + i as f32));

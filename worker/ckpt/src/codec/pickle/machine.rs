@@ -105,9 +105,9 @@ impl<'a> PickleMachine<'a> {
             b'X' => self.push_text(4),
             0x8c => self.push_text(1),
             0x8d => self.push_text(8),
-            b'T' | b'B' => self.push_bytes(4),
-            b'U' | b'C' => self.push_bytes(1),
-            0x8e | 0x96 => self.push_bytes(8),
+            b'T' | b'B' => self.push_bytes_placeholder(4),
+            b'U' | b'C' => self.push_bytes_placeholder(1),
+            0x8e | 0x96 => self.push_bytes_placeholder(8),
             b'}' => self.push_node(PickleNode::Dict(Vec::new())),
             b']' => self.push_node(PickleNode::List(Vec::new())),
             b')' => self.push_node(PickleNode::Tuple(Vec::new())),
@@ -157,14 +157,14 @@ impl<'a> PickleMachine<'a> {
 
     /// Pushes a value to the stack. Fails if the pickle has pushed more than [`VALUES_MAX`] values.
     fn push(&mut self, value: PickleValue) -> Result<()> {
-        self.count_values(1)?;
+        self.add_to_value_count(1)?;
         self.stack.push(value);
         Ok(())
     }
 
     /// Adds `n` to the number of values that the pickle has pushed to the stack or copied. Fails if
     /// the number exceeds [`VALUES_MAX`].
-    fn count_values(&mut self, n: usize) -> Result<()> {
+    fn add_to_value_count(&mut self, n: usize) -> Result<()> {
         self.pushed = self.pushed.saturating_add(n);
         match self.pushed > VALUES_MAX {
             true => Err(PickleError::Limit { what: "values", limit: VALUES_MAX }),
@@ -296,7 +296,7 @@ impl<'a> PickleMachine<'a> {
 
     /// Skips a byte string in the input, and pushes a placeholder instead of it, because its
     /// content is never needed. The input states the length in `width` bytes.
-    fn push_bytes(&mut self, width: usize) -> Result<()> {
+    fn push_bytes_placeholder(&mut self, width: usize) -> Result<()> {
         let len = self.take_size(width)?;
         self.take_bytes(len)?;
         self.push_node(PickleNode::Bytes)
@@ -495,7 +495,7 @@ impl<'a> PickleMachine<'a> {
             _ => Err(NOT_PAIRS_ERROR),
         };
         let pairs: Vec<_> = list.iter().map(pair).collect::<Result<_>>()?;
-        self.count_values(pairs.len())?;
+        self.add_to_value_count(pairs.len())?;
         Ok(pairs)
     }
 

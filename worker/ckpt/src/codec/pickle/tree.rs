@@ -250,7 +250,7 @@ impl<'t> PickleView<'t> {
 
     /// Returns the text of a `str` that is short enough for a name, at most [`NAME_BYTES_MAX`]
     /// bytes. Returns `None` for longer texts and other types.
-    pub(crate) fn as_name(self) -> Option<&'t str> {
+    pub(crate) fn as_short_str(self) -> Option<&'t str> {
         self.as_str().filter(|text| text.len() <= NAME_BYTES_MAX)
     }
 

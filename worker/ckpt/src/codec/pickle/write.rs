@@ -4,7 +4,7 @@ use crate::error::EncodeError;
 use crate::tensor::Dtype;
 
 /// Number of items that one SETITEMS or APPENDS opcode adds. Python's pickler uses the same number.
-const BATCH_ITEMS: usize = 1000;
+const ITEMS_PER_APPEND_OPCODE: usize = 1000;
 
 /// The result of encoding a value as a pickle.
 type Result<T> = std::result::Result<T, EncodeError>;
@@ -113,7 +113,7 @@ fn write_text(out: &mut Vec<u8>, s: &str) -> Result<()> {
 /// Writes a list to a pickle, whose items are appended in batches of [`BATCH_ITEMS`] items.
 fn write_list(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     out.push(b']');
-    for batch in items.chunks(BATCH_ITEMS) {
+    for batch in items.chunks(ITEMS_PER_APPEND_OPCODE) {
         out.push(b'(');
         for item in batch {
             write_object(out, item)?;
@@ -143,7 +143,7 @@ fn write_tuple(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
 
 /// Writes the opcodes that add the pairs `pairs` to the dict on top of the unpickler's stack.
 fn write_dict_items(out: &mut Vec<u8>, pairs: &[(PythonObject, PythonObject)]) -> Result<()> {
-    for batch in pairs.chunks(BATCH_ITEMS) {
+    for batch in pairs.chunks(ITEMS_PER_APPEND_OPCODE) {
         out.push(b'(');
         for (key, value) in batch {
             write_object(out, key)?;

@@ -8,7 +8,7 @@ use crate::catalog::{
 use crate::codec::torch_file::{TensorView, TorchFile};
 use crate::error::{DcpError, MissingPart, Result, TorchFileError};
 use crate::format_constants::HYPER_PARAMETER_VALUES_MAX;
-use crate::layout::hf::weights::parse_number;
+use crate::layout::hf::weights::read_pickled_number;
 use crate::tensor::{Dtype, TensorRole, count_elements};
 use serde_json::{Map, Value as Json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -23,7 +23,7 @@ const PARTS_MAX: usize = 8 << 20;
 
 /// What was read from a data file for one entry of a torch distributed checkpoint: a tensor or a
 /// value.
-enum ItemValue {
+enum ReadItem {
     /// A tensor, with the index of its file in `StoredFiles` and its view.
     Tensor(usize, TensorView),
     /// A value other than a tensor, converted to JSON.
@@ -84,7 +84,7 @@ fn read_all_items(
     builder: &mut ExternalCheckpointBuilder,
     items: &[ItemMetadata],
     within: impl Fn(&str) -> String,
-) -> Result<HashMap<StorageLocation, ItemValue>> {
+) -> Result<HashMap<StorageLocation, ReadItem>> {
     let mut sorted: Vec<&StorageLocation> = list_storage_locations(items).collect();
     sorted.sort();
     let (mut read, mut absent, mut values_left) = (HashMap::new(), Vec::new(), HYPER_PARAMETER_VALUES_MAX);
@@ -126,7 +126,7 @@ struct ItemReader<'a> {
 impl ItemReader<'_> {
     /// Reads the entry that is stored at `location`, without the data of a tensor. Adds the zip
     /// members of a tensor to the stored file.
-    fn read_item(&mut self, location: &StorageLocation) -> Result<ItemValue> {
+    fn read_item(&mut self, location: &StorageLocation) -> Result<ReadItem> {
         let size = self.stored.size;
         let damaged = |error: DcpError| self.builder.damaged_file_error(&self.stored.name, error);
         let Some(end) = location.offset.checked_add(location.length).filter(|&end| end <= size) else {
@@ -136,7 +136,7 @@ impl ItemReader<'_> {
         let torch = match TorchFile::open_range(&self.file, location.offset..end, ALLOWED_GLOBALS) {
             Ok(torch) => torch,
             // a value of an unknown class is ignored, but an unreadable item is damage
-            Err(error) if error.is_forbidden_global() => return Ok(ItemValue::Forbidden(error)),
+            Err(error) if error.is_forbidden_global() => return Ok(ReadItem::Forbidden(error)),
             Err(error) => return Err(damaged(location.convert_error(error))),
         };
         let value = torch.value();
@@ -144,18 +144,18 @@ impl ItemReader<'_> {
             torch.parse_tensor(value).map_err(|error| damaged(location.convert_error(error)))?
         {
             view.member += self.stored.add_spans(torch.members);
-            return Ok(ItemValue::Tensor(self.index, view));
+            return Ok(ReadItem::Tensor(self.index, view));
         }
-        let number = parse_number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
+        let number = read_pickled_number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
         if let Some(number) = value.as_int().map(Json::from).or(number) {
-            return Ok(ItemValue::Value(number));
+            return Ok(ReadItem::Value(number));
         }
         let json = value.to_json_limited(&mut self.values_left);
         match self.values_left {
             0 => Err(self
                 .builder
                 .damaged_file_error(&self.stored.name, DcpError::TooManyValues(HYPER_PARAMETER_VALUES_MAX))),
-            _ => Ok(ItemValue::Value(json)),
+            _ => Ok(ReadItem::Value(json)),
         }
     }
 }
@@ -183,7 +183,7 @@ impl ItemCollector {
         metadata: &str,
         kind: DcpItemKind,
         item: &ItemMetadata,
-        read: &mut HashMap<StorageLocation, ItemValue>,
+        read: &mut HashMap<StorageLocation, ReadItem>,
     ) -> Result<()> {
         match &item.content {
             ItemContent::Bytes(location) => {
@@ -191,7 +191,7 @@ impl ItemCollector {
                 Ok(())
             }
             ItemContent::Tensor { dtype, shape, chunks } => {
-                let parts = self.collect_parts(&item.key, *dtype, shape, chunks, read);
+                let parts = self.split_chunks_into_runs(&item.key, *dtype, shape, chunks, read);
                 let parts = parts.map_err(|error| builder.damaged_file_error(metadata, error))?;
                 self.collect_tensor(builder, metadata, kind, *dtype, shape, parts)
             }
@@ -201,12 +201,12 @@ impl ItemCollector {
     /// Collects an entry that is not a tensor: records a hyper-parameter of the optimizer, and
     /// ignores other values. Adds a notice for a hyper-parameter or optimizer state of a class that
     /// is not allowed.
-    fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<ItemValue>) {
+    fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<ReadItem>) {
         match (kind, read) {
-            (DcpItemKind::Group(group, key), Some(ItemValue::Value(value))) => {
+            (DcpItemKind::Group(group, key), Some(ReadItem::Value(value))) => {
                 self.hyper.entry((group.parse().ok(), group)).or_default().insert(key, value);
             }
-            (DcpItemKind::Group(..) | DcpItemKind::State(..), Some(ItemValue::Forbidden(error))) => {
+            (DcpItemKind::Group(..) | DcpItemKind::State(..), Some(ReadItem::Forbidden(error))) => {
                 self.notices.push(format!("ignoring {}: {error}", item.key));
             }
             _ => {}
@@ -266,19 +266,19 @@ impl ItemCollector {
     /// # Errors
     /// Fails if a chunk is not a tensor or differs from its description, or if all tensors together
     /// have more than [`PARTS_MAX`] runs.
-    fn collect_parts(
+    fn split_chunks_into_runs(
         &mut self,
         key: &str,
         dtype: Dtype,
         shape: &[u64],
         chunks: &[TensorChunk],
-        read: &mut HashMap<StorageLocation, ItemValue>,
+        read: &mut HashMap<StorageLocation, ReadItem>,
     ) -> std::result::Result<Vec<TensorPart>, DcpError> {
         let mut parts = Vec::new();
         for chunk in chunks {
             let (file, view) = match read.remove(&chunk.location) {
-                Some(ItemValue::Tensor(file, view)) => (file, view),
-                Some(ItemValue::Forbidden(error)) => return Err(chunk.location.convert_error(error)),
+                Some(ReadItem::Tensor(file, view)) => (file, view),
+                Some(ReadItem::Forbidden(error)) => return Err(chunk.location.convert_error(error)),
                 _ => {
                     let StorageLocation { file, offset, .. } = chunk.location.clone();
                     return Err(DcpError::NotATensor { key: key.to_owned(), file, offset });
@@ -303,7 +303,7 @@ impl ItemCollector {
             }
             let whole = TensorPart::new(file, &view, 0..view.element_count(), 0);
             parts.reserve_exact(count as usize);
-            parts.extend(runs.map(|(start, taken)| whole.slice(taken, start)));
+            parts.extend(runs.map(|(start, taken)| whole.slice_for_tensor(taken, start)));
         }
         parts.sort_by_key(|p| p.start);
         Ok(parts)

@@ -97,7 +97,7 @@ pub(crate) fn parse_metadata(input: &[u8]) -> Result<Vec<ItemMetadata>> {
         .as_pairs()
         .ok_or(DcpError::InvalidField("state_dict_metadata"))?
     {
-        let key = key.as_name().ok_or(DcpError::InvalidField("key"))?.to_owned();
+        let key = key.as_short_str().ok_or(DcpError::InvalidField("key"))?.to_owned();
         let path = match &paths {
             Some(paths) => Some(paths.get(&key).cloned().ok_or_else(|| DcpError::PathMissing(key.clone()))?),
             None => None,
@@ -119,7 +119,7 @@ fn read_field<'t>(value: PickleView<'t>, key: &'static str) -> Result<PickleView
 
 /// Returns the text that a dict has for the string key `key`.
 fn read_text(value: PickleView<'_>, key: &'static str) -> Result<String> {
-    read_field(value, key)?.as_name().map(str::to_owned).ok_or(DcpError::InvalidField(key))
+    read_field(value, key)?.as_short_str().map(str::to_owned).ok_or(DcpError::InvalidField(key))
 }
 
 /// Returns the attributes of a pickled object. Fails if `class` is not the last component of the
@@ -183,9 +183,9 @@ fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<Stri
     let Some(pairs) = planner.and_then(PickleView::as_pairs) else { return Ok(None) };
     let mut paths = HashMap::new();
     for (key, path) in pairs {
-        let key = key.as_name().ok_or(DcpError::InvalidField("key"))?;
+        let key = key.as_short_str().ok_or(DcpError::InvalidField("key"))?;
         let part =
-            |v: PickleView<'_>| v.as_name().map(str::to_owned).or_else(|| v.as_int().map(|i| i.to_string()));
+            |v: PickleView<'_>| v.as_short_str().map(str::to_owned).or_else(|| v.as_int().map(|i| i.to_string()));
         let path: Option<Vec<String>> =
             path.as_items().map(|p| p.iter().map(part).collect()).unwrap_or_default();
         let path = path.ok_or(DcpError::InvalidField("path"))?;

@@ -1,7 +1,7 @@
 //! Collects the tensors of a DeepSpeed checkpoint from the files of all ranks. If several files
 //! contain a weight with different values, chooses one of them.
 use super::file_names;
-use super::partitions::{self, RankShard};
+use super::partitions::{self, FlatGroupShardOfRank};
 use super::states::{ModelStates, OptimizerStates};
 use super::tag::{RankContents, TagContents};
 use crate::catalog::{ExternalCheckpointBuilder, ExternalFacts, ExternalTensor, TiedWeight};
@@ -30,7 +30,7 @@ pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
 
 /// Adds to `facts` what the model file of rank 0 states about the checkpoint, such as its step.
 /// `path` is the directory of the tag.
-pub(super) fn add_model_facts(facts: &mut ExternalFacts, model: &ModelStates, stage: u8, path: &Path) {
+pub(super) fn add_model_file_facts(facts: &mut ExternalFacts, model: &ModelStates, stage: u8, path: &Path) {
     facts.writer = format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version"));
     facts.tag = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let state = &mut facts.state;
@@ -68,9 +68,9 @@ fn collect_flat_groups(
     }
     let is_unpadded = optimizer.values().all(|(_, s)| s.is_unpadded);
     for (g, group) in model.groups.iter().enumerate() {
-        let ranks: Vec<RankShard<'_>> = optimizer
+        let ranks: Vec<FlatGroupShardOfRank<'_>> = optimizer
             .values()
-            .filter_map(|(file, states)| Some(RankShard { file: *file, shard: states.shards.get(g)? }))
+            .filter_map(|(file, states)| Some(FlatGroupShardOfRank { file: *file, shard: states.shards.get(g)? }))
             .collect();
         let entries = match stage {
             3 => partitions::locate_partitioned_params(group, &ranks),

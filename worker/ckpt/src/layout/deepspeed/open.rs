@@ -3,7 +3,7 @@ use super::collect_passthrough::collect_passthrough;
 use super::file_names::TagFiles;
 use super::tag::TagContents;
 use super::tag_directories::{
-    LATEST_FILE, LATEST_UNIVERSAL_FILE, find_stale_latest, has_tags, is_tag_directory, list_tags, read_latest,
+    LATEST_FILE, LATEST_UNIVERSAL_FILE, stale_latest_warning, has_tags, is_tag_directory, list_tags, read_latest,
 };
 use super::{collect, stage0, universal};
 use crate::catalog::ExternalCheckpoint;
@@ -44,7 +44,7 @@ pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> 
     };
     match latest {
         Some(tag) if is_tag_directory(&path.join(&tag)) => {
-            let warnings = find_stale_latest(path, &tag, &tags)?;
+            let warnings = stale_latest_warning(path, &tag, &tags)?;
             let notice = universal.map(|other| {
                 let (tag, other) = (path.join(&tag), path.join(other));
                 format!("using {}; there is also a universal checkpoint: {}", tag.display(), other.display())
@@ -113,11 +113,11 @@ fn open_tag(given: &Path, path: &Path, root: &Path, notices: Vec<String>) -> Res
         stage0::add_embedded_optimizer(&mut tag.builder, *file, embedded)?;
     }
     let facts = &mut tag.builder.facts;
-    collect::add_model_facts(facts, model, stage, path);
+    collect::add_model_file_facts(facts, model, stage, path);
     facts.kind = detect_program(root);
     let passthrough = collect_passthrough(&tag)?;
-    companion_files::add_companion_facts(&mut tag.builder.facts, &Directory::open(root)?)?;
-    Ok(tag.builder.finish_with_paths(given, root)?.with_passthrough(passthrough))
+    companion_files::read_companion_files(&mut tag.builder.facts, &Directory::open(root)?)?;
+    Ok(tag.builder.finish_with_paths(given, root)?.with_passthrough_state(passthrough))
 }
 
 /// Returns the name of the program that used DeepSpeed, such as HF Trainer, which is recognized by

@@ -12,13 +12,13 @@ pub(super) type ParamShapes = [(String, Vec<u64>)];
 
 /// The part of a flat array (the concatenated parameters of a group) that one rank's optimizer file
 /// stores.
-pub(super) struct RankShard<'a> {
+pub(super) struct FlatGroupShardOfRank<'a> {
     /// Index of the rank's optimizer file in `StoredFiles`.
     pub(super) file: usize,
     pub(super) shard: &'a FlatGroupShard,
 }
 
-impl RankShard<'_> {
+impl FlatGroupShardOfRank<'_> {
     /// Returns the number of elements of the flat array that the rank stores, including padding.
     fn len(&self) -> u64 {
         self.shard.fp32.element_count()
@@ -36,7 +36,7 @@ impl RankShard<'_> {
 
 /// Lists what the optimizer files store for a parameter group: the weights, and every optimizer
 /// state that the file of some rank has.
-fn list_roles(ranks: &[RankShard<'_>]) -> Vec<TensorRole> {
+fn list_stored_roles(ranks: &[FlatGroupShardOfRank<'_>]) -> Vec<TensorRole> {
     let mut roles = vec![TensorRole::Weight];
     // a rank whose part is empty may lack optimizer states
     roles.extend(
@@ -61,7 +61,7 @@ fn impossible_shape_error(name: &str, shape: &[u64]) -> LayoutError {
 /// Fails if the number of elements does not match, or a state is missing or has a wrong length.
 pub(super) fn locate_flat_params(
     group: &ParamShapes,
-    ranks: &[RankShard<'_>],
+    ranks: &[FlatGroupShardOfRank<'_>],
     is_unpadded: bool,
 ) -> Result<Vec<ExternalTensor>, LayoutError> {
     let alignment = ranks.first().map_or(&[][..], |r| &r.shard.alignment);
@@ -83,10 +83,10 @@ pub(super) fn locate_flat_params(
         return Err(LayoutError::ElementCount { expected: end, found: held });
     }
     let mut entries = Vec::new();
-    for role in list_roles(ranks) {
+    for role in list_stored_roles(ranks) {
         check_state_lengths(ranks, role)?;
         for ((name, shape), span) in group.iter().zip(&spans) {
-            let parts = locate_concatenated_parts(ranks, role, span.clone())?;
+            let parts = locate_flat_array_range(ranks, role, span.clone())?;
             entries.push(ExternalTensor::from_parts(name, role, Dtype::F32, shape, parts));
         }
     }
@@ -95,8 +95,8 @@ pub(super) fn locate_flat_params(
 
 /// Finds in which ranks' files the elements `span` of a flat array are stored, of which each rank
 /// stores a part. Returns one part for each rank that has some of these elements.
-fn locate_concatenated_parts(
-    ranks: &[RankShard<'_>],
+fn locate_flat_array_range(
+    ranks: &[FlatGroupShardOfRank<'_>],
     role: TensorRole,
     span: Range<u64>,
 ) -> Result<Vec<TensorPart>, LayoutError> {
@@ -115,7 +115,7 @@ fn locate_concatenated_parts(
 
 /// Fails if a rank's part of the optimizer state `role` is not F32, or is not as long as the rank's
 /// part of the weights. A state may be longer than the weights by the recorded padding.
-fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), LayoutError> {
+fn check_state_lengths(ranks: &[FlatGroupShardOfRank<'_>], role: TensorRole) -> Result<(), LayoutError> {
     for (r, rank) in ranks.iter().enumerate() {
         let Some(view) = rank.state_view(role) else { continue };
         let (weights, states) = (rank.len(), view.element_count());
@@ -136,11 +136,11 @@ fn check_state_lengths(ranks: &[RankShard<'_>], role: TensorRole) -> Result<(), 
 /// Fails if the flat tensor of a rank is missing, or its length does not match the parameters.
 pub(super) fn locate_partitioned_params(
     group: &ParamShapes,
-    ranks: &[RankShard<'_>],
+    ranks: &[FlatGroupShardOfRank<'_>],
 ) -> Result<Vec<ExternalTensor>, LayoutError> {
     let world = ranks.len() as u64;
     let mut entries = Vec::new();
-    for role in list_roles(ranks) {
+    for role in list_stored_roles(ranks) {
         let mut offset = 0u64;
         for (name, shape) in group {
             let count = count_elements(shape).ok_or_else(|| impossible_shape_error(name, shape))?;

@@ -70,7 +70,7 @@ impl ModelPassthrough {
         let mut found = ModelPassthrough::default();
         let mut left = COPIED_VALUES_MAX;
         for (key, value) in file.value().as_pairs().into_iter().flatten() {
-            let Some(key) = key.as_name() else { continue };
+            let Some(key) = key.as_short_str() else { continue };
             let scheduler = key == "lr_scheduler";
             if REGENERATED_MODEL_KEYS.contains(&key) && !scheduler {
                 continue;
@@ -102,7 +102,7 @@ impl OptimizerPassthrough {
         for group in listed.and_then(PickleView::as_items).iter().flat_map(|g| g.iter()) {
             let mut options = Vec::new();
             for (key, value) in group.as_pairs().into_iter().flatten() {
-                if let (Some(key), Some(value)) = (key.as_name().filter(|k| *k != "params"), copied(value)) {
+                if let (Some(key), Some(value)) = (key.as_short_str().filter(|k| *k != "params"), copied(value)) {
                     options.push((key.to_owned(), value));
                 }
             }

@@ -31,7 +31,7 @@ pub(super) fn add_embedded_optimizer(
     };
     for ((_, ids), names) in optimizer.groups.iter().zip(&names) {
         for (id, name) in ids.iter().zip(names) {
-            add_param_states(builder, file, embedded, id, name)?;
+            add_states_of_parameter(builder, file, embedded, id, name)?;
         }
     }
     apply_master_weights(file, embedded, &names, &mut builder.entries)
@@ -45,7 +45,7 @@ pub(super) fn add_embedded_optimizer(
 
 /// Adds the optimizer states and the step of the parameter number `id` to the builder, under
 /// `name`, the name of its weight.
-fn add_param_states(
+fn add_states_of_parameter(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
     embedded: &EmbeddedOptimizer,

@@ -138,7 +138,7 @@ fn read_tensors(
         return Ok(found);
     }
     for (name, tensor) in value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))? {
-        let name = name.as_name().ok_or(DeepSpeedError::InvalidField(key))?;
+        let name = name.as_short_str().ok_or(DeepSpeedError::InvalidField(key))?;
         // `module` may contain values that are not tensors (extra states)
         let view = file.parse_tensor(tensor);
         let view = view.map_err(|error| DeepSpeedError::Tensor { name: name.to_owned(), error })?;
@@ -154,7 +154,7 @@ fn read_tensors(
 fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, Vec<u64>)>> {
     let pairs = value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))?;
     let shapes =
-        pairs.take(TENSORS_MAX + 1).map(|(name, shape)| match (name.as_name(), parse_shape(shape)) {
+        pairs.take(TENSORS_MAX + 1).map(|(name, shape)| match (name.as_short_str(), parse_shape(shape)) {
             (Some(name), Some(shape)) => Ok((name.to_owned(), shape)),
             _ => Err(DeepSpeedError::InvalidField(key)),
         });
@@ -165,7 +165,7 @@ fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, 
 impl ModelStates {
     /// Drops those contents of the model file that the reader takes only from the file of rank 0,
     /// to save memory. Called for the files of the other ranks.
-    pub(crate) fn keep_rank_specific_parts(&mut self) {
+    pub(crate) fn drop_parts_needed_from_rank_0_only(&mut self) {
         (self.module, self.buffers, self.groups, self.frozen_shapes) = Default::default();
         (self.ties, self.scheduler, self.embedded_optimizer, self.passthrough) = Default::default();
     }
@@ -178,7 +178,7 @@ impl ModelStates {
         let count = |key: &str| optional(key).and_then(PickleView::as_count);
         let texts = |v: PickleView<'_>| {
             v.as_items()
-                .map(|i| i.iter().take(TENSORS_MAX).filter_map(|n| Some(n.as_name()?.to_owned())).collect())
+                .map(|i| i.iter().take(TENSORS_MAX).filter_map(|n| Some(n.as_short_str()?.to_owned())).collect())
         };
         let no_list = DeepSpeedError::InvalidField("param_shapes");
         let groups = match optional("param_shapes").map(|v| v.as_items().ok_or(no_list)) {
@@ -190,7 +190,7 @@ impl ModelStates {
         }
         let ties = optional("shared_params").and_then(PickleView::as_pairs).into_iter().flatten();
         let ties = ties.take(TENSORS_MAX).filter_map(|(alias, target)| {
-            Some(TiedWeight { alias: alias.as_name()?.to_owned(), target: target.as_name()?.to_owned() })
+            Some(TiedWeight { alias: alias.as_short_str()?.to_owned(), target: target.as_short_str()?.to_owned() })
         });
         let frozen_shapes = match optional("frozen_param_shapes") {
             Some(v) => read_shapes("frozen_param_shapes", v)?,
@@ -221,7 +221,7 @@ impl ModelStates {
                 .and_then(|z| z.get("stage"))
                 .and_then(PickleView::as_count)
                 .and_then(|s| u8::try_from(s).ok()),
-            version: optional("ds_version").and_then(PickleView::as_name).map(str::to_owned),
+            version: optional("ds_version").and_then(PickleView::as_short_str).map(str::to_owned),
             embedded_optimizer: match optional("optimizer") {
                 Some(value) => EmbeddedOptimizer::read(file, value)?,
                 None => None,
@@ -234,7 +234,7 @@ impl ModelStates {
 impl OptimizerStates {
     /// Drops those contents of the optimizer file that the reader takes only from the file of rank
     /// 0, to save memory. Called for the files of the other ranks.
-    pub(crate) fn keep_rank_specific_parts(&mut self) {
+    pub(crate) fn drop_parts_needed_from_rank_0_only(&mut self) {
         (self.groups, self.loss_scaler, self.passthrough) = Default::default();
         self.shards.iter_mut().for_each(|shard| shard.alignment = Vec::new());
     }
@@ -259,7 +259,7 @@ impl OptimizerStates {
             ),
         };
         let flats = flats.as_items().ok_or(DeepSpeedError::InvalidField("fp32_flat_groups"))?;
-        let fields = GroupFields::new(root, base);
+        let fields = PerFlatGroupFields::new(root, base);
         let mut shards = Vec::new();
         for (i, flat) in flats.iter().enumerate() {
             let fp32 = file.parse_tensor(flat)?.ok_or(DeepSpeedError::InvalidField("fp32_flat_groups"))?;
@@ -316,18 +316,18 @@ pub(crate) fn read_loss_scaler(value: PickleView<'_>) -> Json {
 
 /// Those values of a DeepSpeed optimizer file that have one item per flat array (concatenated
 /// parameters of a group).
-struct GroupFields<'t> {
+struct PerFlatGroupFields<'t> {
     /// Maps the index of each flat group to the state that the torch optimizer keeps for it.
     states: HashMap<u64, PickleView<'t>>,
     group_paddings: Option<PickleItems<'t>>,
     alignment_paddings: Option<PickleItems<'t>>,
 }
 
-impl<'t> GroupFields<'t> {
+impl<'t> PerFlatGroupFields<'t> {
     /// Finds the values of a DeepSpeed optimizer file that have one item per flat array. `root` is
     /// the state of DeepSpeed's optimizer, and `base` the state of the torch optimizer that it
     /// wraps.
-    fn new(root: PickleView<'t>, base: PickleView<'t>) -> GroupFields<'t> {
+    fn new(root: PickleView<'t>, base: PickleView<'t>) -> PerFlatGroupFields<'t> {
         // an elastic checkpoint has a list of states without padding
         let states = match base.as_items() {
             Some(list) => (0..).zip(list.iter()).collect(),
@@ -339,7 +339,7 @@ impl<'t> GroupFields<'t> {
         let items = |key: &str| root.get(key).and_then(PickleView::as_items);
         let (group_paddings, alignment_paddings) =
             (items("group_paddings"), items("param_alignment_paddings"));
-        GroupFields { states, group_paddings, alignment_paddings }
+        PerFlatGroupFields { states, group_paddings, alignment_paddings }
     }
 }
 
@@ -348,7 +348,7 @@ impl FlatGroupShard {
     /// weights are `fp32`.
     fn read_shard(
         file: &TorchFile,
-        fields: &GroupFields<'_>,
+        fields: &PerFlatGroupFields<'_>,
         i: usize,
         fp32: TensorView,
     ) -> Result<FlatGroupShard> {
@@ -368,7 +368,7 @@ impl FlatGroupShard {
         };
         let state = fields.states.get(&(i as u64)).copied();
         for (key, value) in state.and_then(PickleView::as_pairs).into_iter().flatten() {
-            let key = key.as_name().ok_or(DeepSpeedError::InvalidField("state"))?;
+            let key = key.as_short_str().ok_or(DeepSpeedError::InvalidField("state"))?;
             let tensor = file
                 .parse_tensor(value)
                 .map_err(|error| DeepSpeedError::Tensor { name: format!("{key} of group {i}"), error })?;

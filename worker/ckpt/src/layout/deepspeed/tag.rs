@@ -38,14 +38,14 @@ impl TagContents {
         for (&rank, name) in &names.model {
             let mut states = tag.read_file(rank, name, ModelStates::read)?;
             if rank > 0 {
-                states.1.keep_rank_specific_parts();
+                states.1.drop_parts_needed_from_rank_0_only();
             }
             tag.model.insert(rank, states);
         }
         for (&rank, name) in &names.optimizer {
             let mut states = tag.read_file(rank, name, OptimizerStates::read)?;
             if rank > 0 {
-                states.1.keep_rank_specific_parts();
+                states.1.drop_parts_needed_from_rank_0_only();
             }
             tag.optimizer.insert(rank, states);
         }

@@ -28,7 +28,7 @@ pub(crate) fn read_latest(directory: &Directory, file: &str) -> Result<String> {
 /// Returns a message that the DeepSpeed checkpoint to which `latest` refers is missing, or `None`
 /// if there is no file `latest`. Does not look for the checkpoint, so the caller must have found
 /// that the directory has no tags.
-pub(crate) fn describe_missing_tag(directory: &Directory) -> Result<Option<String>> {
+pub(crate) fn missing_tag_message(directory: &Directory) -> Result<Option<String>> {
     if directory.file_size(LATEST_FILE)?.is_none() {
         return Ok(None);
     }
@@ -67,7 +67,7 @@ pub(crate) fn list_tags(path: &Path) -> Result<Vec<String>> {
 
 /// Returns a warning if `latest`, which names `tag`, is probably out of date: if the newest of
 /// `tags` is newer than `tag` and has at least as many files.
-pub(super) fn find_stale_latest(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<String>> {
+pub(super) fn stale_latest_warning(path: &Path, tag: &str, tags: &[String]) -> Result<Vec<String>> {
     let files = |tag: &str| Ok((TagFiles::list(&Directory::open(&path.join(tag))?)?).count());
     let (Some(step), Some(newest)) = (file_names::parse_step_in_tag(tag), tags.last()) else {
         return Ok(Vec::new());

@@ -19,7 +19,7 @@ use crate::codec::torch_file::{TensorView, TorchFile};
 use crate::error::{CkptError, DamageReason, DeepSpeedError, LayoutError, MissingPart, Result};
 use crate::format_constants::{CONVERT_RECORD_FILE, TENSORS_MAX};
 use crate::layout::hf::companion_files;
-use crate::layout::hf::weights::parse_number;
+use crate::layout::hf::weights::read_pickled_number;
 use crate::parallel;
 use crate::tensor::{TensorRole, count_elements};
 use serde_json::Value as Json;
@@ -78,7 +78,7 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     for (&rank, name) in &TagFiles::list_universal(&tag.builder.directory)?.model {
         let mut states = tag.read_file(rank, name, ModelStates::read)?;
         if rank > 0 {
-            states.1.keep_rank_specific_parts();
+            states.1.drop_parts_needed_from_rank_0_only();
         }
         tag.model.insert(rank, states);
     }
@@ -92,12 +92,12 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     };
     let stage = settings.stage.or(model.stage).unwrap_or(2);
     let groups = settings.groups.iter().map(|g| g.name_parameters(model)).collect();
-    collect::add_model_facts(&mut tag.builder.facts, model, stage, path);
+    collect::add_model_file_facts(&mut tag.builder.facts, model, stage, path);
     collect_tensors(&mut tag, stage, parameters, &settings, &unknown)?;
     let facts = &mut tag.builder.facts;
     facts.kind = "DeepSpeed universal";
     (facts.state.groups, facts.state.loss_scaler) = (groups, settings.loss_scaler);
-    companion_files::add_companion_facts(facts, &Directory::open(root)?)?;
+    companion_files::read_companion_files(facts, &Directory::open(root)?)?;
     tag.builder.finish_with_paths(path, root)
 }
 
@@ -124,7 +124,7 @@ fn read_optimizer_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
         let (Some(group), Some(step)) = (group.as_count(), state.get("step")) else { continue };
         match file.parse_tensor(step).map_err(|error| damaged(error.into()))? {
             Some(view) => drop(steps.insert(group, f64::from(tag.builder.store.read_scalar(index, &view)?))),
-            None => steps.extend(parse_number(step).map(|s| (group, s))),
+            None => steps.extend(read_pickled_number(step).map(|s| (group, s))),
         }
     }
     let stage = root.get("zero_stage").and_then(read_zero_stage);

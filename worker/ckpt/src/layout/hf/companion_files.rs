@@ -1,6 +1,6 @@
 //! Reads the files next to a training state that its program needs to resume: the scheduler, the
 //! loss scaler, the trainer state and the RNG states.
-use crate::catalog::{ALLOWED_GLOBALS, ExternalFacts, StatePart};
+use crate::catalog::{ALLOWED_GLOBALS, ExternalFacts, TrainingStatePart};
 use crate::codec::disk::Directory;
 use crate::codec::json::parse_object;
 use crate::codec::torch_file::TorchFile;
@@ -32,7 +32,7 @@ pub(crate) fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
 /// Reads the scheduler, the loss scaler, the step and the names of the RNG state files from a
 /// checkpoint directory into `facts`. A scheduler, loss scaler or step that `facts` has already is
 /// kept. Adds a missing scheduler and missing RNG states to `facts.missing`.
-pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
+pub(crate) fn read_companion_files(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     if facts.state.scheduler.is_null() {
         facts.state.scheduler = read_first_readable_state(&SCHEDULER_FILES, facts, directory)?;
     }
@@ -45,7 +45,7 @@ pub(crate) fn add_companion_facts(facts: &mut ExternalFacts, directory: &Directo
         facts.state.world = compute_min_world_size(&facts.rng_files);
     }
     if facts.state.scheduler.is_null() {
-        facts.missing.push(StatePart::Scheduler);
+        facts.missing.push(TrainingStatePart::Scheduler);
     }
     facts.missing.extend(find_missing_rng_states(&facts.rng_files, facts.state.world.unwrap_or(1)));
     Ok(())
@@ -149,14 +149,14 @@ fn compute_min_world_size(files: &[String]) -> Option<u32> {
 
 /// Lists the ranks below `world` for which `found` contains no RNG state file, at most 16 of them.
 /// Returns only [`StatePart::RngStates`] if `found` is empty.
-fn find_missing_rng_states(found: &[String], world: u32) -> Vec<StatePart> {
+fn find_missing_rng_states(found: &[String], world: u32) -> Vec<TrainingStatePart> {
     let present: std::collections::BTreeSet<u32> =
         found.iter().filter_map(|f| parse_rank_in_name(f)).collect();
     // an untrusted file may state any world size, so the list is bounded
     let absent = (0..world).filter(|r| !present.contains(r)).take(16);
     match found.is_empty() {
-        true => vec![StatePart::RngStates],
+        true => vec![TrainingStatePart::RngStates],
         false if world == 1 && found.iter().any(|n| n == "rng_state.pth") => Vec::new(),
-        false => absent.map(|rank| StatePart::RankRngState { rank }).collect(),
+        false => absent.map(|rank| TrainingStatePart::RankRngState { rank }).collect(),
     }
 }

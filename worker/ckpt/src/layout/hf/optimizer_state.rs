@@ -1,10 +1,10 @@
 //! Reads the `state_dict` of a torch optimizer, and assigns its states to weights. Parameters are
 //! numbers (torch) or names (full FSDP states).
 use super::param_matching;
-use super::weights::parse_number;
+use super::weights::read_pickled_number;
 use crate::catalog::{
     ALLOWED_GLOBALS, BorrowedWeightShape, ExternalCheckpointBuilder, ExternalTensor, FusedExperts,
-    FusedMember, ParamGroupInfo, StepValue, borrow_weights, convert_step_to_integer,
+    SeparateExpertTensor, ParamGroupInfo, Stborrow_weight_shapesw_weights, convert_step_to_integer,
 };
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
@@ -89,13 +89,13 @@ impl OptimizerStateDict {
     ) -> std::result::Result<ParamState, OptimizerStateError> {
         let mut state = ParamState::default();
         for (key, value) in value.as_pairs().ok_or(OptimizerStateError::InvalidState)? {
-            let key = key.as_name().ok_or(OptimizerStateError::InvalidState)?;
+            let key = key.as_short_str().ok_or(OptimizerStateError::InvalidState)?;
             let tensor = file
                 .parse_tensor(value)
                 .map_err(|error| OptimizerStateError::Tensor { key: key.to_owned(), error })?;
             match (key, TensorRole::from_torch_key(key), tensor) {
                 ("step", _, Some(view)) => state.step = Some(StepValue::Tensor(view)),
-                ("step", _, None) => state.step = parse_number(value).map(StepValue::Number),
+                ("step", _, None) => state.step = read_pickled_number(value).map(StepValue::Number),
                 (_, Some(role), Some(view)) => state.tensors.push((role, view)),
                 (_, None, Some(_)) => {
                     self.unknown.insert(key.to_owned());
@@ -175,7 +175,7 @@ impl ParamId {
 /// Parses the number or the name by which `state` or `params` of a `state_dict` identifies a
 /// parameter. Returns `None` if the value is neither a non-negative integer nor text.
 fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
-    value.as_count().map(ParamId::Number).or_else(|| value.as_name().map(|s| ParamId::Name(s.to_owned())))
+    value.as_count().map(ParamId::Number).or_else(|| value.as_short_str().map(|s| ParamId::Name(s.to_owned())))
 }
 
 /// The names of the parameters of each parameter group.
@@ -189,7 +189,7 @@ pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: 
         .map_err(|error| builder.damaged_file_error(name, error))?;
     let weights: Vec<(String, Vec<u64>)> =
         builder.weights().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
-    let borrowed = borrow_weights(&weights);
+    let borrowed = borrow_weight_shapes(&weights);
     match match_listed_or_fused_names(&optimizer, &borrowed) {
         Ok((names, fused)) => add_states(builder, name, file, &optimizer, names, &fused),
         Err(error) => add_trained_states(builder, name, file, optimizer, &borrowed, error),
@@ -208,7 +208,7 @@ fn match_listed_or_fused_names(
         Err(error) => error,
     };
     let Some(fused) = FusedExperts::from_separate_experts(weights) else { return Err(listed) };
-    match optimizer.find_parameter_names(&borrow_weights(&fused.weights), false) {
+    match optimizer.find_parameter_names(&borrow_weight_shapes(&fused.weights), false) {
         Ok(names) => Ok((names, fused)),
         Err(error) => Err(MatchError::Fused { listed: Box::new(listed), fused: Box::new(error) }),
     }
@@ -308,7 +308,7 @@ fn make_state_tensors(
             expected: count,
         });
     }
-    let entry = |m: &FusedMember| {
+    let entry = |m: &SeparateExpertTensor| {
         ExternalTensor::from_view_elements(&m.name, role, &m.shape, file, view, m.elements.clone())
     };
     Ok(members.iter().map(entry).collect())

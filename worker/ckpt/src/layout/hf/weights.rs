@@ -161,7 +161,7 @@ fn add_safetensors(
     let file = builder.store.add_file(&builder.directory, name, size, members);
     for (member, entry) in header.entries.into_iter().enumerate() {
         let role = choose_role(entry.dtype);
-        builder.entries.push(ExternalTensor::from_whole_span(entry, role, file, member));
+        builder.entries.push(ExternalTensor::from_safetensors_entry(entry, role, file, member));
     }
     Ok(())
 }
@@ -184,7 +184,7 @@ fn add_torch_weights(
     let mut found = Vec::new();
     for (key, value) in pairs {
         let key = key
-            .as_name()
+            .as_short_str()
             .ok_or_else(|| builder.damaged_file_error(name, "the name of a tensor is not short text"))?;
         let tensor = file.parse_tensor(value).map_err(|e| builder.damaged_file_error(name, e))?;
         found.extend(tensor.map(|view| (key.to_owned(), view)));
@@ -227,6 +227,6 @@ fn choose_role(dtype: Dtype) -> TensorRole {
 
 /// Returns the number that a pickled integer or finite float contains. Returns `None` for other
 /// values.
-pub(crate) fn parse_number(value: PickleView<'_>) -> Option<f64> {
+pub(crate) fn read_pickled_number(value: PickleView<'_>) -> Option<f64> {
     value.as_int().map(|i| i as f64).or_else(|| value.as_float().filter(|x| x.is_finite()))
 }

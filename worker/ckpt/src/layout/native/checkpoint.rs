@@ -1,11 +1,11 @@
 //! [`Checkpoint`]: reads any range of any tensor of a native checkpoint (one in launch's own
 //! format). Every block is verified before its bytes are returned.
-use super::manifest::{FileEntry, Manifest, PieceEntry, TensorEntry};
+use super::manifest::{FileEntry, Manifest, TensorPieceEntry, TensorEntry};
 use super::memory_shard::MemoryShard;
 use super::remote_shards::RemoteShards;
 use super::storage_host::StorageHost;
 use crate::catalog::{
-    PassthroughState, ReadRequest, RunFacts, TensorInfo, TensorSource, TextFile, TrainingState, WeightShape,
+    PassthroughState, F32ReadRequest, RunFacts, TensorInfo, TensorSource, TextFile, TrainingState, WeightShape,
     require_same_model,
 };
 use crate::codec::disk::{BLOCK_BYTES, BlockReader, BlockRequest, Directory, DiskBufferPool, stream_windows};
@@ -69,7 +69,7 @@ pub type BlockFetcher<'a> = dyn FnMut(Vec<BlockRange>, &mut BlockSink<'_>) -> Re
 
 /// A byte range of a rank's file (shard) that is to be read, and the buffer that receives its
 /// bytes.
-struct ByteRead<'a> {
+struct ByteReadRequest<'a> {
     file: usize,
     bytes: Range<u64>,
     out: &'a mut [u8],
@@ -124,7 +124,7 @@ impl Checkpoint {
     /// Opens a checkpoint whose rank files (shards) are in the memory of this host. `shards` has an
     /// entry for each shard of the checkpoint, which is `None` if this host does not have the
     /// shard. `path` names the checkpoint in messages.
-    pub(crate) fn from_memory(
+    pub(crate) fn from_memory_shards(
         path: &Path,
         manifest: Manifest,
         shards: Vec<Option<MemoryShard>>,
@@ -237,7 +237,7 @@ impl Checkpoint {
         if range.start > range.end || range.end - range.start != out.len() as u64 {
             return Err(CkptError::internal("the range of a read has another length than its buffer"));
         }
-        self.read_verified(&mut [ReadRequest { name, role, start_element: range.start, out }])
+        self.read_verified(&mut [F32ReadRequest { name, role, start_element: range.start, out }])
     }
 
     /// Reads the ranges of tensors that `requests` name as F32 into their buffers, and verifies the
@@ -250,7 +250,7 @@ impl Checkpoint {
     /// damaged. Fails with [`CkptError::NoSuchTensor`] or [`CkptError::RangeOutsideTensor`] if a
     /// tensor or range does not exist, and with [`CkptError::ShardsOnOtherHosts`] if a needed shard
     /// is not on this host.
-    pub fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    pub fn read_verified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         self.read_verified_with_fetcher(requests, &mut |remote, _| {
             self.require_local_shards(|file| remote.iter().any(|run| run.file == file))
         })
@@ -266,7 +266,7 @@ impl Checkpoint {
     /// Fails if a local block is damaged, a tensor or range does not exist, or `fetch` fails.
     pub fn read_verified_with_fetcher(
         &self,
-        requests: &mut [ReadRequest<'_>],
+        requests: &mut [F32ReadRequest<'_>],
         fetch: &mut BlockFetcher<'_>,
     ) -> Result<()> {
         self.read_stored_elements(requests, fetch)?;
@@ -283,7 +283,7 @@ impl Checkpoint {
     /// BF16 elements fill only the second half of the bytes of their buffer.
     fn read_stored_elements(
         &self,
-        requests: &mut [ReadRequest<'_>],
+        requests: &mut [F32ReadRequest<'_>],
         fetch: &mut BlockFetcher<'_>,
     ) -> Result<()> {
         let mut reads = Vec::new();
@@ -351,8 +351,8 @@ impl Checkpoint {
     /// appends these reads to `reads`. Fails if the tensor or the range does not exist.
     fn append_byte_reads<'a>(
         &self,
-        request: &'a mut ReadRequest<'_>,
-        reads: &mut Vec<ByteRead<'a>>,
+        request: &'a mut F32ReadRequest<'_>,
+        reads: &mut Vec<ByteReadRequest<'a>>,
     ) -> Result<()> {
         let tensor = self.find_tensor(request.name, request.role)?;
         let start = request.start_element;
@@ -366,13 +366,13 @@ impl Checkpoint {
         // narrower elements are read to the end of the buffer, and are widened in place from there
         let skip = bytes.len() - bytes.len() / 4 * size as usize;
         let mut rest = &mut bytes[skip..];
-        for (i, part) in element_ranges::intersect_ranges(&tensor.pieces, PieceEntry::element_range, range) {
+        for (i, part) in element_ranges::intersect_ranges(&tensor.pieces, TensorPieceEntry::element_range, range) {
             let piece = &tensor.pieces[i];
             let from = piece.offset + (part.start - piece.start) * size;
             let len = (part.end - part.start) * size;
             let (out, tail) = std::mem::take(&mut rest).split_at_mut(len as usize);
             rest = tail;
-            reads.push(ByteRead { file: piece.file, bytes: from..from + len, out });
+            reads.push(ByteReadRequest { file: piece.file, bytes: from..from + len, out });
         }
         Ok(())
     }
@@ -433,7 +433,7 @@ impl TensorSource for Checkpoint {
         Checkpoint::tensors(self).collect()
     }
 
-    fn read_verified(&self, requests: &mut [ReadRequest<'_>]) -> Result<()> {
+    fn read_verified(&self, requests: &mut [F32ReadRequest<'_>]) -> Result<()> {
         Checkpoint::read_verified(self, requests)
     }
 
@@ -531,7 +531,7 @@ fn widen_bf16_in_place(out: &mut [f32]) {
 /// caller must sort the reads by shard and offset, and must pass the blocks in the same order.
 struct BlockScatter<'s, 'a> {
     checkpoint: &'s Checkpoint,
-    reads: &'s mut [ByteRead<'a>],
+    reads: &'s mut [ByteReadRequest<'a>],
     /// Index of the first read that may be incomplete. All reads before this index are complete.
     first_pending: usize,
 }
@@ -543,7 +543,7 @@ impl BlockScatter<'_, '_> {
         self.checkpoint.verify_block(file, block, bytes)?;
         let at = block * BLOCK_BYTES as u64;
         let end = at + bytes.len() as u64;
-        let done = |w: &ByteRead<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;
+        let done = |w: &ByteReadRequest<'_>| (w.file, w.bytes.end) <= (file, at) || w.file < file;
         while self.first_pending < self.reads.len() && done(&self.reads[self.first_pending]) {
             self.first_pending += 1;
         }

@@ -30,7 +30,7 @@ const FORMAT_NAME: &str = "launch checkpoint";
 /// weights). Every version of the program reads them.
 const BASE_VERSION: u32 = 1;
 /// The version number of manifests that list parity files or the host of each rank's file (shard).
-const EXTENDED_VERSION: u32 = 2;
+const PARITY_AND_HOSTS_VERSION: u32 = 2;
 /// The version number of manifests with BF16 weights. Such a manifest may also have parity and
 /// hosts.
 const BF16_VERSION: u32 = 3;
@@ -99,14 +99,14 @@ pub(crate) struct TensorEntry {
     pub(crate) shape: Vec<u64>,
     /// The pieces of the tensor, sorted by first element. Together the pieces contain each element
     /// exactly once.
-    pub(crate) pieces: Vec<PieceEntry>,
+    pub(crate) pieces: Vec<TensorPieceEntry>,
 }
 
 /// What a manifest states about a piece of a tensor: which consecutive elements it has, and where
 /// in a rank's file (shard) they are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct PieceEntry {
+pub(crate) struct TensorPieceEntry {
     /// Index in the tensor of the first element of the piece.
     pub(crate) start: u64,
     /// Number of elements in the piece.
@@ -117,7 +117,7 @@ pub(crate) struct PieceEntry {
     pub(crate) offset: u64,
 }
 
-impl PieceEntry {
+impl TensorPieceEntry {
     /// Returns which of the tensor's elements this piece contains. An end that overflows becomes
     /// `u64::MAX`, which [`element_ranges::find_coverage_error`] rejects.
     pub(crate) fn element_range(&self) -> Range<u64> {
@@ -169,17 +169,17 @@ impl Manifest {
             tensors,
             parity,
         };
-        manifest.version = manifest.compute_version();
+        manifest.version = manifest.choose_oldest_version();
         manifest
     }
 
     /// Returns the oldest version number whose manifests can represent the contents of this
     /// manifest.
-    fn compute_version(&self) -> u32 {
+    fn choose_oldest_version(&self) -> u32 {
         if self.tensors.iter().any(|t| t.dtype == Dtype::BF16) {
             BF16_VERSION
         } else if self.parity.is_some() || !self.hosts.is_empty() {
-            EXTENDED_VERSION
+            PARITY_AND_HOSTS_VERSION
         } else {
             BASE_VERSION
         }
@@ -189,7 +189,7 @@ impl Manifest {
     /// (shard). `host_of[r]` is the index in `hosts` of the host that stores the shard of rank r.
     pub(crate) fn with_hosts(mut self, hosts: Vec<StorageHost>, host_of: &[usize]) -> Manifest {
         self.hosts = hosts;
-        self.version = self.compute_version();
+        self.version = self.choose_oldest_version();
         for (file, host) in self.files.iter_mut().zip(host_of) {
             file.host = Some(*host);
         }
@@ -292,7 +292,7 @@ impl Manifest {
     /// a rank's file (shard).
     pub(crate) fn tensors_in_block(&self, file: usize, block: u64) -> Vec<String> {
         let (start, end) = (block * BLOCK_BYTES as u64, (block + 1) * BLOCK_BYTES as u64);
-        let inside = |t: &TensorEntry, e: &PieceEntry| {
+        let inside = |t: &TensorEntry, e: &TensorPieceEntry| {
             let bytes = e.byte_range(t.dtype);
             e.file == file && bytes.start < end && bytes.end > start
         };
@@ -307,7 +307,7 @@ impl Manifest {
             return Err(ManifestError::BlockSize { found: self.block_bytes, expected: BLOCK_BYTES as u64 });
         }
         self.check_files()?;
-        let version = self.compute_version();
+        let version = self.choose_oldest_version();
         if version != self.version {
             return Err(ManifestError::Version { recorded: self.version, needed: version });
         }
@@ -401,7 +401,7 @@ impl Manifest {
             shape: tensor.shape.clone(),
         })?;
         let error =
-            element_ranges::find_coverage_error(total, tensor.pieces.iter().map(PieceEntry::element_range));
+            element_ranges::find_coverage_error(total, tensor.pieces.iter().map(TensorPieceEntry::element_range));
         if let Some(error) = error {
             return Err(ManifestError::Coverage { tensor: label, error });
         }
@@ -432,7 +432,7 @@ impl Manifest {
             let any = role.is_optimizer_state() && found.keys().any(|(r, _)| *r == role);
             for t in listed {
                 let key = (role, t.name.as_str());
-                let Some(shape) = role.state_shape(&t.shape) else { continue };
+                let Some(shape) = role.tensor_shape_for_weight(&t.shape) else { continue };
                 let wanted = match role.is_optimizer_state() {
                     true => (any && !frozen.contains(key.1)) || found.contains_key(&key),
                     false => true,
@@ -485,7 +485,7 @@ pub(crate) struct ShardPiece<'m> {
     /// Index of the tensor in the manifest.
     pub(crate) index: usize,
     pub(crate) tensor: &'m TensorEntry,
-    pub(crate) piece: &'m PieceEntry,
+    pub(crate) piece: &'m TensorPieceEntry,
 }
 
 impl ShardPiece<'_> {

@@ -29,6 +29,6 @@ impl MemoryShard {
     /// name of the shard in error messages.
     pub(crate) fn open(&self, checkpoint: &Path, name: &str) -> Result<BlockReader> {
         let file = self.file.try_clone().map_err(CkptError::io("open", &checkpoint.join(name)))?;
-        Ok(BlockReader::from_memory(file, self.bytes.clone(), checkpoint, name))
+        Ok(BlockReader::from_memory_file(file, self.bytes.clone(), checkpoint, name))
     }
 }

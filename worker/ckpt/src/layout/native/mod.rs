@@ -9,9 +9,9 @@ pub(crate) mod step_directories;
 mod storage_host;
 
 pub use checkpoint::{BlockFetcher, BlockRange, BlockSink, Checkpoint};
-pub(crate) use manifest::{FileEntry, Manifest, PieceEntry, ShardPiece, TensorEntry, shard_file_name};
+pub(crate) use manifest::{FileEntry, Manifest, TensorPieceEntry, ShardPiece, TensorEntry, shard_file_name};
 pub use memory_shard::MemoryShard;
-pub(crate) use parity_stripes::{compute_parity_stripe, parity_file_name};
+pub(crate) use parity_stripes::{compute_parity_blocks_of_rank, parity_file_name};
 pub(crate) use remote_shards::RemoteShards;
 pub(crate) use step_directories::{
     DELETING_PREFIX, LATEST_FILE, LATEST_TEMP_FILE, REPLACED_PREFIX, SAVING_PREFIX, encode_latest,

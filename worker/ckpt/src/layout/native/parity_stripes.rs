@@ -13,7 +13,7 @@ pub(crate) fn parity_file_name(rank: u32, world: u32) -> String {
 /// Computes which blocks of the parity data (XOR redundancy over all ranks' files) the parity file
 /// of `rank` contains, and the size of this file in bytes. `sizes` are the sizes of all shards in
 /// bytes.
-pub(crate) fn compute_parity_stripe(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
+pub(crate) fn compute_parity_blocks_of_rank(sizes: &[u64], rank: u32) -> (Range<u64>, u64) {
     let block = BLOCK_BYTES as u64;
     let longest = sizes.iter().copied().max().unwrap_or(0);
     let blocks = longest.div_ceil(block);
@@ -36,7 +36,7 @@ pub(crate) fn check_parity_files<'a>(
         return Err(ManifestError::ParityCount { parity: parity.len(), shards: sizes.len() });
     }
     for (rank, (name, size, count)) in (0..world).zip(parity) {
-        let (blocks, bytes) = compute_parity_stripe(sizes, rank);
+        let (blocks, bytes) = compute_parity_blocks_of_rank(sizes, rank);
         let fits =
             name == parity_file_name(rank, world) && size == bytes && count == blocks.end - blocks.start;
         if !fits {
