@@ -28,8 +28,9 @@ const MIB: usize = 1 << 20;
 /// printed table.
 const MESSAGE_BYTES: [usize; 4] = [MIB, 8 * MIB, 64 * MIB, 256 * MIB];
 
-/// The parsed command line of the benchmark: `WORLD FILTER`. In the process of a rank, the rank and
-/// the file descriptor of the shared memory follow.
+/// The parsed command line of the benchmark, `WORLD FILTER`: the number of ranks, and a text that
+/// selects the measured collectives by their names. In the process of a rank, the rank and the file
+/// descriptor of the shared memory follow.
 struct BenchArgs {
     world: usize,
     filter: String,
@@ -45,6 +46,8 @@ fn parse_args() -> BenchArgs {
     BenchArgs { world: number(0).unwrap_or(2), filter: args.get(1).cloned().unwrap_or_default(), rank }
 }
 
+/// Measures collectives in shared memory between processes of this host, one process per rank, and
+/// prints a table of their bandwidths.
 fn main() {
     let args = parse_args();
     match args.rank {
@@ -134,8 +137,8 @@ fn print_on_rank_0(rank: usize, line: &str) {
     }
 }
 
-/// Measures the collective `name` at every message size and prints the results as one row of the
-/// table. Does nothing if the command line's filter is not a part of `name`.
+/// Measures the bandwidth of the collective `name` at every message size and prints the results as
+/// one row of the table. Does nothing if the command line's filter is not a part of `name`.
 ///
 /// `make(bytes)` returns the operation to time for a message size. Bandwidth counts the fraction
 /// `share` of the message's bytes.

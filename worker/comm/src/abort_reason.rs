@@ -1,4 +1,4 @@
-//! [`AbortReason`]: why a group of ranks was aborted, and the encoding of this reason for
+//! [`AbortReason`]: why a group of ranks was aborted, and how this reason is encoded for
 //! transmission to every rank.
 //!
 //! An abort is shared through the header of a shared memory segment and in frames between hosts.
@@ -11,7 +11,8 @@ use std::time::Duration;
 /// text.
 pub(crate) const FIXED_FIELDS_BYTES: usize = 1 + 4 + 4 + 8;
 
-/// Why a group was aborted. Every rank receives the first reason that was given.
+/// Why a group of ranks was aborted, such as a lost peer or a failed rank. Every rank receives the
+/// first reason that was given.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AbortReason {
     /// [`Comm::abort`](crate::Comm::abort) was called, here or by a peer.
@@ -74,8 +75,8 @@ pub enum AbortReason {
 }
 
 impl AbortReason {
-    /// Creates the abort reason of a call of [`Comm::abort`](crate::Comm::abort) with the text
-    /// `reason`.
+    /// Creates the abort reason for a program that calls [`Comm::abort`](crate::Comm::abort) with
+    /// the text `reason`.
     pub(crate) fn from_request(reason: &str) -> Self {
         AbortReason::Requested { reason: reason.to_owned() }
     }
@@ -94,8 +95,8 @@ impl AbortReason {
         }
     }
 
-    /// Returns `diagnostic` with the ranks, durations and texts of this abort reason added as
-    /// fields.
+    /// Returns `diagnostic`, an error for the user, with the ranks, durations and texts of this
+    /// abort reason added as fields.
     pub(crate) fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
         match self {
             AbortReason::Requested { .. } | AbortReason::Lost => diagnostic,
@@ -115,8 +116,8 @@ impl AbortReason {
         }
     }
 
-    /// Encodes this reason in at most `limit` bytes for transmission to the peers. A text that does
-    /// not fit is cut at a character boundary.
+    /// Encodes this abort reason in at most `limit` bytes for transmission to the peers. A text
+    /// that does not fit is cut at a character boundary.
     ///
     /// `limit` must be at least [`FIXED_FIELDS_BYTES`].
     pub(crate) fn encode(&self, limit: usize) -> Vec<u8> {

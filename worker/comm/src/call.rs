@@ -8,7 +8,7 @@ use std::{fmt, ops::Range};
 
 type Result<T> = std::result::Result<T, ArgumentError>;
 
-/// One member of a group: its rank, and the number of ranks in the group.
+/// The position of one member in a group: its rank, and the number of ranks in the group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupPosition {
     pub(crate) rank: usize,
@@ -62,29 +62,30 @@ impl fmt::Display for CollectiveCall {
 }
 
 impl CollectiveCall {
-    /// Summarizes a call of the collective `kind` with `elements` elements and a hash of `agreed`,
-    /// the arguments that must be equal on all ranks. Calls that differ in either do not match. The
-    /// call number is 0 until it is set.
+    /// Creates the summary of a call of the collective `kind` with `elements` elements. The numbers
+    /// `agreed`, arguments that must be equal on all ranks, are included as a hash. Calls that
+    /// differ in either do not match. The call number is 0 until it is set.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
         let (elements, digest) = (elements as u64, hash_arguments(agreed));
         CollectiveCall { kind, number: 0, elements, digest, element_bytes: size_of::<f32>() }
     }
 
-    /// Returns this summary with the element size `bytes` added to the arguments that must be equal
-    /// on all ranks.
+    /// Returns this summary of a call with the element size `bytes` added to the arguments that
+    /// must be equal on all ranks.
     fn with_element_size(self, bytes: usize) -> Self {
         let digest = hash_arguments([self.digest as usize, bytes]);
         CollectiveCall { digest, element_bytes: bytes, ..self }
     }
 
-    /// Returns this summary with the call number `number`, which counts the calls of a group.
+    /// Returns this summary with `number` as the number of the call; each rank counts the
+    /// collectives that it calls in a group.
     pub(crate) fn with_call_number(self, number: u64) -> Self {
         CollectiveCall { number, ..self }
     }
 
-    /// Summarizes a call of all-gather for comparison with the peers' calls. Fails, with the name
-    /// of the argument, if a buffer's length or element size does not fit `counts` and the other
-    /// buffer.
+    /// Summarizes this rank's call of all-gather, so that ranks can detect that they made different
+    /// calls. Fails, with the name of the argument, if a buffer's length or element size does not
+    /// fit `counts` and the other buffer.
     pub(crate) fn describe_all_gather(
         position: GroupPosition,
         recv: BufferShape,
@@ -100,9 +101,10 @@ impl CollectiveCall {
         Ok(call.with_element_size(recv.element_bytes))
     }
 
-    /// Summarizes a call of the ordered reduce-scatter for comparison with the peers' calls. Fails
-    /// if the length of one of the vectors is not the sum of `counts`, or if their number is not
-    /// this rank's element of `partial_counts`.
+    /// Summarizes this rank's call of the ordered reduce-scatter (in which receivers sum the
+    /// vectors), so that ranks can detect that they made different calls. Fails if the length of
+    /// one of the vectors is not the sum of `counts`, or if their number is not this rank's element
+    /// of `partial_counts`.
     pub(crate) fn describe_reduce_scatter_ordered(
         position: GroupPosition,
         partial_lens: impl Iterator<Item = usize>,
@@ -122,8 +124,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, total, counts.iter().chain(partial_counts).copied()))
     }
 
-    /// Summarizes a call of reduce-scatter for comparison with the peers' calls. Fails if a
-    /// buffer's length does not fit `counts`.
+    /// Summarizes this rank's call of reduce-scatter, so that ranks can detect that they made
+    /// different calls. Fails if a buffer's length does not fit `counts`.
     pub(crate) fn describe_reduce_scatter(
         position: GroupPosition,
         recv_len: usize,
@@ -152,9 +154,9 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(collective, len, [root]))
     }
 
-    /// Summarizes a call of all-to-all for comparison with the peers' calls. Fails, with the name
-    /// of the argument, if a buffer does not fit its counts or if this rank's counts for itself
-    /// differ.
+    /// Summarizes this rank's call of all-to-all, so that ranks can detect that they made different
+    /// calls. Fails, with the name of the argument, if a buffer does not fit its counts or if this
+    /// rank's counts for itself differ.
     pub(crate) fn describe_all_to_all(
         position: GroupPosition,
         recv: BufferShape,
@@ -202,14 +204,14 @@ impl CollectiveCall {
         CollectiveCall::new(CollectiveKind::Barrier, 0, [])
     }
 
-    /// Encodes the summary of a call in three 64-bit words, for comparison and for shared memory.
-    /// The kind of the collective is the low byte of the first word.
+    /// Encodes this summary of a call in three 64-bit words, which ranks exchange to compare their
+    /// calls. The kind of the collective is the low byte of the first word.
     pub(crate) fn to_words(self) -> [u64; 3] {
         [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
 
-    /// Fails if this call of rank `rank` differs from the call of rank `peer`, whose summary is
-    /// encoded as `peer_words`.
+    /// Fails if this summary, of the call of rank `rank`, differs from that of rank `peer`, which
+    /// is encoded as `peer_words`.
     pub(crate) fn check_peer_call(
         &self,
         rank: usize,
@@ -245,8 +247,8 @@ impl CollectiveCall {
     }
 }
 
-/// Decodes the summary that [`CollectiveCall::to_words`] encoded, for an error message. Invalid
-/// words of a faulty peer also give a summary, so decoding never fails.
+/// Decodes the summary of a call that [`CollectiveCall::to_words`] encoded, for an error message.
+/// Invalid words of a faulty peer also give a summary, so decoding never fails.
 fn decode_call_summary(words: [u64; 3]) -> CallSummary {
     let kind_number = words[0] & 0xff;
     let collective = CollectiveKind::ALL.into_iter().find(|kind| *kind as u64 == kind_number);
@@ -280,7 +282,8 @@ pub(crate) fn compute_part_offsets(counts: &[usize]) -> Vec<usize> {
         .collect()
 }
 
-/// Returns the index ranges of consecutive parts that have the lengths `lens`.
+/// Returns the index ranges of parts that follow one another from index 0 and have the lengths
+/// `lens`.
 pub(crate) fn compute_consecutive_ranges(lens: &[usize]) -> Vec<Range<usize>> {
     compute_part_offsets(lens).into_iter().zip(lens).map(|(start, n)| start..start + n).collect()
 }
@@ -293,8 +296,9 @@ pub(crate) fn compute_even_share(len: usize, rank: usize, world: usize) -> Range
     start..start + quotient + usize::from(rank < remainder)
 }
 
-/// Adds up the list `counts` of numbers of elements per rank. `name` is the list's name in errors.
-/// Fails if the list does not have `world` entries or if the sum does not fit the address space.
+/// Adds up `counts`, the number of elements of each rank's part. `name` is the list's name in
+/// errors. Fails if the list does not have `world` entries or if the sum does not fit the address
+/// space.
 fn sum_counts(
     collective: CollectiveKind,
     name: &'static str,

@@ -3,7 +3,8 @@
 use crate::collective_kind::CollectiveKind;
 use diagnostic::Diagnostic;
 
-/// Error: an argument of a collective contradicts the other arguments or does not fit the group.
+/// Error in one call of a collective: an argument contradicts the other arguments or does not fit
+/// the group.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgumentError {
     /// The `send` and the `recv` buffer have elements of different sizes.
@@ -84,7 +85,8 @@ pub enum ArgumentError {
     },
 }
 
-/// How the calls that two ranks made in the same collective differ.
+/// Error: the calls that two ranks made in one collective differ, for example in the kind of the
+/// collective or in the number of elements.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallMismatch {
     /// Two ranks called different collectives, or one collective with different arguments.
@@ -200,7 +202,8 @@ impl std::fmt::Display for TransferUnit {
 }
 
 impl CallMismatch {
-    /// Returns `diagnostic` with the ranks, calls and amounts of this mismatch added as fields.
+    /// Returns `diagnostic`, an error for the user, with the ranks, calls and amounts of this
+    /// mismatch added as fields.
     pub(crate) fn add_fields(&self, diagnostic: Diagnostic) -> Diagnostic {
         match self {
             CallMismatch::Call { rank, call, peer, peer_call } => diagnostic

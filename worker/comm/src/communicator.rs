@@ -7,8 +7,9 @@ use crate::link_delays::LinkDelays;
 use crate::shared_window::SharedWindow;
 use device::{Dtype, View, ViewMut};
 
-/// A callback for [`Comm::reduce_scatter_ordered`], which is called with `(source rank, index of
-/// the partial vector on that rank, piece)` for each received piece.
+/// Callback that receives the vectors of an ordered reduce-scatter, whose receivers sum the vectors
+/// themselves: called with `(source rank, index of the vector on that rank, piece)` for each
+/// received piece.
 ///
 /// The callback may call [`Comm::abort`], but no collective. The address of a piece is a multiple
 /// of 4 bytes, the alignment of `f32`, and not of more.
@@ -31,9 +32,9 @@ pub trait Comm: Send + Sync {
     /// elements may have any type, but must have the same type on all ranks.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Distributes vectors that the receivers sum themselves: passes part r of every vector in the
-    /// `partials` of every rank to the `sink` of rank r. The order is (source rank, index of the
-    /// vector).
+    /// Reduce-scatter without the sums: passes part r of every vector in the `partials` of every
+    /// rank to the callback `sink` of rank r, which sums the parts itself. The order is (source
+    /// rank, index of the vector).
     ///
     /// Rank r passes `partial_counts[r]` vectors, each `Σ counts` long. All ranks must pass the
     /// same `partial_counts`. The collective sums nothing; the caller reduces the pieces in the
@@ -46,9 +47,9 @@ pub trait Comm: Send + Sync {
         sink: &mut PartialSink,
     ) -> Result<()>;
 
-    /// Sums this rank's part of `send` (`counts[rank]` elements) over all ranks and stores the sum
-    /// in `recv`. The additions follow a fixed binary tree over ranks, unless
-    /// [`Comm::has_native_reduce_scatter`].
+    /// Sums part r of the `send` buffers over all ranks for each rank r, and stores the sum for
+    /// this rank (`counts[rank]` elements) in `recv`. The additions follow a fixed binary tree over
+    /// ranks, unless [`Comm::has_native_reduce_scatter`].
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
     /// Returns whether [`Comm::reduce_scatter`] transfers less data than
@@ -123,8 +124,8 @@ pub trait Comm: Send + Sync {
         gathered.into_iter().enumerate().map(to_numbers).collect()
     }
 
-    /// Allocates zeroed memory that all ranks can access. It holds `counts[r]` elements of each
-    /// rank r, in rank order.
+    /// Allocates zeroed memory that all ranks of the group share (a shared window). It holds
+    /// `counts[r]` elements of each rank r, in rank order.
     ///
     /// Each rank writes its own elements and reads those of all ranks. The ranks must call a
     /// collective, such as [`Comm::barrier`], between a write and the reads of other ranks, and
@@ -135,9 +136,9 @@ pub trait Comm: Send + Sync {
         Ok(None)
     }
 
-    /// Returns for how long data of this rank was on its way to other hosts since the previous
-    /// call. Returns `None` if no data was sent, or if the transport does not measure the time.
-    /// Blocks while a collective of this rank runs.
+    /// Returns how long data of this rank was in flight to ranks of other hosts (sent, but not yet
+    /// acknowledged) since the previous call. Returns `None` if no data was sent, or if the
+    /// transport does not measure the time. Blocks while a collective of this rank runs.
     fn take_link_delays(&self) -> Option<LinkDelays> {
         None
     }
@@ -145,12 +146,12 @@ pub trait Comm: Send + Sync {
     /// Blocks until every rank of the group has called `barrier`.
     fn barrier(&self) -> Result<()>;
 
-    /// Aborts the group, and passes the text `reason` to every reachable rank. Every waiting and
-    /// later call on every reachable rank returns [`crate::CommError::Aborted`]. Callable from any
-    /// thread.
+    /// Aborts the group, so that its collectives fail on every rank, and passes the text `reason`
+    /// to every reachable rank. Every waiting and later call on every reachable rank returns
+    /// [`crate::CommError::Aborted`]. Callable from any thread.
     fn abort(&self, reason: &str);
 
-    /// Returns the reason of the group's abort, or `None` if this rank knows of no abort. Does not
-    /// block; callable from any thread.
+    /// Returns why the group was aborted, or `None` if this rank knows of no abort. Does not block;
+    /// callable from any thread.
     fn abort_reason(&self) -> Option<AbortReason>;
 }

@@ -11,7 +11,7 @@ use device::{cuda::CudaError, storage::DeviceError};
 use diagnostic::{Code, Diagnostic, codes::collective as codes, quantity::format_seconds};
 use std::time::Duration;
 
-/// Why a collective, or an attempt to join a group, failed.
+/// Error: a collective failed, or this rank could not join its group.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CommError {
     /// The group was aborted, by this rank or by a peer. An abort is never the root cause of a
@@ -120,7 +120,7 @@ pub enum CommError {
 pub type Result<T> = std::result::Result<T, CommError>;
 
 impl CommError {
-    /// Returns the stable code of this error, which `launch explain` documents.
+    /// Returns the stable code of this error, with which `launch explain` documents it.
     pub fn code(&self) -> Code {
         match self {
             CommError::Aborted(reason) => reason.code(),
@@ -149,7 +149,7 @@ impl CommError {
         move |error| CommError::Transport { operation, error: error.to_string() }
     }
 
-    /// Returns the abort reason that `rank` sends to its peers after this error.
+    /// Returns the abort reason that `rank` sends to its peers because of this error.
     pub(crate) fn to_abort_reason(&self, rank: usize) -> AbortReason {
         match self {
             CommError::Aborted(reason) => reason.clone(),

@@ -1,10 +1,8 @@
-//! [`GroupError`], [`SharedMemoryError`] and [`ConnectFailure`]: reasons why a rank cannot join a
-//! group.
+//! [`GroupError`], [`SharedMemoryError`] and [`ConnectFailure`]: why a rank cannot join a group.
 use crate::message_text::format_ranks;
 use std::net::SocketAddr;
 
-/// Why the description of a group of ranks is invalid, or why this rank does not fit into the
-/// group.
+/// Error: the description of a group of ranks is invalid, or this rank does not fit into the group.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GroupError {
     /// The number of ranks is 0 or above [`crate::MAX_WORLD_SIZE`].
@@ -59,7 +57,7 @@ pub enum GroupError {
     },
 }
 
-/// Why the shared memory, through which the ranks of a host communicate, cannot be used.
+/// Error of the memory through which the ranks of one host communicate (shared memory).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SharedMemoryError {
     /// The operating system failed to inspect, resize or map the file.
@@ -107,7 +105,8 @@ pub enum SharedMemoryError {
     },
 }
 
-/// A failed attempt to connect to a peer, which may be repeated. The next attempt may succeed.
+/// A failed attempt to connect to a peer: the peer, the address that was tried last, and the error
+/// there. The next attempt may succeed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rank {peer}{}: {error}", address.map_or_else(String::new, |a| format!(" at {a}")))]
 pub struct ConnectFailure {
@@ -119,7 +118,7 @@ pub struct ConnectFailure {
     pub error: ConnectError,
 }
 
-/// Error of connecting to one address of a peer.
+/// Why connecting to a peer at one of its addresses failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConnectError {
     /// The peer announced no address.
@@ -143,7 +142,7 @@ pub enum ConnectError {
     NoAnswer,
 }
 
-/// Reason why a peer rejects a connection.
+/// Why a peer rejects the connection of this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RejectReason {
     /// The two ranks run different builds of `launch`.

@@ -1,9 +1,9 @@
-//! [`LinkDelays`]: for how long data of a rank was on its way to other hosts.
+//! [`LinkDelays`]: how long data of a rank was in flight to ranks of other hosts.
 use std::time::Duration;
 
-/// For how long data of a rank was on its way to ranks of other hosts, since the previous
-/// measurement: sent, but not yet acknowledged. Time in which the peer had no space for the data is
-/// left out.
+/// How long data of a rank was in flight to ranks of other hosts (sent, but not yet acknowledged)
+/// since the previous measurement, on the slowest and on the fastest connection. Time in which the
+/// peer had no space for the data is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkDelays {
     /// The rank to which data was on its way for the longest time.

@@ -47,8 +47,8 @@ pub fn create_group(world: usize) -> Vec<LocalComm> {
     create_group_with_timeout(world, DEFAULT_TIMEOUT)
 }
 
-/// Creates a group as [`create_group`] does, in which a collective fails on every rank if a peer
-/// does not enter it within `timeout`.
+/// Creates a group of `world` ranks in this process, whose collectives fail on every rank if a peer
+/// does not enter them within `timeout`.
 pub fn create_group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalComm> {
     assert!(
         (1..=crate::MAX_WORLD_SIZE).contains(&world),
@@ -65,8 +65,8 @@ pub fn create_group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalCo
 }
 
 impl LocalComm {
-    /// Runs an all-reduce in two exchanges: each rank sums its share of `x`, then all ranks gather
-    /// the shares.
+    /// Replaces `x` by its sum over all ranks in two exchanges: each rank sums its share of `x`,
+    /// then all ranks gather the shares.
     fn all_reduce_large(
         &self,
         call_state: &mut LocalCallState,

@@ -4,12 +4,12 @@ use crate::{AbortReason, CollectiveKind, Comm, LinkDelays, PartialSink, Result, 
 use device::{Dtype, View, ViewMut};
 use std::sync::Arc;
 
-/// Receives the calls of collectives of one rank. The functions must be fast, because the rank
-/// waits for them.
+/// Observer of one rank's collectives, which is called when the rank enters a collective and when
+/// the collective completes. The functions must be fast, because the rank waits for them.
 pub trait CallObserver: Send + Sync {
-    /// Receives the kind of a collective when the rank enters it.
+    /// Called with the kind of a collective when the rank enters it.
     fn on_enter(&self, kind: CollectiveKind);
-    /// Receives the completion of the collective that the rank has entered last.
+    /// Called when the collective that the rank has entered last completes.
     fn on_return(&self);
 }
 
@@ -21,7 +21,7 @@ pub struct ObservedComm {
 }
 
 impl ObservedComm {
-    /// Creates a communicator that calls `inner`.
+    /// Wraps the communicator `inner`, whose collectives are reported to an observer from now on.
     pub fn new(inner: Arc<dyn Comm>, observer: Arc<dyn CallObserver>) -> Self {
         ObservedComm { inner, observer }
     }

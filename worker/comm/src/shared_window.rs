@@ -3,7 +3,8 @@
 use device::{Buf, Dtype, View};
 use std::{ops::Range, ptr::NonNull, sync::Arc};
 
-/// The memory of a shared window, which stays mapped as long as this object exists.
+/// The memory of a shared window (memory that all ranks of a group share), which stays mapped as
+/// long as this object exists.
 pub(crate) trait WindowMemory: Send + Sync {
     /// Unmaps whole pages of the byte range `bytes` of the window from this process. Their contents
     /// stay, and the next access maps them again.
@@ -28,8 +29,8 @@ pub struct SharedView {
 }
 
 impl SharedWindow {
-    /// Creates one rank's access to a shared window at the address `start`. `counts[r]` elements of
-    /// the window belong to rank r.
+    /// Creates one rank's access to a shared window (memory that all ranks of a group share) whose
+    /// memory begins at the address `start`. `counts[r]` elements of the window belong to rank r.
     ///
     /// # Safety
     ///
@@ -56,7 +57,7 @@ impl SharedWindow {
 }
 
 impl SharedView {
-    /// Returns a view of the elements of all ranks.
+    /// Returns a read-only view of the elements of all ranks in the shared window.
     ///
     /// # Safety
     ///

@@ -25,7 +25,8 @@ struct StagingBuffers {
     device_piece: Buf,
 }
 
-/// Pinned host memory for transfers, with one buffer for each element size.
+/// Pinned host memory through which data in GPU memory is transferred, with one buffer for each
+/// element size.
 #[derive(Default)]
 struct PinnedBuffers {
     halves: Buf,
@@ -58,25 +59,26 @@ impl PinnedBuffers {
 }
 
 impl StagedComm {
-    /// Creates a communicator that transfers buffers of `storage` with `inner`, a transport between
-    /// host memories.
+    /// Creates a communicator that accepts buffers in the memory of `storage`, a GPU, and transfers
+    /// them with `inner`, a communicator for host memory.
     pub fn new(inner: Arc<dyn Comm>, storage: Arc<dyn Storage>) -> Self {
         StagedComm { inner, storage, buffers: Mutex::default() }
     }
 
-    /// Returns the wrapped transport between host memories, through which all data is transferred.
+    /// Returns the wrapped communicator for host memory, through which all data is transferred.
     pub fn inner(&self) -> &Arc<dyn Comm> {
         &self.inner
     }
 
-    /// Locks the buffers in host memory for the duration of one collective.
+    /// Locks the staging buffers in host memory for the duration of one collective.
     fn lock_buffers(&self) -> MutexGuard<'_, StagingBuffers> {
         // no code reads the contents that a panic may have left in the buffers
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs the collective `f`, which writes a host buffer as long as `recv`, and copies the result
-    /// to `recv`. If `recv` is in host memory, runs `f` with `recv` itself.
+    /// Runs the collective `f`, which writes a buffer in host memory as long as `recv`, and copies
+    /// the result to `recv` in GPU memory. If `recv` is in host memory, runs `f` with `recv`
+    /// itself.
     fn run_with_host_recv(
         &self,
         staging: &mut PinnedBuffers,

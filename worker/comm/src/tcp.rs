@@ -38,12 +38,14 @@ pub use rank_listener::{AbortHandle, GroupMember, GroupSpec, KEY_BYTES, RankList
 /// computes the whole sum. A larger all-reduce takes two steps per block, and each rank sums only
 /// its share.
 const MAX_SINGLE_STEP_BYTES: usize = 16 << 10;
-/// The largest number of partial vectors that one rank may pass to an ordered reduce-scatter.
+/// The largest number of vectors that one rank may pass to an ordered reduce-scatter (in which the
+/// receivers sum the vectors).
 const MAX_PARTIALS: u64 = 1 << 16;
 
 impl TcpComm {
-    /// Sends `send_counts[r]` elements of `send` to each rank r and receives `recv_counts[r]`
-    /// elements from rank r in `recv`. `shapes` are the shapes of `recv` and `send`.
+    /// Runs an all-to-all over the network and shared memory: sends `send_counts[r]` elements of
+    /// `send` to each rank r and receives `recv_counts[r]` elements from rank r in `recv`. `shapes`
+    /// are the shapes of `recv` and `send`.
     fn exchange_parts(
         &self,
         [recv_shape, send_shape]: [BufferShape; 2],

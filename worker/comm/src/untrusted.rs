@@ -1,16 +1,16 @@
-//! Passes untrusted bytes to each parser of messages from peers, for fuzz targets and tests.
+//! Passes untrusted bytes to each parser of messages from other ranks, for fuzz targets and tests.
 //!
 //! Each function fails if the bytes are invalid. A function must not panic or loop forever.
 use crate::{AbortReason, tcp};
 
-/// The bytes of a peer are invalid.
+/// Error: the bytes are no valid message of a peer.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the bytes of a peer are not valid")]
 pub struct InvalidPeerBytes;
 
-/// Creates valid inputs of the parsers, from which fuzzing starts, each with a name. The name's
-/// extension identifies the parser. The inputs are not files, because they change with the
-/// protocol.
+/// Creates valid inputs of the parsers of peers' messages, each with its name, from which fuzzing
+/// starts. The name's extension identifies the parser. The inputs are not files, because they
+/// change with the protocol.
 pub fn create_fuzz_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let reason = AbortReason::from_request("disk full").encode(256);
     tcp::create_fuzz_seeds().into_iter().chain([("requested.reason", reason)]).collect()
@@ -21,8 +21,8 @@ pub fn parse_control_frames(bytes: &[u8]) -> Result<(), InvalidPeerBytes> {
     tcp::parse_control_frames(bytes).map(drop).ok_or(InvalidPeerBytes)
 }
 
-/// Parses bytes as the first messages of a handshake between two ranks. Panics if the bytes are
-/// accepted as proof of the secret key.
+/// Parses bytes as the first messages of a handshake between two ranks (HELLO and CHALLENGE).
+/// Panics if the bytes are accepted as proof of the secret key.
 pub fn parse_handshake(bytes: &[u8]) -> Result<(), InvalidPeerBytes> {
     match tcp::parse_handshake(bytes) {
         Ok(true) => Ok(()),

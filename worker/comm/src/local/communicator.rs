@@ -18,7 +18,8 @@ pub struct LocalComm {
     pub(super) call_state: Mutex<LocalCallState>,
 }
 
-/// The number of collectives that one rank has begun, and the number of their data exchanges.
+/// Counters of one rank's communicator: how many collectives the rank has begun, and how many times
+/// it has exchanged data in them.
 pub(super) struct LocalCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,
@@ -27,8 +28,9 @@ pub(super) struct LocalCallState {
 }
 
 impl LocalComm {
-    /// Begins a collective: locks this rank's state and assigns the next number to the call. Fails
-    /// if the group is aborted or the arguments are invalid. Invalid arguments abort the group.
+    /// Begins a collective: locks the counters of this rank's calls and assigns the next number to
+    /// the call. Fails if the group is aborted or the arguments are invalid. Invalid arguments
+    /// abort the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -45,8 +47,8 @@ impl LocalComm {
         Ok((call_state, call))
     }
 
-    /// Aborts the group because of `error`, and returns `error`. Without the abort, this rank's
-    /// later calls would be paired with the wrong calls of its peers.
+    /// Aborts the group because of `error`, so that every rank fails, and returns `error`. Without
+    /// the abort, this rank's later calls would be paired with the wrong calls of its peers.
     pub(super) fn abort_on_error(&self, error: CommError) -> CommError {
         self.group.abort(error.to_abort_reason(self.position.rank));
         error

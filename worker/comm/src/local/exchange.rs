@@ -1,4 +1,5 @@
-//! Lets the threads of a group ([`LocalComm`]) read each other's buffers during a collective.
+//! Exchanges of data between the threads of a group ([`LocalComm`]), which read each other's
+//! buffers during a collective.
 //!
 //! In an exchange every rank publishes the addresses of its data, waits until all have published,
 //! reads its peers' memory, and waits until all have finished reading. The second wait makes the
@@ -59,9 +60,9 @@ impl Drop for ReadGuard<'_> {
 }
 
 impl LocalComm {
-    /// Runs one exchange of a collective: publishes `contribution`, waits for every rank, checks
-    /// that all made the same call, and lets `read` read the contributions of all ranks. Returns
-    /// when no rank reads any more.
+    /// Runs one exchange of a collective: publishes `contribution` (this rank's call and buffers),
+    /// waits for every rank, checks that all made the same call, and lets `read` read the
+    /// contributions of all ranks. Returns when no rank reads any more.
     pub(super) fn exchange_contributions(
         &self,
         call_state: &mut LocalCallState,
@@ -83,8 +84,8 @@ impl LocalComm {
         }
     }
 
-    /// Publishes this rank's `contribution` to an exchange, waits until all ranks have published
-    /// theirs, and returns all contributions. On success this rank counts as a reader.
+    /// Publishes `contribution` (this rank's call and buffers), waits until all ranks have
+    /// published theirs, and returns those of all ranks. On success this rank counts as a reader.
     fn publish_and_wait_for_peers(
         &self,
         exchange: u64,
@@ -137,8 +138,8 @@ impl LocalComm {
         self.wait_for_readers(state, CommError::Aborted(reason))
     }
 
-    /// Waits until no rank of an aborted group reads the memory of its peers any more, and then
-    /// fails with `error`.
+    /// Waits, after an abort, until no rank reads the memory of its peers any more, and then fails
+    /// with `error`.
     fn wait_for_readers<T>(&self, mut state: MutexGuard<'_, GroupState>, error: CommError) -> Result<T> {
         while state.readers > 0 {
             state = self.group.wait_for_change(state, Instant::now() + self.group.timeout);
@@ -154,8 +155,8 @@ impl LocalComm {
         CommError::Timeout { rank, world, collective, call_number, timeout, missing }
     }
 
-    /// Compares what the ranks published in an exchange. Fails if two ranks made different calls,
-    /// or if the ranks of an all-to-all do not expect the lengths that are sent to them.
+    /// Fails if the ranks published different calls of a collective in an exchange, or if the ranks
+    /// of an all-to-all do not expect the lengths that are sent to them.
     fn check_contributions(
         &self,
         call: &CollectiveCall,

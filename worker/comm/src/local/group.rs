@@ -14,7 +14,8 @@ pub(super) struct LocalGroup {
     pub(super) changed: Condvar,
 }
 
-/// The lock-protected state of a group: the progress of every rank, and why the group was aborted.
+/// The lock-protected state of a group of threads: the progress of every rank, and why the group
+/// was aborted.
 pub(super) struct GroupState {
     pub(super) contributions: Vec<Option<Arc<Contribution>>>,
     /// By rank: the number of the last exchange that the rank entered.
@@ -30,7 +31,8 @@ pub(super) struct GroupState {
     pub(super) aborted: Option<AbortReason>,
 }
 
-/// What one rank publishes in one exchange for its peers to read: its call and its data.
+/// What one rank publishes in one exchange for its peers to read: a summary of its call, and its
+/// buffers.
 pub(super) struct Contribution {
     pub(super) call: CollectiveCall,
     pub(super) slices: Vec<PublishedSlice>,
@@ -40,8 +42,8 @@ pub(super) struct Contribution {
 }
 
 impl LocalGroup {
-    /// Creates the state of a group of `world` ranks. A rank waits for its peers at most `timeout`
-    /// in one exchange.
+    /// Creates the shared state of a group of `world` ranks, of which none has begun a collective.
+    /// A rank waits for its peers at most `timeout` in one exchange.
     pub(super) fn new(world: usize, timeout: Duration) -> Self {
         let state = GroupState {
             contributions: vec![None; world],
@@ -55,7 +57,7 @@ impl LocalGroup {
         LocalGroup { timeout, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Locks the shared state of the group.
+    /// Locks the mutex of the group's state, which contains the progress of every rank.
     pub(super) fn lock_state(&self) -> MutexGuard<'_, GroupState> {
         // no code panics while it holds the lock, so the state is consistent
         self.state.lock().unwrap_or_else(PoisonError::into_inner)

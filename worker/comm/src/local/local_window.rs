@@ -19,7 +19,7 @@ unsafe impl Send for LocalWindow {}
 unsafe impl Sync for LocalWindow {}
 
 impl LocalWindow {
-    /// Allocates a window of `len` elements, filled with zeros.
+    /// Allocates the memory of a shared window of `len` elements, filled with zeros.
     pub(super) fn new(dtype: Dtype, len: usize) -> Self {
         let mut memory = Buf::zeroed_as(dtype, len);
         let start = NonNull::from(memory.view_mut().host_bytes_mut()).cast();

@@ -1,4 +1,5 @@
-//! [`NcclComm`]: the collectives of one rank, which run in NCCL for buffers in GPU memory.
+//! [`NcclComm`]: the communicator of one rank whose buffers may be in GPU memory, with collectives
+//! by NCCL.
 //!
 //! Everything else uses a transport between host memories: lengths, reports, barriers, aborts, and
 //! buffers in host memory.
@@ -25,8 +26,8 @@ use std::{
     time::Duration,
 };
 
-/// The communicator of one rank whose buffers may be in GPU memory: NCCL transfers GPU memory,
-/// another transport the rest.
+/// The communicator of one rank whose buffers may be in GPU memory. NCCL transfers GPU memory, and
+/// another communicator transfers host memory.
 pub struct NcclComm {
     group: Arc<NcclGroup>,
     watchdog: Watchdog,
@@ -39,9 +40,9 @@ pub struct NcclComm {
 }
 
 impl NcclComm {
-    /// Creates an NCCL communicator among the ranks of `host_comm`, each of which has a GPU. Every
-    /// rank of `host_comm` must call this function, because it is a collective. Fails if a rank
-    /// does not join within `timeout`.
+    /// Creates an NCCL communicator of the ranks of `host_comm`, each of which has a GPU. The
+    /// result uses `host_comm` for buffers in host memory. Every rank of `host_comm` must call this
+    /// function, because it is a collective. Fails if a rank does not join within `timeout`.
     ///
     /// `timeout` does not apply to the collectives of the returned communicator. Their timeout is
     /// [`DEFAULT_TIMEOUT`], which is long enough for NCCL to connect two ranks when they first
@@ -196,20 +197,23 @@ impl NcclComm {
         GroupPosition { rank: self.rank(), world: self.world_size() }
     }
 
-    /// Checks the arguments of a collective, and returns its call with the next call number. Fails
-    /// if its arguments contradict each other, or if an earlier collective has failed.
+    /// Checks the arguments of a collective, and returns the summary of the call with the next call
+    /// number. Fails if its arguments contradict each other, or if an earlier collective has
+    /// failed.
     fn begin_call(&self, call: std::result::Result<CollectiveCall, ArgumentError>) -> Result<CollectiveCall> {
         let call = call.map_err(|error| CommError::InvalidArguments { rank: self.rank(), error })?;
         self.watchdog.assign_call_number(call)
     }
 
-    /// Lets the watchdog watch the work that this thread has enqueued for `call`.
+    /// Lets the watchdog thread check the GPU work that this thread has enqueued for the collective
+    /// `call`, until the work is complete or fails.
     fn watch_enqueued_call(&self, call: CollectiveCall) {
         self.watchdog.watch_call(call, self.cuda.record_event());
     }
 
-    /// Runs the collective `run` of the transport between host memories. If this rank's NCCL has
-    /// failed, returns that failure, because of which the transport was aborted.
+    /// Runs `run`, a collective on buffers in host memory, with the communicator for host memory
+    /// instead of NCCL. If this rank's NCCL has failed, returns that failure, because of which the
+    /// transport was aborted.
     fn run_host_collective<T>(&self, run: impl FnOnce(&StagedComm) -> Result<T>) -> Result<T> {
         self.watchdog.replace_result_by_found_error(run(&self.host_comm))
     }
@@ -224,8 +228,8 @@ fn to_nccl_type(dtype: Dtype) -> ncclDataType_t {
     }
 }
 
-/// Lists the part of `x` that belongs to each rank, as buffers for [`NcclGroup::exchange`]. Rank
-/// r's part has `counts[r]` elements; empty parts are left out.
+/// Lists the part of `x` that belongs to each rank, in the form in which [`NcclGroup::exchange`]
+/// sends and receives parts. Rank r's part has `counts[r]` elements; empty parts are left out.
 fn list_peer_buffers(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
     let element_bytes = x.dtype().size();
     let part = |(peer, (start, &len)): (usize, (usize, &usize))| {

@@ -14,7 +14,8 @@ use std::ops::Range;
 /// then as aligned as that of the vector, which NCCL's fast copies need.
 const PART_ALIGNMENT: usize = 64;
 
-/// The division of a vector with unequal parts into equal parts and a remainder.
+/// Divides a vector, of which each rank has a part of a different length, into parts of equal
+/// length and a remainder.
 pub struct EqualParts {
     /// The elements that each rank has before the all-gather.
     owned: Vec<Range<usize>>,
@@ -23,7 +24,8 @@ pub struct EqualParts {
 }
 
 impl EqualParts {
-    /// Divides a vector in which rank r has `counts[r]` elements, in rank order.
+    /// Divides a vector, of which rank r has the next `counts[r]` elements, into one part of equal
+    /// length for each rank and a remainder.
     pub fn new(counts: &[usize]) -> Self {
         let owned =
             compute_part_offsets(counts).into_iter().zip(counts).map(|(start, len)| start..start + len);
@@ -36,12 +38,13 @@ impl EqualParts {
         self.part_len
     }
 
-    /// Returns the range of elements that `rank` has before the all-gather.
+    /// Returns the range of the vector's elements that `rank` has, before any elements are moved to
+    /// make the parts equal.
     pub(super) fn owned_range(&self, rank: usize) -> Range<usize> {
         self.owned[rank].clone()
     }
 
-    /// Returns the range of elements after the equal parts.
+    /// Returns the range of the vector's last elements, which belong to no equal part.
     pub(super) fn remainder(&self) -> Range<usize> {
         self.owned.len() * self.part_len..self.owned.last().map_or(0, |owned| owned.end)
     }
@@ -51,15 +54,16 @@ impl EqualParts {
         rank * self.part_len..(rank + 1) * self.part_len
     }
 
-    /// Returns how many elements ranks send to other ranks before the all-gather.
+    /// Returns how many elements all ranks together send to other ranks to make the parts equal,
+    /// before the all-gather.
     pub fn count_moved_elements(&self) -> usize {
         let world = self.owned.len();
         let pairs = (0..world).flat_map(|from| (0..world).map(move |to| (from, to)));
         pairs.flat_map(|(from, to)| self.list_moves(from, to)).map(|elements| elements.len()).sum()
     }
 
-    /// Lists the ranges of elements that `from` sends to `to` before the all-gather. Sender and
-    /// receiver list them in the same order.
+    /// Lists the ranges of elements that rank `from` sends to rank `to` to make the parts equal,
+    /// before the all-gather. Sender and receiver list them in the same order.
     pub(super) fn list_moves(&self, from: usize, to: usize) -> Vec<Range<usize>> {
         if from == to {
             return Vec::new();
@@ -70,7 +74,7 @@ impl EqualParts {
     }
 }
 
-/// Returns the elements that two ranges have in common.
+/// Returns the range of indices that two ranges have in common, which may be empty.
 pub(super) fn intersect_ranges(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     a.start.max(b.start)..a.end.min(b.end).max(a.start.max(b.start))
 }

@@ -66,8 +66,8 @@ struct CommunicatorState {
 // SAFETY: a communicator may be used from any thread, one at a time, which the lock ensures.
 unsafe impl Send for CommunicatorState {}
 
-/// Wrapper of an `ncclComm_t`, NCCL's communicator of one rank (not a bracket of `ncclGroupStart`
-/// and `ncclGroupEnd`). Its collectives enqueue work on a CUDA stream and return.
+/// Wrapper of an `ncclComm_t`, NCCL's communicator of one rank, whose calls do not block longer
+/// than a timeout. Its collectives enqueue work on a CUDA stream and return.
 pub struct NcclGroup {
     nccl: NcclLibrary,
     state: Mutex<CommunicatorState>,
@@ -77,8 +77,9 @@ pub struct NcclGroup {
 }
 
 impl NcclGroup {
-    /// Joins the NCCL group with the unique id `id` and returns when all ranks have joined. Fails
-    /// if `host_comm` is aborted first, or after `timeout`.
+    /// Creates this rank's NCCL communicator, of the group of ranks that use the unique id `id`,
+    /// and returns when all ranks have joined. Fails if `host_comm` is aborted first, or after
+    /// `timeout`.
     fn join(
         nccl: &NcclLibrary,
         id: [u8; ID_BYTES],
@@ -111,9 +112,9 @@ impl NcclGroup {
         Ok(group)
     }
 
-    /// Creates an NCCL communicator among the ranks of `host_comm`, which transfers the NCCL id to
-    /// all of them. Every rank of `host_comm` must call this function, because it is a collective.
-    /// An abort of `host_comm` ends the wait.
+    /// Creates an NCCL communicator of the ranks of `host_comm`, through which rank 0 sends NCCL's
+    /// unique id to all of them. Every rank of `host_comm` must call this function, because it is a
+    /// collective. An abort of `host_comm` ends the wait.
     ///
     /// Either all ranks get a communicator or none does. `timeout` applies to this call and to
     /// every later wait, until [`NcclGroup::set_timeout`]. The rank uses the GPU of the calling
@@ -164,7 +165,7 @@ impl NcclGroup {
         self.world
     }
 
-    /// Locks the state of NCCL's communicator.
+    /// Locks the mutex of NCCL's communicator handle.
     fn lock_communicator(&self) -> MutexGuard<'_, CommunicatorState> {
         // no code panics while it holds the lock, so the state is consistent
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -178,13 +179,13 @@ impl NcclGroup {
         self.abort_with_reason(AbortReason::from_request(reason));
     }
 
-    /// Aborts this rank's communicator because the group of ranks was aborted for `reason`.
+    /// Aborts this rank's NCCL communicator, because the group of ranks was aborted for `reason`.
     pub(super) fn abort_with_reason(&self, reason: AbortReason) {
         self.abort_communicator(NcclError::Aborted(reason));
     }
 
-    /// Aborts NCCL's communicator, so that later calls return `error`. Keeps the error of the first
-    /// abort if the communicator is already aborted.
+    /// Aborts this rank's NCCL communicator, so that all its later calls return `error`. Keeps the
+    /// error of the first abort if the communicator is already aborted.
     fn abort_communicator(&self, error: NcclError) {
         let mut state = self.lock_communicator();
         state.aborted.get_or_insert(error);
@@ -195,8 +196,9 @@ impl NcclGroup {
         }
     }
 
-    /// Calls the NCCL function `f` with this communicator. `function` is its name for errors. Fails
-    /// if the communicator was aborted. A failed call aborts the communicator.
+    /// Calls the NCCL function `f` with this rank's communicator, unless the communicator was
+    /// aborted. `function` is its name for errors. Fails if the communicator was aborted. A failed
+    /// call aborts the communicator.
     fn call_nccl_function(
         &self,
         function: &str,
@@ -212,7 +214,7 @@ impl NcclGroup {
         result.inspect_err(|e| self.abort_communicator(e.clone()))
     }
 
-    /// Polls whether the communicator is still working on an earlier call. If the communicator
+    /// Asks NCCL whether the communicator is still working on an earlier call. If the communicator
     /// reports an asynchronous error, aborts the communicator and fails with that error.
     fn poll_is_busy(&self, operation: &str) -> Result<bool> {
         let mut state = SUCCESS;
@@ -224,9 +226,9 @@ impl NcclGroup {
         Ok(state == IN_PROGRESS)
     }
 
-    /// Polls the communicator while the collective `operation` runs on the GPU, which was enqueued
-    /// `running_for` ago. If the communicator reports an error, or the timeout has expired, aborts
-    /// the communicator and fails.
+    /// Checks once whether the collective `operation`, which was enqueued `running_for` ago and
+    /// still runs on the GPU, has failed or exceeded its timeout. If the communicator reports an
+    /// error, or the timeout has expired, aborts the communicator and fails.
     pub(super) fn check_running_call(&self, operation: &str, running_for: Duration) -> Result<()> {
         self.poll_is_busy(operation)?;
         if running_for < self.timeout {
@@ -237,14 +239,14 @@ impl NcclGroup {
         Err(error)
     }
 
-    /// Polls until NCCL has accepted the latest call of the communicator. Fails after the timeout,
-    /// or with the communicator's error.
+    /// Blocks until NCCL has accepted the latest call of the communicator, that is, has enqueued
+    /// the call's work. Fails after the timeout, or with the communicator's error.
     fn wait_until_accepted(&self, operation: &str) -> Result<()> {
         self.wait_until_accepted_or_aborted(operation, &|| Ok(()))
     }
 
-    /// Polls until NCCL has accepted the latest call, or until `check_abort` fails. Also fails
-    /// after the timeout, or with the communicator's error.
+    /// Blocks until NCCL has accepted the latest call of the communicator, or until `check_abort`
+    /// fails. Also fails after the timeout, or with the communicator's error.
     fn wait_until_accepted_or_aborted(
         &self,
         operation: &str,
@@ -258,8 +260,8 @@ impl NcclGroup {
         Ok(())
     }
 
-    /// Waits until `is_done` returns true for work that was enqueued on a stream. `operation` names
-    /// the work in errors.
+    /// Blocks until `is_done` returns true, which says that work on a stream of the GPU is
+    /// complete. `operation` names the work in errors.
     ///
     /// Fails as soon as the library reports an error, the group is aborted, or the timeout has
     /// expired. The communicator is then aborted, and its kernels on the GPU end.
@@ -274,7 +276,7 @@ impl NcclGroup {
         }
     }
 
-    /// Calls the NCCL function `f`, which enqueues work on a stream, and waits until NCCL has
+    /// Calls the NCCL function `f`, which enqueues work on a stream, and blocks until NCCL has
     /// accepted the call.
     fn enqueue_and_wait_until_accepted(
         &self,
@@ -332,8 +334,8 @@ impl NcclGroup {
         })
     }
 
-    /// Enqueues several sends and receives between this rank and its peers. All of them run at the
-    /// same time.
+    /// Enqueues one operation that sends parts of GPU memory to peers and receives parts from them.
+    /// All of them run at the same time.
     ///
     /// Between two ranks, the n-th send matches the n-th receive. Collectives with parts of unequal
     /// size consist of such sends and receives.

@@ -44,8 +44,8 @@ impl NcclLibrary {
         Err(NcclError::LibraryNotFound { attempts })
     }
 
-    /// Looks up NCCL's functions in an opened library. Fails if a function is missing or the
-    /// version is too old.
+    /// Looks up NCCL's functions and version in a library that the dynamic loader has opened. Fails
+    /// if a function is missing or the version is too old.
     fn from_library(library: libloading::Library, path: PathBuf) -> Result<NcclLibrary> {
         let api = NcclFunctions::resolve(library).map_err(|missing| NcclError::LibraryTooOld {
             path: path.clone(),

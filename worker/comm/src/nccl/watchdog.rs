@@ -19,17 +19,19 @@ use std::{
 
 /// The time between two polls of the communicator while a collective runs.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The largest number of running collectives that are remembered. If there are more, an error names
-/// a later collective than the one that failed.
+/// The largest number of collectives on the GPU that the watchdog watches at one time. If there are
+/// more, an error names a later collective than the one that failed.
 const MAX_RUNNING_CALLS: usize = 1024;
 
-/// The watchdog of one NCCL communicator. Dropping it ends its thread.
+/// The thread that watches the collectives of one NCCL communicator while they run on the GPU, and
+/// aborts the group if one fails. Dropping it ends its thread.
 pub(super) struct Watchdog {
     shared: Arc<WatchdogState>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the callers of collectives share with the thread of the watchdog.
+/// State that the watchdog's thread shares with the threads that call collectives: the
+/// communicators and the list of running collectives.
 struct WatchdogState {
     group: Arc<NcclGroup>,
     host_comm: Arc<StagedComm>,
@@ -38,7 +40,8 @@ struct WatchdogState {
     changed: Condvar,
 }
 
-/// The collectives that run on the GPU, oldest first, and the first error that was found.
+/// The collectives that run on the GPU at present, oldest first, and the first error that the
+/// watchdog has found.
 #[derive(Default)]
 struct WatchedCalls {
     running: VecDeque<RunningCall>,
@@ -57,8 +60,8 @@ struct RunningCall {
 }
 
 impl Watchdog {
-    /// Starts to watch the collectives of `group`. On an error, the watchdog also aborts
-    /// `host_comm`, so that every rank ends.
+    /// Starts a thread that watches the collectives of `group` while they run on the GPU. On an
+    /// error, the watchdog also aborts `host_comm`, so that every rank ends.
     pub(super) fn start(
         group: Arc<NcclGroup>,
         host_comm: Arc<StagedComm>,
@@ -91,8 +94,8 @@ impl Watchdog {
         Ok(call.with_call_number(calls.count - 1))
     }
 
-    /// Adds `call`, which is complete when its stream reaches the event `done`, to the watched
-    /// collectives.
+    /// Adds `call` to the watched collectives. The call is complete when its stream reaches the
+    /// event `done`.
     pub(super) fn watch_call(&self, call: CollectiveCall, done: Event) {
         let mut calls = self.shared.lock_calls();
         calls.forget_complete_calls();
@@ -104,8 +107,9 @@ impl Watchdog {
         self.shared.changed.notify_all();
     }
 
-    /// Returns the error that the watchdog has found, or `result` if it has found none. An abort of
-    /// the group that follows from such an error is thus reported as the error.
+    /// Returns `result`, unless the watchdog has found an error; then returns that error, which is
+    /// the root cause. An abort of the group that follows from such an error is thus reported as
+    /// the error.
     pub(super) fn replace_result_by_found_error<T>(&self, result: Result<T>) -> Result<T> {
         match &self.shared.lock_calls().error {
             Some(error) => Err(error.clone().into()),
@@ -126,7 +130,7 @@ impl Drop for Watchdog {
 }
 
 impl WatchdogState {
-    /// Locks the list of running collectives.
+    /// Locks the mutex of the list of running collectives.
     fn lock_calls(&self) -> MutexGuard<'_, WatchedCalls> {
         // no code panics while it changes the list
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)

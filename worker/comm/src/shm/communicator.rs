@@ -14,14 +14,15 @@ use std::{
     sync::{Mutex, MutexGuard, atomic::Ordering},
 };
 
-/// Limit on the bytes that a rank writes to the shared memory in one step of a collective that
+/// Limit on the bytes that a rank writes to the shared memory in one round of a collective that
 /// moves data chunk by chunk. If a staging slot is smaller, the size of the slot is the limit.
 pub(super) const MAX_CHUNK_BYTES: usize = 512 << 10;
 
 /// The number of `f32` elements in a cache line.
 pub(super) const CACHE_LINE_ELEMENTS: usize = 16;
 
-/// The communicator of one rank of a group of processes on one host.
+/// The communicator of one rank of a group of processes on one host, which exchange data through
+/// shared memory.
 ///
 /// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
 pub struct ShmComm {
@@ -41,7 +42,8 @@ pub struct ShmComm {
     pub(super) call_state: Mutex<ShmCallState>,
 }
 
-/// Maps the ranks of a host, numbered from 0, to ranks of the job, which error messages name.
+/// Maps the ranks of a host, numbered from 0, to their ranks within the job, which error messages
+/// name.
 #[derive(Clone, Debug)]
 pub(crate) struct JobRanks {
     /// Maps each rank's number within the shared memory segment to its rank within the job.
@@ -50,8 +52,8 @@ pub(crate) struct JobRanks {
     pub(crate) world: usize,
 }
 
-/// The state that changes with each call of a communicator: the number of collectives and rounds
-/// that the rank has begun, and reusable memory.
+/// The state of one rank's communicator that changes with each call: the number of collectives and
+/// of data exchanges (rounds) that the rank has begun, and reusable memory.
 pub(crate) struct ShmCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,
@@ -65,16 +67,16 @@ pub(crate) struct ShmCallState {
 }
 
 impl ShmCallState {
-    /// Returns which of this rank's two staging slots the next round uses, 0 or 1. Rounds alternate
-    /// between them.
+    /// Returns the number, 0 or 1, of the staging slot that this rank fills in the next round. A
+    /// staging slot is the memory in which a rank publishes data. Rounds alternate between them.
     pub(super) fn next_slot(&self) -> usize {
         ((self.rounds + 1) % 2) as usize
     }
 }
 
 impl ShmComm {
-    /// Joins the group that shares the memory file `fd`, as rank `rank` of `world`. Returns when
-    /// all ranks have joined.
+    /// Joins the group of processes that share the memory file `fd`, as rank `rank` of `world`.
+    /// Returns when all ranks have joined.
     ///
     /// `fd` is one memfd that every rank inherited, of size 0 at first. Fails if a rank does not
     /// join within `limits.join_timeout`, or if ranks disagree about `world` or the staging size.
@@ -128,19 +130,22 @@ impl ShmComm {
         self.segment.header().abort_reason().map_or(Ok(()), |reason| Err(CommError::Aborted(reason)))
     }
 
-    /// Marks this rank as having left the group. Peers that wait for this rank now or later fail.
+    /// Marks this rank in the shared memory as having left the group, so that peers do not wait for
+    /// it. Peers that wait for this rank now or later fail.
     pub(crate) fn leave(&self) {
         self.segment.rank_status(self.position.rank).has_left.store(1, Ordering::SeqCst);
         self.segment.header().wake_sleepers();
     }
 
-    /// Aborts the group for `reason`. Keeps the first reason if the group is already aborted.
+    /// Aborts the group of processes for `reason`, so that collectives fail on every rank. Keeps
+    /// the first reason if the group is already aborted.
     pub(crate) fn abort_with_reason(&self, reason: &AbortReason) {
         self.segment.header().abort(reason);
     }
 
-    /// Begins a collective: locks this rank's state and assigns the next number to the call. Fails
-    /// if the group is aborted or the arguments are invalid. Invalid arguments abort the group.
+    /// Begins a collective: locks the state of this rank's calls and assigns the next number to the
+    /// call. Fails if the group is aborted or the arguments are invalid. Invalid arguments abort
+    /// the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -159,15 +164,15 @@ impl ShmComm {
         Ok((call_state, call))
     }
 
-    /// Aborts the group because of `error`, and returns `error`. Without the abort, this rank's
-    /// later calls would be paired with the wrong calls of its peers.
+    /// Aborts the group because of `error`, so that every rank fails, and returns `error`. Without
+    /// the abort, this rank's later calls would be paired with the wrong calls of its peers.
     pub(super) fn abort_on_error(&self, error: CommError) -> CommError {
         self.abort_with_reason(&error.to_abort_reason(self.to_job_rank(self.position.rank)));
         error
     }
 
-    /// Aborts the group because `mismatch` shows that its ranks made different calls. Returns the
-    /// mismatch as an error.
+    /// Aborts the group because of `mismatch`, which shows that two of its ranks made different
+    /// calls. Returns the mismatch as an error.
     pub(super) fn abort_on_mismatch(&self, mismatch: CallMismatch) -> CommError {
         self.abort_on_error(CommError::Mismatch(mismatch))
     }
@@ -217,15 +222,15 @@ impl ShmComm {
         self.abort_on_error(CommError::Aborted(reason))
     }
 
-    /// Publishes the data that this rank has prepared for the next round of `call`. From now on
-    /// peers may read this rank's staging slot.
+    /// Begins the next round of the collective `call`: lets the peers read the data that this rank
+    /// has prepared in shared memory. From now on peers may read this rank's staging slot.
     pub(super) fn enter_round(&self, call_state: &mut ShmCallState, call: &CollectiveCall) {
         call_state.rounds += 1;
         self.segment.enter_round(self.position.rank, call_state.rounds, call.to_words());
     }
 
-    /// Waits until all ranks have entered the current round (step) of the collective `call`. Fails,
-    /// and aborts the group, if a rank made a different call or if the wait fails.
+    /// Waits until all ranks have begun the current round (one exchange of data) of the collective
+    /// `call`. Fails, and aborts the group, if a rank made a different call or if the wait fails.
     pub(super) fn wait_for_round(&self, call_state: &ShmCallState, call: &CollectiveCall) -> Result<()> {
         let (round, timeout) = (call_state.rounds, self.limits.collective_timeout);
         self.segment
@@ -260,14 +265,15 @@ impl ShmComm {
         (self.count_chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
     }
 
-    /// Computes where in the staging slot of rank `owner` the data for rank `dest` begins, if each
-    /// peer gets `chunk` elements or bytes. The chunks for the peers have length `chunk` each; the
-    /// result has the unit of `chunk`.
+    /// Computes where the data for rank `dest` begins in the shared memory of rank `owner`, if the
+    /// data for each peer has the length `chunk`, in elements or bytes. The chunks for the peers
+    /// have length `chunk` each; the result has the unit of `chunk`.
     pub(super) fn compute_peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
         (dest - usize::from(dest > owner)) * chunk
     }
 
-    /// Gathers `number` from every rank in one round, and returns the numbers indexed by rank.
+    /// Gathers `number` from every rank with one exchange through shared memory, and returns the
+    /// numbers indexed by rank.
     pub(super) fn gather_u64(
         &self,
         call_state: &mut ShmCallState,

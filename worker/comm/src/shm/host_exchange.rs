@@ -48,15 +48,15 @@ impl OutgoingMessage<'_> {
 }
 
 impl ShmComm {
-    /// Locks this rank's state for the duration of one collective.
+    /// Locks the state of this rank's calls for the duration of one collective.
     pub(crate) fn lock_call_state(&self) -> MutexGuard<'_, ShmCallState> {
         // A panic inside a collective aborts the group, so no inconsistent state is used.
         self.call_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets every rank read the bytes `send` of all ranks, in chunks, with one round per chunk.
-    /// Calls `take(rank, offset, chunk)` for every chunk of every rank, including this one;
-    /// `offset` is the chunk's position in that rank's bytes.
+    /// Lets every rank read the bytes `send` of all ranks through shared memory, one chunk after
+    /// another. Calls `take(rank, offset, chunk)` for every chunk of every rank, including this
+    /// one; `offset` is the chunk's position in that rank's bytes.
     ///
     /// Rank r sends `lens[r]` bytes. All ranks must pass the same `lens`.
     pub(super) fn gather_in_chunks(
@@ -172,9 +172,9 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Compares, in one round, the size of each message with the size that its receiver expects.
-    /// Fails, and aborts the group, if two sizes differ. Returns the size in bytes of the longest
-    /// message between any two ranks.
+    /// Exchanges the sizes of the messages that ranks are about to send each other, and fails if a
+    /// receiver expects another size. Fails, and aborts the group, if two sizes differ. Returns the
+    /// size in bytes of the longest message between any two ranks.
     fn exchange_message_lengths(
         &self,
         call_state: &mut ShmCallState,

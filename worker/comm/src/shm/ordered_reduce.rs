@@ -16,15 +16,15 @@ use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall
 use device::Buf;
 use std::ops::Range;
 
-/// Limit on the elements that a rank collects in its private buffer at a time, as a multiple of its
-/// staging size.
+/// Limit on the elements that a rank collects in its private buffer at a time, as a multiple of the
+/// size of its staging slot in shared memory.
 const WINDOW_FACTOR: usize = 8;
 
 /// The largest number of vectors that one rank may pass to one ordered reduce-scatter.
 const MAX_PARTIALS: u64 = 1 << 16;
 
-/// Which vectors of the ranks are exchanged together: for each rank, a range of indices of the
-/// vectors that it passed.
+/// The vectors of an ordered reduce-scatter that are exchanged together: for each rank, a range of
+/// indices of the vectors that it passed.
 pub(crate) type PartialRanges = Vec<Range<usize>>;
 
 /// Guard that aborts the group if the caller's callback panics, so that peers do not wait for this
@@ -41,8 +41,8 @@ impl Drop for AbortOnPanic<'_> {
 }
 
 impl ShmComm {
-    /// Runs a reduce-scatter in which the receiver sums the pieces, in a group of two or more
-    /// ranks. The caller must have checked the lengths of the vectors.
+    /// Runs a reduce-scatter in a group of two or more ranks in which the receivers sum the pieces,
+    /// in rounds through shared memory. The caller must have checked the lengths of the vectors.
     pub(super) fn reduce_scatter_ordered_rounds(
         &self,
         call_state: &mut ShmCallState,
@@ -78,16 +78,16 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Computes the index of an element in `owner`'s staging slot: where the piece of vector `i`
-    /// for rank `dest` begins.
+    /// Computes where the piece of vector `i` for rank `dest` begins in the shared memory of rank
+    /// `owner`, in elements.
     fn compute_staged_offset(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
         let lower = (0..dest).filter(|&r| r != owner);
         let before: usize = lower.map(|r| round_up_to_cache_line(counts[r])).sum();
         i * count_staged_elements(owner, counts) + before
     }
 
-    /// Copies the pieces of this rank's `partials` for all peers to its staging slot `slot`, where
-    /// the peers read them.
+    /// Copies the pieces of this rank's vectors that belong to peers to its shared memory (staging
+    /// slot `slot`), where the peers read them.
     fn stage_partials(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
         let rank = self.position.rank;
         let starts = crate::call::compute_part_offsets(counts);
@@ -101,8 +101,9 @@ impl ShmComm {
         }
     }
 
-    /// Passes this rank's piece of every vector of every rank to the caller's `sink`, in the order
-    /// (rank, index). Reads the peers' pieces directly in their staging slots.
+    /// Passes this rank's piece of every vector of every rank, read from shared memory, to the
+    /// callback `sink`, in the order (rank, index). Reads the peers' pieces directly in their
+    /// staging slots.
     fn deliver_staged_pieces(
         &self,
         slot: usize,
@@ -128,9 +129,9 @@ impl ShmComm {
         }
     }
 
-    /// Exchanges with the peers the pieces of the partial vectors that `window` selects, and then
-    /// passes the pieces for this rank to the caller's callback. A private buffer collects the
-    /// peers' pieces.
+    /// Exchanges the pieces of the vectors that `window` selects among all ranks, and then passes
+    /// the pieces for this rank to the caller's callback. A private buffer collects the peers'
+    /// pieces.
     fn exchange_and_deliver_window(
         &self,
         call_state: &mut ShmCallState,
@@ -172,8 +173,8 @@ impl ShmComm {
         received
     }
 
-    /// Exchanges with the peers the pieces of the partial vectors that `window` selects, in as many
-    /// rounds as the longest transfer needs.
+    /// Exchanges the pieces of the vectors that `window` selects among all ranks, in as many rounds
+    /// as the longest transfer needs.
     ///
     /// The pieces of a rank for one peer form one stream, which is sent in chunks. The stream from
     /// rank r is stored in `recv` from `recv_starts[r]` on.
@@ -220,28 +221,28 @@ impl ShmComm {
     }
 }
 
-/// Computes how many elements of its staging slot `rank` needs for its pieces of one vector. Each
-/// piece is padded to whole cache lines.
+/// Computes how many elements of its staging slot in shared memory `rank` needs for the pieces of
+/// one vector that belong to its peers. Each piece is padded to whole cache lines.
 fn count_staged_elements(rank: usize, counts: &[usize]) -> usize {
     let total: usize = counts.iter().map(|&n| round_up_to_cache_line(n)).sum();
     total - round_up_to_cache_line(counts[rank])
 }
 
-/// Returns whether the pieces that `rank` sends for `partials` vectors fit into a staging slot of
-/// `staging` bytes.
+/// Returns whether the pieces of `partials` vectors that `rank` sends fit into its staging slot,
+/// which has `staging` bytes of shared memory.
 fn do_pieces_fit_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
     let slot = staging / size_of::<f32>();
     count_staged_elements(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
 }
 
-/// Returns whether the pieces of every rank fit into a staging slot of `staging` bytes, if rank r
-/// sends pieces of `partial_counts[r]` vectors.
+/// Returns whether the pieces that each rank sends fit into its staging slot of `staging` bytes of
+/// shared memory, if rank r passes `partial_counts[r]` vectors.
 fn do_all_ranks_fit_staging(partial_counts: &[usize], counts: &[usize], staging: usize) -> bool {
     partial_counts.iter().enumerate().all(|(rank, &n)| do_pieces_fit_staging(rank, n, counts, staging))
 }
 
-/// Computes how many elements a rank may collect in its private buffer at a time, if staging slots
-/// have `staging` bytes.
+/// Computes how many elements a rank may collect in its private buffer at a time, if each rank's
+/// staging slot in shared memory has `staging` bytes.
 fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
     let largest = counts.iter().copied().max().unwrap_or(0);
     (WINDOW_FACTOR * staging / size_of::<f32>()).max(largest.saturating_mul(2))
@@ -268,9 +269,9 @@ pub fn count_assembly_elements(
     windows.map(peer_partials).max().unwrap_or(0_usize) * counts[rank]
 }
 
-/// Copies a section of a stream of elements to `to`, starting at element `offset` of the stream.
-/// The stream consists of the elements `start..start + count` of each of `partials`, one after
-/// another.
+/// Copies elements to `to` from ranges of several vectors, which are read as if they were
+/// concatenated, starting at element `offset`. The stream consists of the elements `start..start +
+/// count` of each of `partials`, one after another.
 fn copy_from_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usize, mut offset: usize) {
     while !to.is_empty() {
         let (i, skip) = (offset / count, offset % count);
@@ -287,9 +288,9 @@ fn round_up_to_cache_line(n: usize) -> usize {
     n.next_multiple_of(CACHE_LINE_ELEMENTS)
 }
 
-/// Divides the vectors of all ranks, in the order (rank, index), into consecutive windows, which
-/// are exchanged one after another. Each part makes no rank collect more than `max_elements`. A
-/// vector that exceeds the limit is a part by itself.
+/// Divides the vectors of all ranks, in the order (rank, index), into consecutive groups (windows),
+/// which are exchanged one after another. Each part makes no rank collect more than `max_elements`.
+/// A vector that exceeds the limit is a part by itself.
 pub(crate) fn partition_into_windows(
     partial_counts: &[usize],
     counts: &[usize],

@@ -81,8 +81,9 @@ pub(super) struct RankStatus {
 
 const _: () = assert!(size_of::<RankStatus>() == RANK_STATUS_BYTES);
 
-/// Where the parts of a group's shared memory are, as byte offsets. They follow from the number of
-/// ranks and the staging size alone.
+/// Where the parts of a group's shared memory are, as byte offsets: the state of each rank, its
+/// number tables and its staging slots. They follow from the number of ranks and the staging size
+/// alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SegmentLayout {
     pub(super) world: usize,
@@ -94,8 +95,8 @@ pub(super) struct SegmentLayout {
 }
 
 impl SegmentLayout {
-    /// Computes where the parts of the shared memory are, for `world` ranks. `staging` is rounded
-    /// up to whole pages. Fails if `world` or `staging` is out of range.
+    /// Computes where the parts of the shared memory of a group of `world` ranks are. `staging` is
+    /// rounded up to whole pages. Fails if `world` or `staging` is out of range.
     pub(super) fn new(world: usize, staging: usize) -> std::result::Result<Self, GroupError> {
         if !(1..=crate::MAX_WORLD_SIZE).contains(&world) {
             return Err(GroupError::WorldSize { world, limit: crate::MAX_WORLD_SIZE });
@@ -256,8 +257,9 @@ impl Segment {
         unsafe { self.mapping.base.add(PAGE_BYTES + rank * RANK_STATUS_BYTES).cast().as_ref() }
     }
 
-    /// Returns the table in which `rank` publishes lengths and counts for its peers, in rounds that
-    /// use the staging slot `slot`. The table has `2 × world` words.
+    /// Returns the table in shared memory in which `rank` publishes lengths and counts for its
+    /// peers, for rounds of data exchange that use the staging slot `slot`. The table has `2 ×
+    /// world` words.
     pub(super) fn number_table(&self, rank: usize, slot: usize) -> &[AtomicU64] {
         let (world, words) = (self.layout.world, 2 * self.layout.world);
         assert!(rank < world && slot < 2);
@@ -266,9 +268,9 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.mapping.base.add(offset).cast().as_ptr(), words) }
     }
 
-    /// Computes where in the file a new shared window of `bytes` bytes begins, and how much space
-    /// all windows then take. `window_bytes` is the space that earlier windows take after the
-    /// segment.
+    /// Computes where in the group's memory file a new shared window of `bytes` bytes begins, and
+    /// how much space all windows then take. `window_bytes` is the space that earlier windows take
+    /// after the segment.
     pub(super) fn compute_window_position(
         &self,
         window_bytes: usize,
@@ -283,8 +285,9 @@ impl Segment {
         }
     }
 
-    /// Returns the address of the `len` bytes that begin at byte `start` of a rank's staging slot.
-    /// Panics if the slot does not contain `len` bytes from there on.
+    /// Returns the address of `len` bytes of a staging slot (the shared memory in which a rank
+    /// publishes data), from byte `start` on. Panics if the slot does not contain `len` bytes from
+    /// there on.
     fn locate_slot_bytes(&self, rank: usize, slot: usize, start: usize, len: usize) -> NonNull<u8> {
         let SegmentLayout { world, staging_bytes, slots, .. } = self.layout;
         assert!(rank < world && slot < 2 && start <= staging_bytes && len <= staging_bytes - start);
@@ -292,8 +295,8 @@ impl Segment {
         unsafe { self.mapping.base.add(slots + (rank * 2 + slot) * staging_bytes + start) }
     }
 
-    /// Returns `len` bytes of the staging slot `slot` of rank `rank`, starting at byte `start`, to
-    /// read.
+    /// Returns `len` bytes, from byte `start` on, of the staging slot `slot` in which rank `rank`
+    /// publishes data in shared memory.
     ///
     /// # Safety
     ///
@@ -306,8 +309,8 @@ impl Segment {
         unsafe { std::slice::from_raw_parts(self.locate_slot_bytes(rank, slot, start, len).as_ptr(), len) }
     }
 
-    /// Returns `len` elements of the staging slot `slot` of rank `rank`, starting at element
-    /// `start`, to read.
+    /// Returns `len` elements, from element `start` on, of the staging slot `slot` in which rank
+    /// `rank` publishes data in shared memory.
     ///
     /// # Safety
     ///
@@ -317,7 +320,8 @@ impl Segment {
         bytemuck::cast_slice(unsafe { self.slot_bytes(rank, slot, start * 4, len * 4) })
     }
 
-    /// Returns `len` bytes of this rank's staging slot `slot`, starting at byte `start`, to write.
+    /// Returns `len` writable bytes, from byte `start` on, of the staging slot `slot` in which this
+    /// rank publishes data in shared memory.
     ///
     /// # Safety
     ///
@@ -338,8 +342,8 @@ impl Segment {
         }
     }
 
-    /// Returns `len` elements of this rank's staging slot `slot`, starting at element `start`, to
-    /// write.
+    /// Returns `len` writable elements, from element `start` on, of the staging slot `slot` in
+    /// which this rank publishes data in shared memory.
     ///
     /// # Safety
     ///
@@ -357,7 +361,8 @@ impl Segment {
     }
 }
 
-/// Enlarges the file to at least `size` bytes by writing its last byte, which no rank uses.
+/// Enlarges the group's memory file to at least `size` bytes by writing its last byte, which no
+/// rank uses.
 ///
 /// In contrast to `ftruncate`, the write cannot shrink the file of a peer with another size. The
 /// file stays sparse.
@@ -370,15 +375,15 @@ fn grow_file_to(fd: BorrowedFd<'_>, size: usize) -> Result<()> {
     Ok(())
 }
 
-/// Prevents every process from shrinking the shared file, which would end the ranks with SIGBUS.
-/// The file can still grow.
+/// Prevents every process from shrinking the group's memory file, which would end the ranks with
+/// SIGBUS. The file can still grow.
 fn seal_against_shrinking(fd: BorrowedFd<'_>) -> Result<()> {
     let failed = |errno| SharedMemoryError::Os { operation: "seal", bytes: 0, errno };
     fcntl(fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK)).map_err(failed)?;
     Ok(())
 }
 
-/// Fails if the file belongs to another user, who could change it at any time.
+/// Fails if the group's memory file belongs to another user, who could change it at any time.
 fn check_owner(fd: BorrowedFd<'_>) -> Result<()> {
     let failed = |errno| SharedMemoryError::Os { operation: "inspect", bytes: 0, errno };
     let (uid, expected) = (fstat(fd).map_err(failed)?.st_uid, nix::unistd::geteuid().as_raw());

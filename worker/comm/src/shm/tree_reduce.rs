@@ -7,13 +7,14 @@ use crate::{
     tree_sum::tree_sum,
 };
 
-/// The largest size, in bytes, of an all-reduce in which every rank computes the whole sum, in one
-/// round. A larger all-reduce takes several rounds, and each rank sums only its share.
+/// The largest size, in bytes, of an all-reduce in which every rank computes the whole sum, after
+/// one exchange through shared memory. A larger all-reduce takes several rounds, and each rank sums
+/// only its share.
 const MAX_SINGLE_ROUND_BYTES: usize = 16 << 10;
 
 impl ShmComm {
-    /// Replaces `x` by its sum over all ranks, in one round (step) or block by block, depending on
-    /// the size of `x`.
+    /// Replaces `x` by its sum over all ranks through shared memory, in one round or block by
+    /// block, depending on the size of `x`.
     pub(super) fn all_reduce_in_rounds(
         &self,
         call_state: &mut ShmCallState,
@@ -26,7 +27,8 @@ impl ShmComm {
         self.all_reduce_large(call_state, call, x)
     }
 
-    /// Replaces `x` by its sum over all ranks in one round: every rank computes the whole sum.
+    /// Replaces `x` by its sum over all ranks with one exchange through shared memory: every rank
+    /// computes the whole sum.
     fn all_reduce_small(
         &self,
         call_state: &mut ShmCallState,
@@ -46,8 +48,9 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Replaces `x` by its sum over all ranks, block by block. Each rank computes a share of each
-    /// block's sum. Takes one round per block and one more round.
+    /// Replaces `x` by its sum over all ranks through shared memory, block by block. Each rank sums
+    /// a share of each block. Each rank computes a share of each block's sum. Takes one round per
+    /// block and one more round.
     ///
     /// In each round a rank publishes the peers' shares of a block in the first half of its slot.
     /// In the second half it publishes the sum of this rank's share of the previous block.

@@ -1,5 +1,5 @@
-//! Functions that wait for the ranks of one host. A waiting rank sleeps instead of burning a core,
-//! and an abort ends the wait.
+//! Functions with which a rank waits for other ranks of its host, through shared memory. A waiting
+//! rank sleeps instead of burning a core, and an abort ends the wait.
 //!
 //! # Why no wake-up is lost
 //!
@@ -45,7 +45,7 @@ const MAX_SLEEP: Duration = Duration::from_millis(100);
 /// separate processor. A sleep and a wake-up take about as long.
 const MAX_SPIN: Duration = Duration::from_micros(20);
 
-/// Why waiting for the ranks of one host failed. Ranks are numbered within the host.
+/// Why a rank stopped waiting for other ranks of its host. Ranks are numbered within the host.
 #[derive(Debug)]
 pub(super) enum WaitError {
     /// The group was aborted.
@@ -57,15 +57,15 @@ pub(super) enum WaitError {
 }
 
 impl SegmentHeader {
-    /// Wakes every rank that sleeps in a wait for its peers, and changes the event count, so that a
-    /// rank that is about to sleep does not miss the event.
+    /// Wakes every rank that sleeps while it waits for its peers. Also changes the event count, so
+    /// that a rank that is about to sleep does not miss the event.
     pub(super) fn wake_sleepers(&self) {
         self.event_count.fetch_add(1, SeqCst);
         futex_wake(&self.event_count);
     }
 
-    /// Aborts the group for `reason` and wakes every rank that sleeps. Keeps the first reason if
-    /// the group is already aborted.
+    /// Stores `reason` in the shared memory as the reason of the group's abort, and wakes every
+    /// rank that sleeps. Keeps the first reason if the group is already aborted.
     pub(super) fn abort(&self, reason: &AbortReason) {
         if self.abort_state.compare_exchange(0, 1, SeqCst, SeqCst).is_ok() {
             let bytes = reason.encode(MAX_REASON_BYTES);
@@ -95,7 +95,7 @@ impl SegmentHeader {
         }
     }
 
-    /// Decodes the abort reason that the shared header contains.
+    /// Decodes the abort reason that is stored in the first page (header) of the shared memory.
     fn read_stored_reason(&self) -> AbortReason {
         let len = (self.reason_len.load(Relaxed) as usize).min(MAX_REASON_BYTES);
         let bytes: Vec<u8> = self.reason[..len].iter().map(|b| b.load(Relaxed)).collect();
@@ -104,8 +104,9 @@ impl SegmentHeader {
 }
 
 impl Segment {
-    /// Announces that `rank` has entered the round number `round`, so that peers may read what it
-    /// wrote for this round. Wakes the sleeping ranks if this rank is the last one to enter.
+    /// Announces that `rank` has entered data exchange (round) number `round`, so that peers may
+    /// read what it wrote for this round. Wakes the sleeping ranks if this rank is the last one to
+    /// enter.
     pub(super) fn enter_round(&self, rank: usize, round: u64, call: [u64; 3]) {
         let line = self.rank_status(rank);
         for (word, value) in line.call[(round % 2) as usize].iter().zip(call) {
@@ -120,8 +121,8 @@ impl Segment {
         }
     }
 
-    /// Blocks until every rank has entered the round number `round`. Fails if the group is aborted,
-    /// a rank left before entering, or `timeout` expires.
+    /// Blocks until every rank has entered data exchange (round) number `round`. Fails if the group
+    /// is aborted, a rank left before entering, or `timeout` expires.
     ///
     /// Spins before the first sleep only if `can_spin` is set and no rank that has yet to enter the
     /// round entered its previous round on this processor.
@@ -142,7 +143,8 @@ impl Segment {
         self.wait_for_ranks(has_entered, can_spin && !shares_cpu(read_current_cpu()), timeout, true)
     }
 
-    /// Blocks until every rank has joined. Fails if the group is aborted or `timeout` expires.
+    /// Blocks until every rank has joined the group. Fails if the group is aborted or `timeout`
+    /// expires.
     pub(super) fn wait_for_join(&self, timeout: Duration) -> Result<(), WaitError> {
         let has_joined = |r: usize| self.rank_status(r).joined_pid.load(SeqCst) != 0;
         self.wait_for_ranks(has_joined, false, timeout, false)
@@ -232,14 +234,14 @@ fn futex_wait(word: &AtomicU32, value: u32, timeout: Duration) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &timeout) };
 }
 
-/// Wakes every thread of any process that sleeps on the futex `word`.
+/// Wakes every thread of any process that sleeps because of the futex `word`.
 fn futex_wake(word: &AtomicU32) {
     // SAFETY: the kernel uses the address only.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
-/// Stores `values` in `table`, shared memory that peers read after this rank has entered its next
-/// round.
+/// Stores `values` in `table`, a part of shared memory that peers read after this rank has entered
+/// its next round of data exchange.
 pub(super) fn store_words(table: &[std::sync::atomic::AtomicU64], values: impl IntoIterator<Item = u64>) {
     for (word, value) in table.iter().zip(values) {
         word.store(value, Release);

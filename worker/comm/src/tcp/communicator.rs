@@ -20,9 +20,9 @@ use std::{
 };
 
 /// Limit on the size of the private buffer in which a rank collects received data, as a multiple of
-/// `staging_bytes`.
+/// the size of its staging slot in shared memory.
 const WINDOW_FACTOR: usize = 8;
-/// Timeouts and memory of a group on several hosts.
+/// Timeouts of a group of ranks on several hosts, and the amount of shared memory on each host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpLimits {
     /// Timeouts for joining and for collectives, within a host and between hosts, and the size of
@@ -55,8 +55,8 @@ pub struct TcpComm {
     pub(super) monitor: Option<JoinHandle<()>>,
 }
 
-/// The state that changes with each call of a communicator: the number of collectives that the rank
-/// has begun, its connections, and reusable memory.
+/// The state of one rank's communicator that changes with each call: the number of collectives that
+/// the rank has begun, its connections, and reusable memory.
 pub(super) struct TcpCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,
@@ -97,8 +97,9 @@ impl TcpComm {
         GroupPosition { rank: self.topology.rank, world: self.topology.world_size() }
     }
 
-    /// Begins a collective: locks this rank's state and assigns the next number to the call. Fails
-    /// if the group is aborted or the arguments are invalid. Invalid arguments abort the group.
+    /// Begins a collective: locks the state of this rank's calls and assigns the next number to the
+    /// call. Fails if the group is aborted or the arguments are invalid. Invalid arguments abort
+    /// the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -120,7 +121,7 @@ impl TcpComm {
     }
 
     /// Aborts the group because of `error`, so that peers learn why this rank cannot continue.
-    /// Returns `error`, or the reason of an earlier abort.
+    /// Returns the error for the caller. Returns `error`, or the reason of an earlier abort.
     pub(super) fn abort_on_error(&self, error: CommError) -> CommError {
         self.health.abort(&error.to_abort_reason(self.rank()));
         match error {
@@ -213,15 +214,15 @@ impl TcpComm {
         Ok(numbers)
     }
 
-    /// Computes the largest length of the private buffer for received pieces, in `f32` elements.
-    /// `largest_piece` is the length of the largest piece.
+    /// Computes the largest length, in `f32` elements, of the private buffer in which this rank
+    /// collects received pieces. `largest_piece` is the length of the largest piece.
     pub(super) fn compute_scratch_elements(&self, largest_piece: usize) -> usize {
         let window = WINDOW_FACTOR * self.limits.shm.staging_bytes / size_of::<f32>();
         window.max(largest_piece.saturating_mul(2))
     }
 
-    /// Exchanges the pieces of one part of an ordered reduce-scatter with the peers, and then
-    /// passes the received pieces to the caller's callback.
+    /// Exchanges the pieces of the vectors that `window` selects among all ranks, and then passes
+    /// the pieces for this rank to the callback `sink`.
     pub(super) fn exchange_and_deliver_window(
         &self,
         call_state: &mut TcpCallState,
@@ -258,8 +259,8 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Computes on each rank r the sum of the range `ranges[r]` of `send` over all ranks, in one
-    /// exchange step.
+    /// Sums the range `ranges[r]` of `send` over all ranks for each rank r, with one step over the
+    /// network.
     ///
     /// This rank stores the sum of its range in `out`, which has the length of that range.
     pub(super) fn reduce_scatter_ranges(
@@ -306,8 +307,9 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Replaces `x` by its sum over all ranks, block by block. Each rank sums its share of a block
-    /// in an exchange step, and then a replication step distributes the sums.
+    /// Replaces `x` by its sum over all ranks over the network, block by block. Each rank sums a
+    /// share of each block. Each rank sums its share of a block in an exchange step, and then a
+    /// replication step distributes the sums.
     pub(super) fn all_reduce_large(
         &self,
         call_state: &mut TcpCallState,

@@ -26,8 +26,8 @@ use std::{
 /// Limit on the number of connections that are accepted in a row, before the handshakes of accepted
 /// connections continue.
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
-/// The largest number of unauthenticated connections from addresses of no known peer. A peer may
-/// connect from a different address than that on which it listens.
+/// The largest number of unauthenticated connections from addresses that belong to no known peer. A
+/// peer may connect from a different address than that on which it listens.
 const MAX_PENDING_FROM_UNKNOWN: usize = 32;
 /// The number of unauthenticated connections that are kept from one peer's address in addition to
 /// those that the ranks at this address need.
@@ -41,7 +41,7 @@ const RETRY_DELAY: Duration = Duration::from_millis(50);
 /// The longest time for which a rank waits before it checks again whether the group was aborted.
 const ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Authenticated connections, each with the peer's rank and the purpose of the connection.
+/// Authenticated connections to peers, each with the peer's rank and the purpose of the connection.
 pub(super) type AuthenticatedStreams = Vec<(u32, ConnectionKind, TcpStream)>;
 
 /// What a rank needs to connect to its peers on other hosts: identities, addresses, timeouts and
@@ -89,8 +89,8 @@ impl ConnectionSetup<'_> {
         set_tcp_user_timeout(stream, self.silence_timeout)
     }
 
-    /// Builds the timeout error of a rank whose peers in `missing` did not join in time. `missing`
-    /// may list a rank twice, once per connection.
+    /// Builds the error of a rank that waited in vain for the ranks in `missing` to join the group.
+    /// `missing` may list a rank twice, once per connection.
     fn build_join_timeout_error(
         &self,
         mut missing: Vec<usize>,
@@ -109,8 +109,9 @@ impl ConnectionSetup<'_> {
 
     // ---- connecting to the lower ranks ----
 
-    /// Connects to every lower rank on another host. Retries failed attempts until `deadline`.
-    /// Fails if a peer rejects this rank or the group is aborted.
+    /// Connects to every lower rank on another host, twice: once for data and once for control
+    /// messages. Retries failed attempts until `deadline`. Fails if a peer rejects this rank or the
+    /// group is aborted.
     fn connect_lower_ranks(&self, deadline: Instant) -> Result<AuthenticatedStreams> {
         let lower = self.topology.remote_ranks().filter(|r| *r < self.topology.rank);
         let mut remaining: VecDeque<(usize, ConnectionKind)> =
@@ -161,8 +162,8 @@ impl ConnectionSetup<'_> {
         Err(last)
     }
 
-    /// Authenticates a new connection to rank `to` as the side that opened it. Returns the stream
-    /// once both sides are authenticated.
+    /// Authenticates a new connection to rank `to`, which this rank has opened, with a handshake.
+    /// Returns the stream once both sides are authenticated.
     fn authenticate_as_connector(
         &self,
         mut stream: TcpStream,
@@ -272,8 +273,8 @@ impl ConnectionSetup<'_> {
         Ok(streams)
     }
 
-    /// Blocks until there is a new connection, input for an unfinished handshake, or an abort, at
-    /// most for [`ABORT_CHECK_INTERVAL`].
+    /// Blocks until there is a new connection, input for an unfinished handshake, or an abort of
+    /// the group, at most for [`ABORT_CHECK_INTERVAL`].
     fn wait_for_input(&self, listener: &TcpListener, pending: &VecDeque<PendingConnection>) {
         let mut fds = vec![self.health.abort_poll_fd(), PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
         fds.extend(pending.iter().map(|p| PollFd::new(p.stream.as_fd(), PollFlags::POLLIN)));
@@ -288,13 +289,14 @@ fn set_tcp_user_timeout(stream: &TcpStream, timeout: Duration) -> std::io::Resul
     Ok(setsockopt(stream, TcpUserTimeout, &ms)?)
 }
 
-/// Limits on unauthenticated connections, one for each source address. Because of these limits, a
-/// program that opens many connections cannot displace those from other addresses.
+/// Limits on the number of unauthenticated connections from each source address. Because of these
+/// limits, a program that opens many connections cannot displace those from other addresses.
 struct PendingQuotas(HashMap<IpAddr, usize>);
 
 impl PendingQuotas {
-    /// Computes the quotas of pending connections for the addresses of the peers that will connect.
-    /// `expected` are the addresses of each peer, which connects from one of them.
+    /// Computes how many unauthenticated connections each address may have, from the addresses of
+    /// the peers that will connect. `expected` are the addresses of each peer, which connects from
+    /// one of them.
     fn new<'a>(expected: impl Iterator<Item = &'a [SocketAddr]>) -> Self {
         let mut quotas = HashMap::new();
         for addresses in expected {
@@ -307,15 +309,15 @@ impl PendingQuotas {
         PendingQuotas(quotas)
     }
 
-    /// Returns the quota for connections from `source`: the address under which they are counted,
-    /// and their largest number. All unknown addresses are counted together, as `None`.
+    /// Returns how many unauthenticated connections `source` may have, and the address under which
+    /// they are counted. All unknown addresses are counted together, as `None`.
     fn find_quota(&self, source: IpAddr) -> (Option<IpAddr>, usize) {
         let source = source.to_canonical();
         self.0.get(&source).map_or((None, MAX_PENDING_FROM_UNKNOWN), |quota| (Some(source), *quota))
     }
 
-    /// Adds `connection` to the queue `pending`, and closes the oldest connection of its source
-    /// address if that address now exceeds its quota.
+    /// Adds `connection` to `pending`, the queue of unauthenticated connections, and closes the
+    /// oldest connection of its source address if that address now has too many.
     fn enqueue_connection(&self, connection: PendingConnection, pending: &mut VecDeque<PendingConnection>) {
         let (source, quota) = self.find_quota(connection.source);
         let is_counted = |other: &PendingConnection| self.find_quota(other.source).0 == source;
@@ -371,7 +373,8 @@ struct PendingConnection {
     expected: Option<(Hello, blake3::Hash, blake3::Hash)>,
 }
 
-/// The result of one attempt to advance a handshake on the accepting side.
+/// What one attempt to advance a handshake on the accepting side led to: the handshake waits for
+/// bytes, has failed, or has authenticated the peer.
 enum HandshakeProgress {
     Waiting,
     Failed,
@@ -392,7 +395,8 @@ impl PendingConnection {
         }
     }
 
-    /// Reads the handshake bytes that have arrived and answers complete messages. Does not block.
+    /// Reads the handshake bytes that have arrived on this connection, and answers each complete
+    /// message. Does not block.
     fn advance_handshake(&mut self, id: &RankIdentity) -> HandshakeProgress {
         loop {
             let buf = match self.expected {

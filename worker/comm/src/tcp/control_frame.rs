@@ -8,7 +8,7 @@ use crate::AbortReason;
 const MAX_REASON_BYTES: usize = 1024;
 /// Size of a frame's kind and length in bytes.
 const HEADER_BYTES: usize = 3;
-/// The size of the longest frame in bytes.
+/// The size of the longest control frame in bytes.
 pub(super) const MAX_FRAME_BYTES: usize = HEADER_BYTES + MAX_REASON_BYTES;
 /// The kind number of a heartbeat, a frame without a body that shows that the sending rank is
 /// alive.
@@ -31,7 +31,7 @@ pub(super) enum ControlFrame {
     Unknown(u8),
 }
 
-/// The result of parsing the first frame in the bytes of a peer.
+/// The result of parsing a control frame at the start of the bytes that a peer has sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum FrameParse {
     /// A frame, and the number of its bytes.
@@ -57,7 +57,7 @@ impl ControlFrame {
         frame
     }
 
-    /// Parses the frame at the start of `bytes`.
+    /// Parses the control frame at the start of `bytes`, which a peer has sent.
     pub(super) fn parse(bytes: &[u8]) -> FrameParse {
         let Some(([kind, low, high], rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
             return FrameParse::Incomplete;

@@ -24,7 +24,7 @@ const ACCEPTED_NUMBER: u32 = 0;
 
 /// Size in bytes of the key, of a nonce, and of a message authentication code (MAC).
 pub(super) const SECRET_BYTES: usize = 32;
-/// Size in bytes of HELLO, the first message of a handshake.
+/// Size in bytes of HELLO, the first message of a handshake between two ranks.
 pub(super) const HELLO_BYTES: usize = 8 + 4 + 4 + SECRET_BYTES + 4 + 4 + 4 + SECRET_BYTES;
 /// Size in bytes of CHALLENGE, the answer to a HELLO, without its message authentication code
 /// (MAC).

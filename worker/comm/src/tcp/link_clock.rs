@@ -1,4 +1,4 @@
-//! [`LinkClock`]: measures for how long data is on its way over TCP connections.
+//! [`LinkClock`]: measures how long data is in flight over a rank's TCP connections.
 use crate::LinkDelays;
 use std::{net::TcpStream, os::fd::AsRawFd, time::Duration};
 
@@ -14,7 +14,8 @@ const BUSY_TIME_OFFSET: usize = 168;
 /// The byte offset of `tcpi_rwnd_limited` in `struct tcp_info` (linux/tcp.h).
 const WINDOW_LIMITED_OFFSET: usize = 176;
 
-/// The counters of a connection since it was opened.
+/// The kernel's counters of a TCP connection since it was opened: sent segments, and the time for
+/// which sent data was not acknowledged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct LinkCounters {
     /// The number of segments with data that were sent.
@@ -25,7 +26,8 @@ struct LinkCounters {
     window_limited_us: u64,
 }
 
-/// The counters of a rank's connections at the previous measurement.
+/// Measures how long data is in flight over a rank's TCP connections, by comparing the kernel's
+/// counters with those of the previous measurement.
 #[derive(Debug, Default)]
 pub(super) struct LinkClock {
     /// By rank.
@@ -33,7 +35,7 @@ pub(super) struct LinkClock {
 }
 
 impl LinkClock {
-    /// Measures for how long data of this rank was on its way on its fastest and its slowest
+    /// Measures how long data of this rank was in flight on its fastest and on its slowest
     /// connection since the previous call. `streams` has the rank and the stream of each
     /// connection. Returns `None` if nothing was sent, or if the kernel does not measure the time.
     pub(super) fn take_delays<'s>(

@@ -33,7 +33,8 @@ const MAX_TURN_BYTES: usize = 1 << 20;
 /// The longest wait for a connection to become readable or writable before the timeout is checked.
 const TIMEOUT_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The data connection to one rank, and how many messages were sent and received on it.
+/// The TCP connection to one rank for the data of collectives, and how many messages were sent and
+/// received on it.
 pub(super) struct DataConnection {
     pub(super) stream: TcpStream,
     /// Number of messages that this rank began to send.
@@ -67,8 +68,8 @@ impl SendSource<'_> {
     }
 }
 
-/// The messages that a rank exchanges with one peer in a step, and how many of their bytes were
-/// transferred.
+/// The messages that a rank exchanges with one peer in one network step of a collective, and how
+/// many of their bytes were transferred.
 pub(super) struct PeerTransfer<'a> {
     pub(super) peer: usize,
     /// The message to send; `None` if this step sends nothing to the peer.
@@ -85,7 +86,8 @@ pub(super) struct PeerTransfer<'a> {
 }
 
 impl<'a> PeerTransfer<'a> {
-    /// Creates the transfer with `peer`, of which no byte was sent or received yet.
+    /// Creates the transfer with `peer` in a network step: the message to send, and where the
+    /// received message is stored.
     pub(super) fn new(peer: usize, source: Option<SendSource<'a>>, recv_range: Option<Range<usize>>) -> Self {
         PeerTransfer {
             peer,
@@ -109,7 +111,7 @@ impl<'a> PeerTransfer<'a> {
     }
 }
 
-/// Why a transfer with one peer ended early.
+/// Why the transfer of messages with one peer ended early.
 enum TransferError {
     /// The connection failed, or the peer closed it.
     Closed,
@@ -117,8 +119,8 @@ enum TransferError {
     Mismatch(CallMismatch),
 }
 
-/// Sends and receives the messages of one step of a collective over the network. Holds the step's
-/// call and timeout.
+/// One network step of a collective, in which a rank sends messages to several peers and receives
+/// messages from them at the same time. Holds the step's call and timeout.
 pub(super) struct NetworkStep<'a> {
     pub(super) topology: &'a Topology,
     pub(super) health: &'a GroupHealth,
@@ -183,8 +185,8 @@ impl NetworkStep<'_> {
         connection.ok_or(CommError::NotConnected { rank: self.topology.rank, peer })
     }
 
-    /// Sends and receives as many bytes of one transfer as possible without blocking. Returns the
-    /// number of bytes in both directions together.
+    /// Sends and receives as many bytes of `transfer`, the messages exchanged with one peer, as
+    /// possible without blocking. Returns the number of bytes in both directions together.
     fn transfer_available_bytes(
         &self,
         connection: &mut DataConnection,
@@ -207,8 +209,8 @@ impl NetworkStep<'_> {
         }
     }
 
-    /// Receives as many bytes of one message as possible without blocking. Checks the header when
-    /// all its bytes have arrived.
+    /// Receives as many bytes of one peer's message as possible without blocking. Checks the header
+    /// when all its bytes have arrived.
     fn receive_available_bytes(
         &self,
         connection: &mut DataConnection,
@@ -244,8 +246,8 @@ impl NetworkStep<'_> {
         Ok(())
     }
 
-    /// Fails if the header of a peer's message differs from the one that this rank expects, which
-    /// has the number `expected` on this connection and `len` bytes.
+    /// Fails if the header of a message from `peer` does not announce what this rank expects:
+    /// message number `expected` on this connection, with `len` bytes, for the same call.
     fn check_header(
         &self,
         expected: u64,
@@ -287,8 +289,8 @@ impl NetworkStep<'_> {
         _ = poll(&mut fds, to_poll_timeout(timeout.min(TIMEOUT_CHECK_INTERVAL)));
     }
 
-    /// Builds the error that a step made no progress until its timeout. It lists the peers of
-    /// unfinished transfers.
+    /// Builds the error that a network step transferred no byte until its timeout. It lists the
+    /// peers of unfinished transfers.
     fn build_timeout_error(&self, transfers: &[PeerTransfer]) -> CommError {
         let unfinished = transfers.iter().filter(|t| t.has_bytes_to_receive() || t.has_bytes_to_send());
         let mut missing: Vec<usize> = unfinished.map(|t| t.peer).collect();

@@ -1,4 +1,5 @@
-//! [`PeerMonitor`]: detects dead peers, and carries heartbeats, farewells and aborts.
+//! [`PeerMonitor`]: detects dead ranks on other hosts, and carries heartbeats, aborts, and
+//! farewells of ranks that leave.
 //!
 //! Each pair of ranks on different hosts has a control connection in addition to its data
 //! connection, so that control frames pass while data is queued. One thread per rank reads the
@@ -29,7 +30,8 @@ const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The longest time for which a rank that leaves an aborted group waits for its peers to read its
 /// farewell. A lost host never closes its connections.
 const ABORTED_LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
-/// How long a rank waits for a farewell or an abort after the peer's data connection has ended.
+/// How long a rank waits for a farewell (clean leave) or an abort after the peer's data connection
+/// has ended.
 const FAREWELL_DELAY: Duration = Duration::from_millis(200);
 /// The number of heartbeats that are sent within the silence timeout.
 const HEARTBEATS_PER_TIMEOUT: u32 = 5;
@@ -64,7 +66,7 @@ fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl GroupHealth {
-    /// Creates the state of a rank that has not joined its group yet.
+    /// Creates the health state of a group for a rank that has not joined yet.
     pub(super) fn new(rank: usize, world: usize) -> std::io::Result<Self> {
         let event = || EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         Ok(GroupHealth {
@@ -95,7 +97,7 @@ impl GroupHealth {
     }
 
     /// Aborts the group for `reason`: wakes every waiting thread of this rank and sends `reason` to
-    /// all peers. Does nothing if the group is already aborted.
+    /// all peers on other hosts and on this host. Does nothing if the group is already aborted.
     pub(super) fn abort(&self, reason: &AbortReason) {
         // Held to the end: a thread that learns the reason may leave at once, and the peers must
         // receive the reason before that farewell.
@@ -111,8 +113,9 @@ impl GroupHealth {
         self.send_to_peers(&ControlFrame::Abort(reason.clone()));
     }
 
-    /// Writes a frame to every control connection, without blocking. If a connection cannot take
-    /// the whole frame immediately, no later frame is written to that connection.
+    /// Writes a control frame to the control connections of all peers, without blocking. If a
+    /// connection cannot take the whole frame immediately, no later frame is written to that
+    /// connection.
     fn send_to_peers(&self, frame: &ControlFrame) {
         let frame = frame.encode();
         // If a buffer is full of heartbeats or a connection broke, the peer detects silence or the
@@ -121,8 +124,8 @@ impl GroupHealth {
             .retain_mut(|(_, stream)| stream.write(&frame).is_ok_and(|n| n == frame.len()));
     }
 
-    /// Returns a descriptor for `poll` that becomes readable when the group is aborted. Every wait
-    /// polls this descriptor together with its connections.
+    /// Returns a descriptor for the system call `poll`, which becomes readable when the group is
+    /// aborted. Every wait polls this descriptor together with its connections.
     pub(super) fn abort_poll_fd(&self) -> PollFd<'_> {
         PollFd::new(self.abort_event.as_fd(), PollFlags::POLLIN)
     }
@@ -138,7 +141,7 @@ impl GroupHealth {
         self.start.elapsed().as_millis() as u64 + 1
     }
 
-    /// Determines why the connection to `rank` ended during the collective `call`. Waits up to
+    /// Determines why the data connection to `rank` ended during the collective `call`. Waits up to
     /// [`FAREWELL_DELAY`] for a farewell or an abort, because either of them may arrive after the
     /// data connection has ended.
     pub(super) fn wait_for_end_reason(&self, rank: usize, call: &CollectiveCall) -> AbortReason {
@@ -214,7 +217,7 @@ impl PeerMonitor {
         Ok(PeerMonitor { peers, health, silence_timeout, join_timeout })
     }
 
-    /// Sends heartbeats and handles frames until the rank leaves its group.
+    /// Sends heartbeats and processes the control frames of peers until the rank leaves its group.
     pub(super) fn run(mut self) {
         let interval = self.silence_timeout / HEARTBEATS_PER_TIMEOUT;
         let mut next_heartbeat = Instant::now() + interval;
@@ -235,8 +238,8 @@ impl PeerMonitor {
         self.wait_for_close();
     }
 
-    /// Reads and handles the frames that arrive from peers within `timeout`. Returns `true` if this
-    /// rank must leave the group.
+    /// Reads and processes the control frames that arrive from peers within `timeout`. Returns
+    /// `true` if this rank must leave the group.
     fn read_frames(&mut self, timeout: Duration) -> bool {
         let mut fds = vec![PollFd::new(self.health.leave_event.as_fd(), PollFlags::POLLIN)];
         fds.extend(self.peers.iter().filter(|p| p.is_open).map(to_poll_fd));
@@ -250,7 +253,7 @@ impl PeerMonitor {
         ready[0]
     }
 
-    /// Aborts the group if a peer has been silent for too long.
+    /// Aborts the group if no byte has arrived from a peer for longer than the silence timeout.
     fn abort_if_peer_is_silent(&self) {
         let now_ms = self.health.elapsed_ms();
         for peer in self.peers.iter().filter(|p| p.is_open) {
@@ -302,7 +305,7 @@ pub(super) fn to_poll_timeout(timeout: Duration) -> PollTimeout {
 }
 
 impl MonitoredPeer {
-    /// Reads once from the peer's control connection and handles the frames that are complete.
+    /// Reads once from the peer's control connection and processes the frames that are complete.
     fn read_available_frames(&mut self, health: &GroupHealth) {
         match self.stream.read(&mut self.buffer[self.filled..]) {
             Ok(0) => self.handle_connection_end(health),
@@ -316,8 +319,8 @@ impl MonitoredPeer {
         }
     }
 
-    /// Handles the end of the peer's control connection: marks it as closed, and aborts the group
-    /// if the peer sent no farewell.
+    /// Marks the peer's control connection, which has ended, as closed, and aborts the group if the
+    /// peer sent no farewell.
     fn handle_connection_end(&mut self, health: &GroupHealth) {
         self.is_open = false;
         // answers a farewell: the peer waits for this end
@@ -328,7 +331,8 @@ impl MonitoredPeer {
         }
     }
 
-    /// Handles the complete frames in the buffer. An invalid frame aborts the group.
+    /// Processes the complete control frames in the buffer: an abort aborts the group here, too,
+    /// and a farewell marks the peer as having left. An invalid frame aborts the group.
     fn handle_frames(&mut self, health: &GroupHealth) {
         loop {
             let (frame, end) = match ControlFrame::parse(&self.buffer[..self.filled]) {

@@ -36,8 +36,8 @@ pub struct GroupMember {
     pub addresses: Vec<SocketAddr>,
 }
 
-/// Description of the group that a rank joins. All ranks give the same description except for
-/// `rank`.
+/// Description of the group that a rank joins: its members with their hosts and addresses, the run
+/// and its attempt, and the key of the job. All ranks give the same description except for `rank`.
 #[derive(Clone)]
 pub struct GroupSpec {
     /// The rank of this process.
@@ -52,8 +52,9 @@ pub struct GroupSpec {
     pub key: [u8; KEY_BYTES],
 }
 
-/// The listening socket of one rank. The socket is bound before its address is given to the peers,
-/// which connect to it during [`RankListener::join`].
+/// The listening socket of one rank, to which peers connect when they join the group. The socket is
+/// bound before its address is given to the peers, which connect to it during
+/// [`RankListener::join`].
 pub struct RankListener {
     listener: TcpListener,
 }
@@ -63,27 +64,27 @@ pub struct RankListener {
 pub struct AbortHandle(Arc<GroupHealth>);
 
 impl AbortHandle {
-    /// Creates a handle for `rank` of `world` ranks, to be passed to [`RankListener::join`]. Fails
-    /// if the operating system has no file descriptors left.
+    /// Creates a handle to abort the group of `world` ranks that rank `rank` will join with
+    /// [`RankListener::join`]. Fails if the operating system has no file descriptors left.
     pub fn new(rank: usize, world: usize) -> Result<Self> {
         let health = GroupHealth::new(rank, world).map_err(CommError::wrap_io_error("create an eventfd"))?;
         Ok(AbortHandle(Arc::new(health)))
     }
 
-    /// Aborts the group with the text `reason`. Joining, and every waiting and later collective,
-    /// then fails with [`CommError::Aborted`].
+    /// Aborts the group, and passes the text `reason` to all ranks. Joining, and every waiting and
+    /// later collective, then fails with [`CommError::Aborted`].
     pub fn abort(&self, reason: &str) {
         self.0.abort(&AbortReason::from_request(reason));
     }
 }
 
 impl RankListener {
-    /// Binds a listener to `address`, on a port that the operating system selects.
+    /// Binds the rank's listening socket to `address`, on a port that the operating system selects.
     pub fn bind(address: IpAddr) -> std::io::Result<Self> {
         Self::bind_to(SocketAddr::new(address, 0))
     }
 
-    /// Binds a listener to an address and a port. Port 0 stands for any port.
+    /// Binds the rank's listening socket to an address and a port. Port 0 stands for any port.
     pub fn bind_to(address: SocketAddr) -> std::io::Result<Self> {
         let listener = TcpListener::bind(address)?;
         // The backlog of std is too short for a thousand peers that connect at once.

@@ -23,9 +23,9 @@ pub(crate) struct Topology {
 }
 
 impl Topology {
-    /// Computes which ranks share a host with `rank` and which are on other hosts. `hosts[r]` is a
-    /// number that identifies the host of rank r. Fails if the number of ranks or the rank is out
-    /// of range.
+    /// Computes which ranks share a host with `rank` and which are on other hosts, from the host of
+    /// every rank. `hosts[r]` is a number that identifies the host of rank r. Fails if the number
+    /// of ranks or the rank is out of range.
     pub(crate) fn new(rank: usize, hosts: &[usize]) -> Result<Self, GroupError> {
         let world = hosts.len();
         if !(1..=crate::MAX_WORLD_SIZE).contains(&world) {
@@ -77,7 +77,7 @@ impl Topology {
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
     }
 
-    /// Returns the rank on `host` to which `rank` sends data that all ranks of `host` need.
+    /// Returns the one rank on `host` to which `rank` sends data that all ranks of `host` need.
     fn find_receiver_on_host(&self, rank: usize, host: usize) -> usize {
         if self.host_by_rank[rank] == host {
             return rank;
@@ -86,14 +86,15 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Returns whether data of rank `from` that every rank needs are sent over the network to rank
-    /// `to`, which is on another host. Rank `to` then shares the data with its host.
+    /// Returns whether rank `from` sends data that every rank needs directly to rank `to`, which is
+    /// on another host. Only one rank of each host receives such data. Rank `to` then shares the
+    /// data with its host.
     pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }
 
-    /// Returns the local rank of the first rank on this host that receives the data of `rank`:
-    /// `rank` itself if it is on this host, otherwise its counterpart here.
+    /// Returns which rank of this host gets the data of `rank` first, as a local rank: `rank`
+    /// itself if it is on this host, otherwise its counterpart here.
     pub(crate) fn find_local_receiver(&self, rank: usize) -> usize {
         self.local_rank_of[self.find_receiver_on_host(rank, self.host)]
     }

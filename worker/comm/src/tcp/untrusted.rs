@@ -1,5 +1,5 @@
-//! Passes bytes to the parsers of peers' messages without a connection, for fuzz targets and tests
-//! with untrusted input.
+//! Passes bytes to the parsers of messages from peers without opening a connection, for fuzz
+//! targets and tests with untrusted input.
 use super::{
     control_frame::{ControlFrame, FrameParse},
     handshake::{
@@ -8,13 +8,13 @@ use super::{
 };
 use crate::{AbortReason, RejectReason};
 
-/// The rank that receives the bytes, as the parsers assume.
+/// The rank that receives the bytes of a fuzz target or test, as the parsers assume.
 const RECEIVER_RANK: u32 = 0;
-/// The rank that sends the bytes, as the parsers assume.
+/// The rank that sends the bytes of a fuzz target or test, as the parsers assume.
 const SENDER_RANK: u32 = 1;
 
-/// Returns the identity of rank `rank` in the example group of these functions, which has four
-/// ranks.
+/// Returns the identity (key, run, attempt and rank) of rank `rank` in an example group of four
+/// ranks, for fuzz targets and tests.
 fn create_identity(rank: u32) -> RankIdentity {
     RankIdentity { key: [7; SECRET_BYTES], run: [9; SECRET_BYTES], attempt: 1, rank, world: 4 }
 }
@@ -35,8 +35,9 @@ pub(crate) fn create_fuzz_seeds() -> [(&'static str, Vec<u8>); 2] {
     [("one.handshake", hello.to_vec()), ("three.frames", frames)]
 }
 
-/// Parses the bytes of a control connection as frames. Returns the number of frames. Returns `None`
-/// if a frame is invalid or the last frame is incomplete.
+/// Parses `bytes`, all bytes of one control connection between two ranks, as control frames.
+/// Returns the number of frames. Returns `None` if a frame is invalid or the last frame is
+/// incomplete.
 pub(crate) fn parse_control_frames(mut bytes: &[u8]) -> Option<usize> {
     let mut frames = 0;
     while !bytes.is_empty() {
