@@ -4,6 +4,8 @@ mod peak_flops;
 
 use std::{env, time::Duration};
 
+/// Measures the peak rate of `f32` multiply-adds on the number of threads that the command line
+/// gives, and prints the rate in GFLOP/s.
 fn main() {
     let number = |i: usize, default: f64| env::args().nth(i).and_then(|a| a.parse().ok()).unwrap_or(default);
     let (threads, time) = (number(1, 1.0) as usize, Duration::from_secs_f64(number(2, 1.0)));

@@ -95,7 +95,7 @@ struct TrainingStepBench<'a> {
     loss: Buf,
 }
 
-/// A trained parameter, its gradient, and AdamW's moving averages.
+/// A trained parameter with its gradient and AdamW's two moving averages.
 struct TrainedWeight {
     w: Buf,
     dw: Buf,
@@ -162,8 +162,8 @@ impl<'a> TrainingStepBench<'a> {
         }
     }
 
-    /// Measures the training step and prints its times and rate. `peak` is the machine's peak in
-    /// FLOP/s.
+    /// Runs the training step many times and prints the time of its passes and the rate in tokens
+    /// per second. `peak` is the machine's peak in FLOP/s.
     fn measure_and_report(&mut self, peak: f64) {
         let m = self.tokens.len();
         let matrices: usize =
@@ -372,7 +372,8 @@ fn measure_fastest_run(mut run: impl FnMut()) -> f64 {
     best
 }
 
-/// Benchmarks of every op of the CPU backend, on inputs of `m` rows.
+/// Benchmarks of the ops of the CPU backend, on inputs of `m` rows with the sizes of a small Llama
+/// model.
 struct OpsBench<'a> {
     cpu: &'a Cpu,
     peak: f64,
@@ -381,8 +382,8 @@ struct OpsBench<'a> {
 }
 
 impl OpsBench<'_> {
-    /// Measures an op and prints its rate. `flops` is the number of floating-point operations of
-    /// one run.
+    /// Times `run`, an op of the CPU backend, and prints its rate in FLOP/s. `flops` is the number
+    /// of floating-point operations of one run.
     fn report_flops(&self, name: &str, flops: usize, run: impl FnMut()) {
         if name.contains(self.only) {
             let rate = flops as f64 / measure_fastest_run(run);
@@ -390,8 +391,8 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures an op and prints its bandwidth. `elements` is the number of elements that one run
-    /// reads and writes.
+    /// Times `run`, an op of the CPU backend, and prints its memory bandwidth. `elements` is the
+    /// number of elements that one run reads and writes.
     fn report_bytes(&self, name: &str, elements: usize, run: impl FnMut()) {
         if name.contains(self.only) {
             let seconds = measure_fastest_run(run);

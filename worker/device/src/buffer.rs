@@ -1,5 +1,5 @@
-//! [`Buf`], a buffer in host or GPU memory, and [`View`] and [`ViewMut`], the ranges of buffers
-//! that ops read and write.
+//! [`Buf`], a buffer in host or GPU memory, and [`View`] and [`ViewMut`], which borrow a range of a
+//! buffer for ops to read or write.
 //!
 //! A view is an address, a length, an element type and a lifetime. The same op signatures therefore
 //! serve host and device memory in every precision. On the host a view of `f32` is a slice:
@@ -53,7 +53,8 @@ struct ElementRange {
 }
 
 impl ElementRange {
-    /// Returns a range of the elements. Panics if the range is out of bounds.
+    /// Returns the part of these elements with the indices `r`. Panics if the range is out of
+    /// bounds.
     fn slice(self, r: Range<usize>) -> ElementRange {
         assert!(r.start <= r.end && r.end <= self.len, "view range {r:?} is outside 0..{}", self.len);
         // SAFETY: within the allocation.
@@ -65,15 +66,14 @@ impl ElementRange {
         self.len * self.dtype.size()
     }
 
-    /// Returns the address of the elements. Panics if they are in GPU memory.
+    /// Returns the address of the elements in host memory. Panics if they are in GPU memory.
     #[track_caller]
     fn host_ptr(self) -> *mut u8 {
         assert!(self.on_host, "a buffer in GPU memory is used as host memory");
         self.ptr
     }
 
-    /// Returns the address of `f32` elements. Panics if they have another type or are in GPU
-    /// memory.
+    /// Returns the address of the elements, which must be `f32` in host memory. Panics otherwise.
     #[track_caller]
     fn f32_ptr(self) -> *mut f32 {
         let ptr = self.host_ptr();
@@ -81,8 +81,8 @@ impl ElementRange {
         ptr.cast()
     }
 
-    /// Returns the address of 16-bit elements. Panics if they have another type or are in GPU
-    /// memory.
+    /// Returns the address of the elements, which must be 16-bit numbers in host memory. Panics
+    /// otherwise.
     #[track_caller]
     fn half_ptr(self) -> *mut u16 {
         let ptr = self.host_ptr();
@@ -128,8 +128,8 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// Creates a buffer of `len` elements at `ptr`. The memory belongs to `owner`, or to the Rust
-    /// allocator if there is no owner.
+    /// Creates a buffer of `len` elements at the address `ptr`, whose memory `owner` frees, or the
+    /// Rust allocator if there is no owner.
     fn new(
         ptr: NonNull<u8>,
         len: usize,
@@ -227,7 +227,8 @@ impl Buf {
         b
     }
 
-    /// Returns the layout of a host allocation of `len` elements, aligned to [`BUFFER_ALIGNMENT`].
+    /// Returns the size and the alignment of host memory for `len` elements, in the form that
+    /// Rust's allocator takes.
     fn allocation_layout(len: usize, dtype: Dtype) -> alloc::Layout {
         let elements = match dtype {
             Dtype::F32 => alloc::Layout::array::<f32>(len),
@@ -246,14 +247,15 @@ impl Buf {
         ViewMut { elements: self.elements, life: PhantomData }
     }
 
-    /// Returns the buffer's elements as a slice. Panics unless they are `f32` in host memory.
+    /// Returns the buffer's elements, which must be `f32` in host memory, as a slice. Panics
+    /// otherwise.
     #[track_caller]
     pub fn host_slice(&self) -> &[f32] {
         self.view().host_slice()
     }
 
-    /// Returns the buffer's elements as a writable slice. Panics unless they are `f32` in host
-    /// memory.
+    /// Returns the buffer's elements, which must be `f32` in host memory, as a writable slice.
+    /// Panics otherwise.
     #[track_caller]
     pub fn host_slice_mut(&mut self) -> &mut [f32] {
         self.view_mut().host_slice_mut()
@@ -287,7 +289,8 @@ impl std::fmt::Debug for Buf {
     }
 }
 
-/// A read-only range of a buffer. Several views of the same elements may exist.
+/// A borrowed range of a buffer in host or GPU memory, which is read only. Several views of the
+/// same elements may exist.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
     elements: ElementRange,
@@ -310,20 +313,21 @@ impl<'a> View<'a> {
         self.elements.ptr as u64
     }
 
-    /// Returns a range of the view. Panics if the range is out of bounds.
+    /// Returns the part of the view with the indices `r`. Panics if the range is out of bounds.
     pub fn slice(self, r: Range<usize>) -> View<'a> {
         View { elements: self.elements.slice(r), ..self }
     }
 
-    /// Returns the view's elements as a slice. Panics unless they are `f32` in host memory.
+    /// Returns the view's elements, which must be `f32` in host memory, as a slice. Panics
+    /// otherwise.
     #[track_caller]
     pub fn host_slice(self) -> &'a [f32] {
         // SAFETY: `len` elements of `f32` that outlive 'a.
         unsafe { std::slice::from_raw_parts(self.elements.f32_ptr(), self.len()) }
     }
 
-    /// Returns the bit patterns of the view's 16-bit elements. Panics unless they are 16-bit
-    /// elements in host memory.
+    /// Returns the bits of the view's elements, which must be 16-bit numbers in host memory. Panics
+    /// otherwise.
     #[track_caller]
     pub fn half_bits(self) -> &'a [u16] {
         // SAFETY: `len` aligned elements of 16 bits that outlive 'a.
@@ -345,7 +349,8 @@ impl<'a> From<&'a [f32]> for View<'a> {
     }
 }
 
-/// A range of a buffer to read and write. No other view of the same elements exists.
+/// A borrowed range of a buffer in host or GPU memory, which is read and written. No other view of
+/// the same elements exists.
 pub struct ViewMut<'a> {
     elements: ElementRange,
     life: PhantomData<&'a mut [u8]>,
@@ -357,7 +362,8 @@ unsafe impl Send for ViewMut<'_> {}
 unsafe impl Sync for ViewMut<'_> {}
 
 impl<'a> ViewMut<'a> {
-    /// Returns a range of the view. Panics if the range is out of bounds.
+    /// Returns the part of the view with the indices `r`, for reading and writing. Panics if the
+    /// range is out of bounds.
     pub fn slice(self, r: Range<usize>) -> ViewMut<'a> {
         ViewMut { elements: self.elements.slice(r), ..self }
     }
@@ -369,8 +375,8 @@ impl<'a> ViewMut<'a> {
         (ViewMut { elements: first, life: PhantomData }, ViewMut { elements: second, life: PhantomData })
     }
 
-    /// Borrows a range of the view for writing. The view can be used again when the borrow ends.
-    /// Panics if the range is out of bounds.
+    /// Borrows the part of the view with the indices `r` for writing. The view can be used again
+    /// when the borrow ends. Panics if the range is out of bounds.
     pub fn slice_mut(&mut self, r: Range<usize>) -> ViewMut<'_> {
         self.reborrow().slice(r)
     }
@@ -390,16 +396,16 @@ impl<'a> ViewMut<'a> {
         View { elements: self.elements, life: PhantomData }
     }
 
-    /// Returns the view's elements as a writable slice. Panics unless they are `f32` in host
-    /// memory.
+    /// Returns the view's elements, which must be `f32` in host memory, as a writable slice. Panics
+    /// otherwise.
     #[track_caller]
     pub fn host_slice_mut(self) -> &'a mut [f32] {
         // SAFETY: `len` exclusive elements of `f32` that outlive 'a.
         unsafe { std::slice::from_raw_parts_mut(self.elements.f32_ptr(), self.len()) }
     }
 
-    /// Returns the bit patterns of the view's 16-bit elements, for writing. Panics unless they are
-    /// 16-bit elements in host memory.
+    /// Returns the bits of the view's elements, which must be 16-bit numbers in host memory, for
+    /// writing. Panics otherwise.
     #[track_caller]
     pub fn half_bits(self) -> &'a mut [u16] {
         // SAFETY: `len` exclusive aligned elements of 16 bits that outlive 'a.

@@ -430,8 +430,8 @@ fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize)
     Ok(MaxErrors::default())
 }
 
-/// Compares the results of copies within GPU memory, and of vector ops that only Muon or some
-/// models need, with those of the CPU.
+/// Compares copies within GPU memory, and vector ops that only Muon or some models need, on the GPU
+/// with the CPU as the reference.
 fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let (rows, columns) = (n.isqrt(), n / n.isqrt());
     let sums = RefCell::new(Vec::new());
@@ -476,8 +476,9 @@ fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseR
     Ok(errors)
 }
 
-/// Compares sums that ops return to the host. `sums` are pairs of the CPU's sum and the GPU's sum.
-/// Fails, with the name `case`, if a relative error is larger than `tolerance`.
+/// Fails if a sum that an op on the GPU returned to the host differs from the CPU's sum by a
+/// relative error of more than `tolerance`. `sums` are pairs of the CPU's sum and the GPU's sum.
+/// The error contains the name `case`.
 fn compare_sums(case: String, sums: Vec<Vec<f64>>, tolerance: f64) -> Result<(), ConformanceError> {
     for pair in sums.as_chunks::<2>().0 {
         let [cpu, gpu] = pair.clone();

@@ -3,8 +3,8 @@ use super::error::ConformanceError;
 use crate::ops::{Ops, VectorOps, WriteMode};
 use crate::{Buf, Cpu, Cuda, Dtype, View, ViewMut, storage::Storage};
 
-/// The largest relative errors of a family of ops on the GPU compared with the CPU, one for each
-/// element type. Errors are relative to the largest expected value of a buffer.
+/// The largest relative errors of a family of ops (such as norms) on the GPU compared with the CPU,
+/// one for each element type. Errors are relative to the largest expected value of a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MaxErrors {
     /// Largest error of cases in `f32`.
@@ -23,8 +23,8 @@ impl std::ops::AddAssign for MaxErrors {
     }
 }
 
-/// Result of comparing an op on the GPU with the CPU on one shape: the largest errors, or the
-/// failure.
+/// The result of comparing an op on the GPU with the CPU on one shape: the largest errors, or why
+/// the comparison failed.
 pub(super) type CaseResult = Result<MaxErrors, ConformanceError>;
 
 /// The values with which one input or output buffer is filled on both backends before an op runs.
@@ -59,7 +59,7 @@ pub(super) struct OffsetBuf {
 }
 
 impl OffsetBuf {
-    /// Wraps a buffer that begins at the start of its allocation.
+    /// Wraps a GPU buffer whose first element is at the start of its allocation (offset 0).
     pub(super) fn aligned(buf: Buf) -> Self {
         OffsetBuf { buf, offset: 0 }
     }
@@ -72,8 +72,8 @@ impl OffsetBuf {
     }
 }
 
-/// The CPU and GPU backends whose results are compared, with the element types, offsets and
-/// tolerances that are tested.
+/// The CPU backend and the GPU backend whose results are compared, with the element types, buffer
+/// offsets and tolerances of the comparison.
 pub(super) struct Backends<'a> {
     pub(super) cpu: Cpu,
     pub(super) cuda: &'a Cuda,
@@ -95,8 +95,8 @@ impl Backends<'_> {
         self.compare_with_min_tolerance(0.0, case, buffers, run)
     }
 
-    /// Compares the backends as [`Backends::compare`] does, but tolerates relative errors up to at
-    /// least `min_tolerance`.
+    /// Runs operations on the CPU and on the GPU and compares all buffers. Tolerates relative
+    /// errors up to `min_tolerance`, or up to the tolerance of the element type if that is larger.
     pub(super) fn compare_with_min_tolerance<const N: usize>(
         &self,
         min_tolerance: f64,
@@ -150,7 +150,7 @@ impl Backends<'_> {
         OffsetBuf { buf, offset }
     }
 
-    /// Copies a GPU buffer to the host as `f32`.
+    /// Copies elements of any type from GPU memory to the host, converted to `f32`.
     pub(super) fn copy_to_host_as_f32(&self, from: View) -> Vec<f32> {
         let mut wide = self.cuda.zeroed(Dtype::F32, from.len());
         self.cuda.cast(wide.view_mut(), from);
@@ -163,9 +163,9 @@ impl Backends<'_> {
     }
 }
 
-/// Returns the largest difference between two elements, relative to the largest expected value or
-/// to 1e-3 if that is larger. The result is infinite if only one of two values is NaN or if the
-/// lengths differ.
+/// Returns the largest difference between an element of `actual` and of `expected`, relative to the
+/// largest expected value or to 1e-3 if that is larger. The result is infinite if only one of two
+/// values is NaN or if the lengths differ.
 pub(super) fn compute_relative_error(actual: &[f32], expected: &[f32]) -> f64 {
     let magnitude = expected.iter().fold(1e-3f64, |m, w| m.max(f64::from(w.abs())));
     let pairs = actual.iter().zip(expected);

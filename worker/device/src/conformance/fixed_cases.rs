@@ -35,8 +35,8 @@ pub(super) enum FixedCase {
 }
 
 impl FixedCase {
-    /// Runs this conformance case with values that `seed` determines, and compares the results of
-    /// the GPU with those of the CPU.
+    /// Runs the ops of this case on the GPU and on the CPU, with values that `seed` determines, and
+    /// compares the results.
     pub(super) fn compare(&self, backends: &Backends, seed: u64) -> CaseResult {
         match *self {
             FixedCase::Norms { m, d } => cases::compare_norms(backends, seed, m, d),
@@ -62,7 +62,7 @@ impl FixedCase {
     }
 }
 
-/// Returns an iterator that compares the GPU with the CPU, on one fixed shape for each item.
+/// Returns an iterator that compares ops on the GPU with the CPU, one fixed shape at each step.
 pub(super) fn compare_fixed_cases(backends: &Backends) -> impl Iterator<Item = CaseResult> {
     let cases = list_boundary_cases(backends)
         .into_iter()
@@ -103,8 +103,8 @@ fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
     ]
 }
 
-/// Returns conformance cases for kernels that load eight elements at once, each with the seed of
-/// its values. The length of their rows is a multiple of eight.
+/// Returns conformance cases for GPU kernels that load eight elements at once, each with the seed
+/// of its values. The length of their rows is a multiple of eight.
 ///
 /// The lengths cover one warp, each thread of a block, several vectors per thread, and rows that do
 /// not fit into registers. Further cases have heads of such lengths, and sums over more rows than a

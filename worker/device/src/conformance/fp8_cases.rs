@@ -7,9 +7,9 @@ use crate::Buf;
 use crate::fp8::Fp8Format;
 use crate::ops::{FP8_COLUMN_MULTIPLE, Fp8Operand, Ops, WriteMode};
 
-/// The largest tolerated relative error between the fp8 sums of the GPU and those of the CPU in
-/// `f32`. Tensor cores keep fewer bits of fp8 sums than `f32` has. Wrong rounding of an operand
-/// causes larger errors.
+/// The largest tolerated relative error between the results of an fp8 matmul on the GPU and those
+/// of the CPU, which sums in `f32`. Tensor cores keep fewer bits of fp8 sums than `f32` has. Wrong
+/// rounding of an operand causes larger errors.
 const SUM_TOLERANCE: f64 = 2e-3;
 
 /// The fp8 formats of the left and right operands of three matmuls: that of the forward pass, that

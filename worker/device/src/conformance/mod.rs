@@ -19,7 +19,7 @@ use crate::{Cpu, Cuda, Dtype, ops::AttentionShape};
 use comparison::{Backends, CaseResult, CaseRng};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The result of comparing one family of operations on the GPU with the CPU.
+/// The result of comparing one family of operations (such as norms) on the GPU with the CPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FamilyReport {
     /// Name of the family, such as `classifier`.
@@ -46,7 +46,7 @@ const RUN_SETTINGS: [(Dtype, usize, f64); 5] = [
     (Dtype::F16, 0, 3e-3),
 ];
 
-/// Number of families that are compared on random shapes only.
+/// Number of families of operations that are compared on random shapes only.
 const RANDOM_FAMILY_COUNT: usize = random_cases::RANDOM_CASE_FAMILIES.len();
 /// The names of the families of operations that [`compare_family_with_cpu`] compares.
 pub const FAMILY_NAMES: [&str; RANDOM_FAMILY_COUNT + 2] = {
@@ -110,7 +110,7 @@ pub fn compare_realistic_shape_with_cpu(
     is_supported.then_some(report)
 }
 
-/// Compares attention by cuDNN ([`Cuda::set_attention_backend`]) with attention on the CPU, on
+/// Compares cuDNN's attention ([`Cuda::set_attention_backend`]) with attention on the CPU, on
 /// `rounds` random shapes, on shapes of usual models, and with sliding windows.
 pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> FamilyReport {
     let types = [RUN_SETTINGS[0], (Dtype::Bf16, 8, RUN_SETTINGS[0].2)];
@@ -146,14 +146,15 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
     )
 }
 
-/// Runs the conformance cases of a family of ops until one fails, and returns the report. A failure
-/// of the GPU or a panic of a case is the family's failure.
+/// Compares one family of operations on the GPU with the CPU, case by case, until one fails, and
+/// returns the report. A failure of the GPU or a panic of a case is the family's failure.
 fn run_family(cuda: &Cuda, family: &'static str, cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
     let take_status = || cuda.take_status().map_err(ConformanceError::from);
     run_cases(family, cases.map(|result| take_status().and(result)))
 }
 
-/// Runs the conformance cases of a family of ops until one fails or panics, and returns the report.
+/// Evaluates `cases`, which compare a family of operations on the GPU with the CPU, until one fails
+/// or panics, and returns the report.
 fn run_cases(family: &'static str, mut cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
     let mut report = FamilyReport { family, cases: 0, max_errors: MaxErrors::default(), failure: None };
     loop {

@@ -47,8 +47,8 @@ fn compare_random_activations(backends: &Backends, rng: &mut CaseRng) -> CaseRes
     cases::compare_activations(backends, seed, m, f)
 }
 
-/// Compares attention on the GPU with attention on the CPU for one random shape. Some shapes also
-/// use softcap or dropout.
+/// Compares attention on the GPU with attention on the CPU for one random shape, over documents of
+/// random lengths. Some shapes also use softcap or dropout.
 fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let kv_heads = rng.draw_in_range(1, 3);
     let shape = AttentionShape::new(

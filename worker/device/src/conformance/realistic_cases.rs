@@ -70,7 +70,8 @@ pub(super) fn compare_realistic_case(
 /// The number of rows at the end of a large tensor that are compared.
 const TAIL_ROWS: usize = 8;
 
-/// The element type, row length and role of a tensor in a comparison of ops on more than 2³¹ bytes.
+/// A tensor in a comparison of ops on more than 2³¹ bytes: its element type, its row length, and
+/// whether it is small or an output.
 struct LargeTensor {
     dtype: Dtype,
     /// The number of elements of a row.

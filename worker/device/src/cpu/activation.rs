@@ -9,10 +9,10 @@ use crate::ops::{ActivationOps, expect_lens};
 
 /// The constant 2·√(2/π) of GELU's tanh approximation.
 const TWO_SQRT_2_OVER_PI: f32 = core::f32::consts::FRAC_2_SQRT_PI * core::f32::consts::SQRT_2;
-/// Coefficient of x³ in the tanh approximation.
+/// Coefficient of x³ in GELU's tanh approximation.
 const CUBIC_COEFFICIENT: f32 = 0.044715;
 
-/// Activation function of a gated linear unit: SiLU for SwiGLU, or GELU for GeGLU.
+/// Activation function of a gated linear unit: SiLU in SwiGLU, or GELU in GeGLU.
 #[derive(Clone, Copy)]
 enum Activation {
     Silu,
@@ -137,7 +137,8 @@ fn sigmoid<S: Simd>(s: S, x: S::V) -> S::V {
     s.div(one, s.add(one, exp(s, s.sub(s.splat(0.0), x))))
 }
 
-/// An activation function of the CPU backend and its derivative, computed in SIMD lanes.
+/// An activation function that the CPU backend computes in SIMD lanes, together with its
+/// derivative.
 trait ActivationFunction {
     /// Computes the activation function and its derivative at `x` in each lane, and returns (value,
     /// derivative).
@@ -155,8 +156,9 @@ impl ActivationFunction for Silu {
     }
 }
 
-/// The function gelu(x) = ½·x·(1 + tanh u). With s = σ(2u), value and derivative are computed as
-/// `x·s` and `s + x·s·(1 − s)·2u'`, which loses no accuracy where tanh is close to −1.
+/// The function gelu(x) = ½·x·(1 + tanh u), where u = √(2/π)·(x + 0.044715·x³). With s = σ(2u),
+/// value and derivative are computed as `x·s` and `s + x·s·(1 − s)·2u'`, which loses no accuracy
+/// where tanh is close to −1.
 struct Gelu;
 
 impl ActivationFunction for Gelu {
@@ -216,7 +218,8 @@ fn differentiate_gate_rows<S: Simd>(
     }
 }
 
-/// Computes a gated linear unit, `y = A(gate)·up`, for each row of `gate_up`.
+/// Computes a gated linear unit with the activation function `A`, `y = A(gate)·up`, for each row of
+/// `gate_up`.
 #[inline(always)]
 fn activate_rows<S: Simd, A: ActivationFunction>(s: S, y: &mut [f32], gate_up: &[f32], f: usize) {
     for row in 0..y.len() / f.max(1) {

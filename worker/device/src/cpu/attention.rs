@@ -22,8 +22,8 @@ use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ops::Range;
 
 impl AttentionOps for Cpu {
-    /// Computes causal attention, in parallel tasks that each compute one tile of queries of one
-    /// head.
+    /// Computes causal attention on the CPU, in parallel tasks that each compute a block of queries
+    /// of one head.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
         let g = AttentionLayout::new("attention_forward", o.len(), lse.len(), qkv.len(), starts, shape);
@@ -78,7 +78,7 @@ struct QueryTile {
     rows: Range<usize>,
 }
 
-/// Returns how many `f32` elements of scratch memory a task of attention's forward pass needs.
+/// Returns how many `f32` elements of scratch memory one task of attention's forward pass needs.
 fn compute_scratch_len(g: AttentionLayout) -> usize {
     let rows = QUERY_TILE + MAX_TILE_ROWS;
     rows * g.padded * 2 + MAX_TILE_ROWS * KEY_TILE + rows * LANES + 4 * READ_SLACK
@@ -93,8 +93,9 @@ multiversion! {
     )
 }
 
-/// Packs the keys and the values of one key head of one sequence for the micro-kernel, tile after
-/// tile. The keys are transposed. `task` is the index of the sequence and head.
+/// Copies the keys and the values of one key head of one sequence, tile after tile, into the layout
+/// that the matmuls of attention read. The keys are transposed. `task` is the index of the sequence
+/// and head.
 #[inline(always)]
 fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: AttentionLayout, task: usize) {
     let AttentionShape { t, kv_heads, head_dim, .. } = g.shape;
@@ -115,8 +116,9 @@ fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: Attentio
     }
 }
 
-/// The running maxima, sums and outputs of the online softmax, for a strip of queries. A strip has
-/// as many queries as a micro tile has rows.
+/// The running maxima, sums and outputs of the online softmax (Milakov and Gimelshein, 2018), for a
+/// few queries that are computed together (a strip). A strip has as many queries as a micro tile
+/// has rows.
 struct OnlineSoftmaxState<'a> {
     /// Scores of the current tile, later their exponentials: rows of `KEY_TILE` elements.
     scores: &'a mut [f32],
@@ -128,8 +130,8 @@ struct OnlineSoftmaxState<'a> {
     max: &'a mut [f32],
 }
 
-/// Computes the attention of one tile of queries to all keys that they attend to, and writes
-/// outputs and log-sum-exps.
+/// Computes the attention of one block of queries to all keys that they attend to, and writes the
+/// outputs and the log-sum-exps.
 #[inline(always)]
 fn attend_tile<S: Simd>(
     s: S,
@@ -202,7 +204,8 @@ fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     }
 }
 
-/// The positions of the queries and keys of a block of attention scores, for masking and dropout.
+/// The positions of the queries and keys that belong to a block of attention scores, from which
+/// masking and dropout follow.
 struct TileMask<'a> {
     /// Position of the strip's first query.
     q0: usize,
@@ -215,7 +218,7 @@ struct TileMask<'a> {
 }
 
 impl OnlineSoftmaxState<'_> {
-    /// Adds the contribution of a tile of keys and values to the running results of a strip of
+    /// Adds the contribution of a block of keys and values to the running softmax results of a few
     /// queries.
     #[inline(always)]
     fn add_key_tile<S: Simd>(self, s: S, g: AttentionLayout, q: &[f32], kv: &[f32], visibility: TileMask) {
@@ -275,9 +278,9 @@ impl OnlineSoftmaxState<'_> {
     }
 }
 
-/// Adds a tile of attention scores to the running results of a strip of queries: masks the scores,
-/// replaces each by e^(score − max), and adds these to the queries' sums. If the maximum of a query
-/// rises, its sum and output are rescaled.
+/// Adds a block of attention scores to the running softmax results of a few queries: masks the
+/// scores, replaces each by e^(score − max), and adds these to the queries' sums. If the maximum of
+/// a query rises, its sum and output are rescaled.
 #[inline(always)]
 fn update_online_softmax<S: Simd>(
     s: S,

@@ -54,9 +54,9 @@ pub(crate) fn differentiate_attention(
     unsafe { dqkv.update_as_f32(0..dqkv.len(), PriorContents::Ignored, work) };
 }
 
-/// The scratch matrices of one task of attention's backward pass, which computes one key head of
-/// one sequence. Matrices of queries are `[QUERY_TILE, padded]`, and matrices of keys `[KEY_TILE,
-/// padded]`.
+/// The scratch matrices of one task of attention's backward pass, which computes the gradients of
+/// one key head in one sequence. Matrices of queries are `[QUERY_TILE, padded]`, and matrices of
+/// keys `[KEY_TILE, padded]`.
 struct KeyHeadScratch<'a> {
     /// Σ_j dO·O for each query of the group's heads.
     delta: &'a mut [f32],
@@ -83,7 +83,8 @@ struct KeyHeadScratch<'a> {
 }
 
 impl<'a> KeyHeadScratch<'a> {
-    /// Returns the number of elements of each scratch matrix of a task, in the order of the fields.
+    /// Returns the number of elements of each scratch matrix of a task of attention's backward
+    /// pass, in the order of the fields.
     fn matrix_lens(g: AttentionLayout) -> [usize; 11] {
         let transposed = g.shape.head_dim * KEY_TILE;
         let of_queries = (QUERY_TILE + MAX_TILE_ROWS) * g.padded;
@@ -96,12 +97,14 @@ impl<'a> KeyHeadScratch<'a> {
         ]
     }
 
-    /// Returns the number of elements of all scratch matrices together.
+    /// Returns the number of elements of all scratch matrices of a task of attention's backward
+    /// pass together.
     fn total_len(g: AttentionLayout) -> usize {
         Self::matrix_lens(g).iter().sum()
     }
 
-    /// Divides a scratch buffer of [`Self::total_len`] elements into the matrices.
+    /// Divides a scratch buffer of [`Self::total_len`] elements into the matrices of a task of
+    /// attention's backward pass.
     fn split(g: AttentionLayout, mut scratch: &'a mut [f32]) -> Self {
         let [delta, keys_t, values_t, keys, q, d_o, dq, dk, dv, p, ds] = Self::matrix_lens(g).map(|len| {
             let (part, rest) = std::mem::take(&mut scratch).split_at_mut(len);
@@ -118,8 +121,8 @@ multiversion! {
     )
 }
 
-/// Computes the gradients of one key head and its value head in one sequence, and of the query
-/// heads that use them.
+/// Computes the attention gradients of one key head and its value head in one sequence, and of the
+/// query heads that use them.
 #[inline(always)]
 fn differentiate_key_head_simd<S: Simd>(
     s: S,
@@ -171,7 +174,8 @@ fn differentiate_key_head_simd<S: Simd>(
     }
 }
 
-/// Adds the rows of `x` elementwise to those rows of `dst` that begin at element `first`.
+/// Adds the rows of `x` to rows of one head in the gradient `dst`, the first of which begins at
+/// element `first`.
 ///
 /// # Safety
 ///
@@ -214,7 +218,8 @@ fn dot<S: Simd, A: Element, B: Element>(s: S, a: &[A], b: &[B]) -> f32 {
     s.sum(sum)
 }
 
-/// One task of attention's backward pass, which computes one key head of one sequence.
+/// One task of attention's backward pass, which computes the gradients of one key head in one
+/// sequence.
 #[derive(Clone, Copy)]
 struct KeyHeadTask<'a> {
     inputs: AttentionBackwardInputs<'a>,
@@ -223,8 +228,8 @@ struct KeyHeadTask<'a> {
     kv: usize,
 }
 
-/// The position of a tile of queries and of a tile of keys, whose attention scores are computed
-/// together.
+/// A block of queries and a block of keys whose attention scores are computed together, by their
+/// positions.
 struct TilePair<'a> {
     h: usize,
     q0: usize,
@@ -234,16 +239,16 @@ struct TilePair<'a> {
 }
 
 impl TilePair<'_> {
-    /// Returns how many keys of the key tile have a position at or before that of query number
-    /// `last` of the query tile.
+    /// Returns how many keys of the block of keys have a position at or before that of query number
+    /// `last` of the block of queries.
     fn count_keys_up_to(&self, last: usize) -> usize {
         (self.q0 + last + 1).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
     }
 }
 
 impl KeyHeadTask<'_> {
-    /// Computes the row sums `delta` = Σ dO·O of outputs and their gradients, for all queries of
-    /// the heads that share a key head.
+    /// Computes `delta`, the sum Σ dO·O over the elements of each query's output and its gradient,
+    /// for all query heads that share a key head.
     #[inline(always)]
     fn compute_delta<S: Simd>(&self, s: S, delta: &mut [f32]) {
         let AttentionShape { t, heads, head_dim, .. } = self.g.shape;
@@ -259,7 +264,8 @@ impl KeyHeadTask<'_> {
         }
     }
 
-    /// Copies the tile of keys and values whose first key is `k0` to the scratch matrices.
+    /// Copies the block of keys and values whose first key has the position `k0` to the scratch
+    /// matrices.
     #[inline(always)]
     fn load_keys_and_values<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, k0: usize) {
         let g = self.g;
@@ -276,7 +282,7 @@ impl KeyHeadTask<'_> {
         copy_scaled_rows(s, tiles.keys, keys, g.padded, KEY_TILE, g.shape.scale);
     }
 
-    /// Copies a tile of queries, and the gradients of their outputs, to the scratch matrices.
+    /// Copies a block of queries, and the gradients of their outputs, to the scratch matrices.
     #[inline(always)]
     fn load_queries_and_output_gradients<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let g = self.g;
@@ -295,9 +301,10 @@ impl KeyHeadTask<'_> {
         copy_scaled_rows(s, tiles.d_o, d_o, g.padded, height, 1.0);
     }
 
-    /// Computes the attention probabilities `p = e^(q·k − lse)` and the gradients of the scores `ds
-    /// = p·(dO·v − delta)`, which are 0 where a query does not attend to a key. With dropout
-    /// factors `f`, computes `ds = p·(f·dO·v − delta)` and replaces `p` by `f·p`.
+    /// Computes the attention probabilities `p = e^(q·k − lse)` of a block of queries and keys, and
+    /// the gradients of the scores `ds = p·(dO·v − delta)`; both are 0 where a query does not
+    /// attend to a key. With dropout factors `f`, computes `ds = p·(f·dO·v − delta)` and replaces
+    /// `p` by `f·p`.
     #[inline(always)]
     fn compute_probabilities<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let (g, t) = (self.g, self.g.shape.t);
@@ -362,8 +369,8 @@ impl KeyHeadTask<'_> {
         }
     }
 
-    /// Computes the gradients of a pair of tiles of queries and keys: `dq = ds·k`, `dk += dsᵀ·q`
-    /// and `dv += pᵀ·dO`.
+    /// Computes the gradients of a block of queries and keys from those of the scores: `dq = ds·k`,
+    /// `dk += dsᵀ·q` and `dv += pᵀ·dO`.
     #[inline(always)]
     fn compute_gradients<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let (padded, nvecs) = (self.g.padded, self.g.padded / LANES);

@@ -8,7 +8,7 @@ use crate::{ops::AttentionDropout, philox::compute_random_words_of_16_blocks};
 /// Number of keys in a tile, the block of keys that attention processes at a time.
 pub(crate) const KEY_TILE: usize = 64;
 
-/// Dropout of the attention probabilities of one query head of one sequence.
+/// Dropout of the attention probabilities of one query head in one sequence.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadDropout {
     /// Key of the Philox generator.
@@ -25,7 +25,8 @@ pub(crate) struct HeadDropout {
 }
 
 impl HeadDropout {
-    /// Creates the dropout of query head `h` in sequence `seq` of the batch.
+    /// Creates the dropout of attention probabilities for query head `h` in sequence `seq` of the
+    /// batch.
     pub(crate) fn new(d: &AttentionDropout, seq: usize, h: usize) -> Self {
         let (threshold, keep_scale) = (d.drop_threshold(), d.keep_scale());
         HeadDropout {
@@ -37,8 +38,8 @@ impl HeadDropout {
         }
     }
 
-    /// Returns the dropout factors of a query's probabilities for the tile of keys that begins at
-    /// `k0`. A factor is 0 or `1 / (1 − probability)`.
+    /// Returns the factors, 0 or `1 / (1 − probability)`, by which dropout multiplies a query's
+    /// probabilities for the tile of keys that begins at position `k0`.
     #[inline(always)]
     pub(crate) fn compute_factors(&self, query: usize, k0: usize) -> [f32; KEY_TILE] {
         let words = compute_random_words_of_16_blocks(
@@ -57,7 +58,7 @@ impl HeadDropout {
     }
 }
 
-/// Multiplies a row elementwise by factors: `row *= factors`.
+/// Multiplies a row of attention probabilities elementwise by dropout factors: `row *= factors`.
 #[inline(always)]
 pub(crate) fn multiply_row<S: Simd>(s: S, row: &mut [f32], factors: &[f32; KEY_TILE]) {
     for j in (0..row.len()).step_by(LANES) {

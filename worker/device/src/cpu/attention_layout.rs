@@ -15,7 +15,7 @@ pub(crate) const READ_SLACK: usize = 16;
 /// set.
 pub(crate) const MAX_TILE_ROWS: usize = 8;
 
-/// The shape of an attention op, and sizes that follow from it, such as the number of tiles.
+/// The shape of an attention op, and sizes that follow from it, such as the padded head dimension.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionLayout {
     /// The shape and options of the attention.
@@ -29,9 +29,9 @@ pub(crate) struct AttentionLayout {
 }
 
 impl AttentionLayout {
-    /// Checks the lengths of an attention op's arguments and computes its layout. Panics if the
-    /// shape or an argument is invalid. `o`, `lse` and `qkv` are lengths, and `op` is the op's name
-    /// in panics.
+    /// Checks the lengths of an attention op's arguments, and computes the sizes that follow from
+    /// its shape. Panics if the shape or an argument is invalid. `o`, `lse` and `qkv` are lengths,
+    /// and `op` is the op's name in panics.
     pub(crate) fn new(
         op: &str,
         o: usize,
@@ -53,7 +53,7 @@ impl AttentionLayout {
         }
     }
 
-    /// Returns the number of tiles of keys in a sequence.
+    /// Returns the number of blocks of [`KEY_TILE`] keys in a sequence.
     pub(crate) fn key_tile_count(&self) -> usize {
         self.shape.t.div_ceil(KEY_TILE)
     }
@@ -74,8 +74,7 @@ impl AttentionLayout {
     }
 }
 
-/// Consecutive rows of one attention head, whose elements are some columns of a wider matrix such
-/// as qkv.
+/// Consecutive rows of one attention head, stored in some columns of a wider matrix such as qkv.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadSlice<'a> {
     /// The elements of the whole matrix.
@@ -93,7 +92,7 @@ pub(crate) struct HeadSlice<'a> {
 }
 
 impl<'a> HeadSlice<'a> {
-    /// Returns the elements of row `i` of the slice.
+    /// Returns the head's elements in row `i` of the slice.
     #[inline(always)]
     fn row(&self, i: usize) -> InputElements<'a> {
         let first = (self.first + i) * self.stride + self.column;
@@ -159,8 +158,8 @@ fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], strid
     }
 }
 
-/// Returns the keys to which query `q` attends in the tile that begins at key `k0`, as a range of
-/// columns of the tile. `start` is the first position to which the query attends.
+/// Returns to which keys query `q` attends in the block of keys that begins at position `k0`, as a
+/// range of columns of the block. `start` is the first position to which the query attends.
 #[inline(always)]
 pub(crate) fn find_visible_keys(q: usize, start: u32, k0: usize) -> Range<usize> {
     let end = (q + 1).clamp(k0, k0 + KEY_TILE) - k0;

@@ -49,14 +49,15 @@ impl Cpu {
         self.pool.threads()
     }
 
-    /// Returns the bytes of scratch memory that the backend has allocated, in use or free.
+    /// Returns how many bytes of scratch memory the CPU backend has allocated for ops, in use or
+    /// free.
     pub fn scratch_bytes(&self) -> usize {
         self.scratch.total_bytes()
     }
 
-    /// Runs `work` on ranges of `0..rows` in parallel, and returns when all rows are done.
-    /// Processing a row is assumed to cost as much as copying `width` elements. Ranges are so long
-    /// that each costs about as much as copying 16 Ki elements.
+    /// Runs `work` on ranges of the row numbers `0..rows` in parallel, and returns when all rows
+    /// are done. Processing a row is assumed to cost as much as copying `width` elements. Ranges
+    /// are so long that each costs about as much as copying 16 Ki elements.
     pub(super) fn run_over_rows(&self, rows: usize, width: usize, work: impl Fn(Range<usize>) + Sync) {
         let per_task = ((16 << 10) / width.max(1)).max(1);
         self.pool.run(rows.div_ceil(per_task), &|task| {

@@ -80,8 +80,8 @@ impl ClassifierOps for Cpu {
     }
 }
 
-/// The gradients that the classifier's backward pass computes, and where it writes them; see
-/// [`ClassifierGrads`] for the fields.
+/// The gradients that the classifier's backward pass writes: those of the inputs, and of the output
+/// layer's weight; see [`ClassifierGrads`] for the fields.
 struct ClassifierBackwardOutputs<'a> {
     dx: OutputElements<'a>,
     dw: &'a mut [f32],
@@ -105,16 +105,16 @@ struct LogitStatistics {
 impl LogitStatistics {
     /// Size of a row's statistics, in `f32` elements.
     const FLOAT_COUNT: usize = size_of::<Self>() / size_of::<f32>();
-    /// The statistics of a row of logits before the first logit is added.
+    /// The statistics of a row of logits of which no logit was added yet.
     const EMPTY: Self = LogitStatistics { max: f64::NEG_INFINITY, total: 0.0, label_logit: 0.0 };
 
-    /// Returns the cross-entropy loss of the row: `log Σ e^logit − logit of the label`.
+    /// Returns the cross-entropy loss of the row of logits: `log Σ e^logit − logit of the label`.
     fn compute_loss(&self) -> f32 {
         (libm::log(self.total) + self.max - self.label_logit) as f32
     }
 }
 
-/// Some rows of the classifier, whose logits are in memory at the same time.
+/// Some rows of the classifier's input (a chunk), whose logits are in memory at the same time.
 struct ClassifierChunk<'a> {
     cpu: &'a Cpu,
     x: InputElements<'a>,
@@ -124,7 +124,8 @@ struct ClassifierChunk<'a> {
 }
 
 impl ClassifierChunk<'_> {
-    /// Returns the ranges of columns of the vocabulary that are processed at a time.
+    /// Returns the ranges of vocabulary entries (columns of the logits) that are processed one
+    /// after another.
     fn vocab_blocks(&self) -> impl Iterator<Item = Range<usize>> {
         let v = self.shape.v;
         (0..v).step_by(VOCAB_BLOCK).map(move |start| start..(start + VOCAB_BLOCK).min(v))
@@ -298,8 +299,8 @@ fn exponentiate_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32) {
     }
 }
 
-/// Replaces softcapped logits by the gradient of the logits before the softcap. The gradient is
-/// `e^(x − shift)·factor` times the derivative of the softcap.
+/// Replaces each softcapped logit `x` by `e^(x − shift)·factor` times the derivative of the
+/// softcap, which is the softmax part of the gradient of the logit before the softcap.
 #[inline(always)]
 fn exponentiate_capped_logits<S: Simd>(s: S, x: &mut [f32], shift: f32, factor: f32, cap: f32) {
     let (shift, factor) = (s.splat(shift), s.splat(factor));

@@ -19,7 +19,8 @@ impl<'a, T> DisjointSlices<'a, T> {
         DisjointSlices { ptr: x.as_mut_ptr(), len: x.len(), life: PhantomData }
     }
 
-    /// Returns the elements with indices in `r`, to write. Panics if `r` is out of bounds.
+    /// Returns the elements with the indices `r`, which one task may write while other tasks write
+    /// other elements. Panics if `r` is out of bounds.
     ///
     /// # Safety
     ///

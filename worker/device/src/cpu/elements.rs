@@ -1,5 +1,5 @@
-//! The inputs and outputs of ops on the CPU, with any element type ([`InputElements`] and
-//! [`OutputElements`]).
+//! The inputs and outputs of ops on the CPU ([`InputElements`] and [`OutputElements`]), whose
+//! elements are `f32` or 16-bit numbers.
 //!
 //! Ops compute in `f32` and round each result once, to nearest, ties to even. A task converts the
 //! range that it needs. For `f32` elements, this is the slice itself. For 16-bit elements, it is a
@@ -76,7 +76,8 @@ pub(crate) trait Element: Copy {
     /// Converts the element to `f32`. The conversion is exact.
     fn to_f32(self) -> f32;
 
-    /// Loads 16 elements from index `i` as `f32`. Lanes past the end of `x` are 0.
+    /// Loads 16 elements, starting at index `i`, and converts them to `f32`. Lanes past the end of
+    /// `x` are 0.
     #[inline(always)]
     fn load_lanes<S: Simd>(s: S, x: &[Self], i: usize) -> S::V {
         let rest = &x[i..];
@@ -190,7 +191,7 @@ fn round_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [u16], from: &[f32]) 
     }
 }
 
-/// The elements of an op's input, of any type.
+/// The elements of an op's input on the CPU, as a slice of `f32` or 16-bit numbers.
 #[derive(Clone, Copy)]
 pub(crate) enum InputElements<'a> {
     /// `f32` elements.
@@ -218,7 +219,7 @@ impl<'a> InputElements<'a> {
         }
     }
 
-    /// Returns the elements with indices in `r`.
+    /// Returns the part of the input with the indices `r`.
     #[inline(always)]
     pub(crate) fn slice(self, r: Range<usize>) -> InputElements<'a> {
         match self {
@@ -288,7 +289,8 @@ impl Deref for F32Input<'_> {
     }
 }
 
-/// Whether a task reads the previous contents of the output elements that it writes.
+/// Whether a task reads the previous contents of the output elements that it writes, or only
+/// overwrites them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PriorContents {
     /// The task overwrites the elements without reading them.
@@ -306,8 +308,8 @@ impl From<WriteMode> for PriorContents {
     }
 }
 
-/// The elements of an op's output, of any type. Tasks write different ranges of the output at the
-/// same time.
+/// The elements of an op's output on the CPU, `f32` or 16-bit numbers, of which parallel tasks
+/// write different ranges.
 pub(crate) struct OutputElements<'a> {
     cpu: &'a Cpu,
     elements: OutputSlices<'a>,
@@ -320,7 +322,8 @@ enum OutputSlices<'a> {
 }
 
 impl<'a> OutputElements<'a> {
-    /// Wraps `v` as the output of an op, of which tasks can write different ranges.
+    /// Wraps `v` as the output of an op on the CPU, of which parallel tasks can write different
+    /// ranges.
     pub(crate) fn new(cpu: &'a Cpu, v: ViewMut<'a>) -> Self {
         let len = v.len();
         let elements = match v.dtype() {
@@ -343,9 +346,10 @@ impl<'a> OutputElements<'a> {
         }
     }
 
-    /// Returns the elements with indices in `r` as `f32`, for writing. If they are 16-bit, returns
-    /// an `f32` copy in scratch memory. Dropping the copy rounds its elements and stores them in
-    /// the output. The copy has arbitrary content unless `prior` is [`PriorContents::Read`].
+    /// Returns the output elements with the indices `r` as `f32`, for one task to write. If they
+    /// are 16-bit, returns an `f32` copy in scratch memory. Dropping the copy rounds its elements
+    /// and stores them in the output. The copy has arbitrary content unless `prior` is
+    /// [`PriorContents::Read`].
     ///
     /// # Safety
     ///
@@ -366,10 +370,10 @@ impl<'a> OutputElements<'a> {
         }
     }
 
-    /// Runs `work` on the elements with indices in `r` as `f32`, and rounds the results to the type
-    /// of the output. `work` may use all threads. If the elements are 16-bit, `work` gets an `f32`
-    /// copy, which is then rounded to the output. The copy has arbitrary content unless `prior` is
-    /// [`PriorContents::Read`].
+    /// Runs `work` on the output elements with the indices `r`, converted to `f32`, and rounds the
+    /// results to the type of the output. `work` may use all threads. If the elements are 16-bit,
+    /// `work` gets an `f32` copy, which is then rounded to the output. The copy has arbitrary
+    /// content unless `prior` is [`PriorContents::Read`].
     ///
     /// # Safety
     ///

@@ -74,7 +74,8 @@ pub(super) fn copy_selected_rows(cpu: &Cpu, op: &str, y: ViewMut, x: View, rows:
     });
 }
 
-/// A weighted sum of selected rows: the arguments of [`RowOps::combine_rows`] without the output.
+/// The arguments of an op that computes weighted sums of selected rows ([`RowOps::combine_rows`]),
+/// without the output.
 #[derive(Clone, Copy)]
 pub(crate) struct WeightedRowSum<'a> {
     /// The matrix whose rows are summed.

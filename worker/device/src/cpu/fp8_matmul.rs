@@ -1,5 +1,5 @@
-//! Matmul with operands that are rounded to fp8, as the reference for GPUs. The rounded operands
-//! are multiplied as bfloat16.
+//! Matmul on the CPU whose operands are rounded to fp8, as the reference for the results of GPUs.
+//! The rounded operands are multiplied as bfloat16.
 //!
 //! An fp8 number times its scale is exactly a bfloat16, because it has at most four significant
 //! bits and scales are at least 2⁻⁶⁰. (Values from 2¹²⁸·15/16 on, which round to 2¹²⁸, become

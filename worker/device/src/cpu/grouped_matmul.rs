@@ -75,8 +75,8 @@ impl GroupedMatmulOps for Cpu {
     }
 }
 
-/// Panics unless the groups' rows are in order without overlap and all rows and matrices are in
-/// bounds. `k` is the length of a row, `matrix_len` that of a matrix.
+/// Panics unless the row groups of a grouped matmul are in order without overlap, and all rows and
+/// matrices are in bounds. `k` is the length of a row, `matrix_len` that of a matrix.
 #[track_caller]
 fn check_groups(groups: &[RowGroup], x_len: usize, k: usize, weights_len: usize, matrix_len: usize) {
     assert!(k > 0 && x_len.is_multiple_of(k), "grouped matmul: {x_len} elements are not rows of {k}");
@@ -93,7 +93,8 @@ fn check_groups(groups: &[RowGroup], x_len: usize, k: usize, weights_len: usize,
     }
 }
 
-/// Calls `run` for each group of rows, in parallel unless one group has most of the rows.
+/// Calls `run` for each row group of a grouped matmul, in parallel unless one group has most of the
+/// rows.
 fn for_each_group(cpu: &Cpu, groups: &[RowGroup], run: impl Fn(&RowGroup) + Sync) {
     let rows = groups.iter().map(|g| g.rows.len());
     let (total, largest) = (rows.clone().sum::<usize>(), rows.max().unwrap_or(0));

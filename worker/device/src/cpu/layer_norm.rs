@@ -147,8 +147,9 @@ struct LayerNormBackwardRows<'a> {
     stats: &'a [f32],
 }
 
-/// Computes the gradients of LayerNorm for some rows. With x̂ = (x − mean)·rstd and g = dy·w, these
-/// are `dx (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw += dy·x̂` and `db += dy`.
+/// Computes the gradients of LayerNorm for the rows of one parallel task. With x̂ = (x − mean)·rstd
+/// and g = dy·w, these are `dx (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw += dy·x̂` and `db +=
+/// dy`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(
     s: S,

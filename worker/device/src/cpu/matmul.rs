@@ -23,10 +23,11 @@ use std::ops::Range;
 /// Maximum number of terms of each sum that a matmul adds in one pass. A strip of the left operand
 /// then takes 16 KiB of the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
-/// Number of elements of the smaller operand that are packed at a time, for all tasks to read.
+/// Number of elements of the smaller operand of a matmul that are packed (copied in the order of
+/// their use) at a time, for all tasks to read.
 const SHARED_PACKED_LEN: usize = 1 << 20;
-/// Number of elements of the larger operand that one task packs at a time. They take half of an L2
-/// cache.
+/// Number of elements of the larger operand of a matmul that one task packs (copies in the order of
+/// their use) at a time. They take half of an L2 cache.
 const TASK_PACKED_LEN: usize = 96 << 10;
 /// Number of elements of the packed right operand that stay in the L2 cache while they are
 /// multiplied by strips of the left operand. The rest of the cache holds the result and prefetched
@@ -156,7 +157,8 @@ pub(crate) fn matmul_with_bias(
     unsafe { matmul_row_blocks(cpu, &c, 0, a, b, bias.as_deref(), shape) }
 }
 
-/// Computes a matmul as [`matmul`] does, but writes the result to `c` starting at element `first`.
+/// Computes a matmul with a result of any element type, and writes the result to `c` from element
+/// `first` on.
 ///
 /// # Safety
 ///
@@ -175,7 +177,7 @@ pub(crate) unsafe fn matmul_at_offset(
 }
 
 /// Computes a matmul in blocks of rows, adds `bias` to each row if there is one, and rounds each
-/// complete block to the type of `c`.
+/// complete block to the element type of `c`.
 ///
 /// # Safety
 ///
@@ -216,8 +218,8 @@ struct PackableOperand<'a> {
     width: usize,
 }
 
-/// Packs into `packed`, on all threads, a range of the rows or columns of the operand that all
-/// tasks read.
+/// Copies a range of the rows or columns of an operand into `packed`, on all threads, in the order
+/// in which the micro-kernel reads them.
 fn pack_shared_operand(
     cpu: &Cpu,
     packed: &mut [f32],
@@ -248,8 +250,8 @@ fn pack_shared_operand(
     });
 }
 
-/// One pass of a matmul, which adds a range of the terms of each sum for a range of the operand
-/// that is packed once for all tasks. A pass includes all rows or columns of the other operand.
+/// One pass of a matmul: adds some of the terms of each sum, for a range of the operand that all
+/// tasks share. A pass includes all rows or columns of the other operand.
 struct MatmulPass<'a> {
     c: &'a DisjointSlices<'a, f32>,
     ldc: usize,
@@ -266,9 +268,9 @@ struct MatmulPass<'a> {
 }
 
 impl MatmulPass<'_> {
-    /// Computes this pass of the matmul in parallel tasks, and returns when all are done. Each task
-    /// computes one block of the operand that is not shared. If there are fewer blocks than
-    /// threads, the panels of the shared operand are divided into groups, too.
+    /// Computes this pass of the matmul with parallel tasks on all threads, and returns when all
+    /// tasks are done. Each task computes one block of the operand that is not shared. If there are
+    /// fewer blocks than threads, the panels of the shared operand are divided into groups, too.
     fn run(&self, cpu: &Cpu, shared_width: usize) {
         let (width, k) = (self.other.width, self.depth.len());
         let panels = self.other.count.div_ceil(width);
@@ -348,9 +350,9 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the address of element `first` of the operand for the micro-kernel, which reads
-    /// `lines` runs of `len` elements from there. The runs are `stride` elements apart. Panics if a
-    /// run is out of bounds.
+    /// Returns the address of element `first` of the operand, after checking that the micro-kernel
+    /// can read `lines` runs of `len` elements from there. The runs are `stride` elements apart.
+    /// Panics if a run is out of bounds.
     fn get_checked_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
         self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }

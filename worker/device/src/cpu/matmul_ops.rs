@@ -74,8 +74,8 @@ impl MatmulOps for Cpu {
     }
 }
 
-/// Computes the matmul with bias `y[m,n] = a·b + bias`, after checking the lengths of the
-/// arguments. Panics if a length does not fit the shape. `op` is the op's name in panics.
+/// Checks the lengths of the arguments, and computes the matmul with bias `y[m,n] = a·b + bias`.
+/// Panics if a length does not fit the shape. `op` is the op's name in panics.
 fn check_and_matmul_with_bias(
     cpu: &Cpu,
     op: &str,

@@ -27,9 +27,9 @@ pub(crate) unsafe fn compute_tile<S: Simd, const MR: usize, const NV: usize>(s: 
     }
 }
 
-/// Computes a tile like [`compute_tile`], with the strides of `a` as arguments: `rs` between rows
-/// and `ks` along the summed dimension. Callers pass constants where they can, for which the
-/// compiler specialises the code.
+/// Computes a tile of a matmul's result in registers, with the strides of `a` as arguments: `rs`
+/// between rows and `ks` along the summed dimension. Callers pass constants where they can, for
+/// which the compiler specialises the code.
 ///
 /// # Safety
 ///

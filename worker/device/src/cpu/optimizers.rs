@@ -12,8 +12,8 @@ use crate::ops::{
     expect_lens,
 };
 
-/// Wraps an `f32` vector as an output of rows with one element, so that parallel tasks can update
-/// different ranges.
+/// Wraps an `f32` vector as an output of an op, so that parallel tasks can update different ranges
+/// of its elements.
 fn to_element_rows(x: ViewMut<'_>) -> SliceRows<'_, f32> {
     SliceRows::new(x.host_slice_mut(), 1)
 }
@@ -76,7 +76,7 @@ multiversion! {
     fn lion_range = lion_vectors(p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: LionCoefficients)
 }
 
-/// Applies one AdamW update to a range of parameters and to both moments.
+/// Applies one AdamW update to a range of parameters and of both moving averages.
 #[inline(always)]
 fn adamw_vectors<S: Simd>(
     s: S,
@@ -120,7 +120,7 @@ fn sgd_vectors<S: Simd>(s: S, p: &mut [f32], g: &[f32], buffer: &mut [f32], hype
     }
 }
 
-/// Applies one Lion update to a range of parameters and to the moving average. The sign of 0 is 0.
+/// Applies one Lion update to a range of parameters and of the moving average. The sign of 0 is 0.
 #[inline(always)]
 fn lion_vectors<S: Simd>(_: S, p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: LionCoefficients) {
     let LionCoefficients { grad_scale, decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, lr } =

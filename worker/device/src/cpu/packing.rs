@@ -7,9 +7,10 @@ use super::instruction_set::multiversion;
 use super::simd::{LANES, Simd};
 use std::ops::Range;
 
-/// An operand of a matmul. Element `p` of row `i` (left operand) or column `i` (right operand) is
-/// at `data[i·row_stride + p·depth_stride]`, and `p` counts the terms of the sums. One of the
-/// strides must be 1.
+/// An operand of a matmul on the CPU: its elements, and the strides between rows and between terms
+/// of the sums. Element `p` of row `i` (left operand) or column `i` (right operand) is at
+/// `data[i·row_stride + p·depth_stride]`, and `p` counts the terms of the sums. One of the strides
+/// must be 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
     /// The elements of the operand, of any type.
@@ -39,7 +40,7 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// An [`Operand`] with elements of type `E`.
+/// An operand of a matmul (see [`Operand`]) whose elements have the type `E`.
 #[derive(Clone, Copy)]
 struct TypedOperand<'a, E> {
     data: &'a [E],
@@ -47,8 +48,8 @@ struct TypedOperand<'a, E> {
     depth: usize,
 }
 
-/// The block of a matmul operand that one call packs: its first element, and its numbers of rows
-/// and terms.
+/// The block of a matmul operand that one call packs (copies for the micro-kernel): its first
+/// element, and its numbers of rows and terms.
 #[derive(Clone)]
 pub(crate) struct PackBlock {
     /// Index of the first row (left operand) or column (right operand).
@@ -62,8 +63,9 @@ pub(crate) struct PackBlock {
 }
 
 impl PackBlock {
-    /// Returns the number of `f32` elements that the packed block takes. This includes the surplus
-    /// that a transposed strip of 8 rows writes past a narrower panel.
+    /// Returns the number of `f32` elements that this block takes when it is packed (copied for the
+    /// micro-kernel). This includes the surplus that a transposed strip of 8 rows writes past a
+    /// narrower panel.
     pub(crate) fn packed_len(&self) -> usize {
         let surplus = if self.panel_width.is_multiple_of(8) { 0 } else { 8 };
         self.rows.next_multiple_of(self.panel_width) * self.depth.len() + surplus

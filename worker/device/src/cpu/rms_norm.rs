@@ -167,8 +167,8 @@ pub(super) struct RmsNormBackwardRows<'a> {
     pub(super) rstd: &'a [f32],
 }
 
-/// Computes the gradients of RMSNorm for some rows. With x̂ = x·rstd and g = dy·w, these are `dx
-/// (=|+=) rstd·(g − x̂·mean(g·x̂))` and `dw += dy·x̂`.
+/// Computes the gradients of RMSNorm for the rows of one parallel task. With x̂ = x·rstd and g =
+/// dy·w, these are `dx (=|+=) rstd·(g − x̂·mean(g·x̂))` and `dw += dy·x̂`.
 #[inline(always)]
 fn differentiate_rows<S: Simd>(
     s: S,

@@ -16,8 +16,8 @@ impl RopeOps for Cpu {
     }
 }
 
-/// Rotates the first heads of every row in place, as rotary position embeddings do. For `sign` = 1
-/// the angles are those of the tables, for `sign` = −1 the negative angles.
+/// Applies rotary position embedding to the first heads of every row, in place. For `sign` = 1 the
+/// angles are those of the tables, for `sign` = −1 the negative angles.
 fn rotate_heads(cpu: &Cpu, x: ViewMut, cos: View, sin: View, shape: RopeShape, sign: f32) {
     shape.check_lengths(x.len(), cos.len(), sin.len());
     let RopeShape { b, t, heads, head_dim, stride } = shape;
@@ -37,8 +37,9 @@ multiversion! {
     fn rotate_row = rotate_row_simd(x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32)
 }
 
-/// Rotates the heads of one row in place. `cos` and `sin` are the tables' rows for the position of
-/// the row. `sign` is 1 in the forward pass and −1 in the backward pass.
+/// Applies rotary position embedding to the heads of one row, in place. `cos` and `sin` are the
+/// tables' rows for the position of the row. `sign` is 1 in the forward pass and −1 in the backward
+/// pass.
 #[inline(always)]
 fn rotate_row_simd<S: Simd>(s: S, x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32) {
     let half = cos.len();

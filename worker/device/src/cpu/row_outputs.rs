@@ -1,4 +1,4 @@
-//! The outputs of an op, whose rows parallel tasks write ([`RowOutputs`]).
+//! [`RowOutputs`]: one or more outputs of an op on the CPU, whose rows parallel tasks write.
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{F32Output, OutputElements, PriorContents};
@@ -10,12 +10,12 @@ use std::ops::Range;
 /// added in the order of the rows.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// One or more outputs of an op whose rows parallel tasks write.
+/// One or more outputs of an op on the CPU, whose rows parallel tasks write.
 pub(crate) trait RowOutputs: Sync {
     /// The type of the rows that one task writes.
     type Rows;
 
-    /// Returns the rows of the outputs with indices in `rows`, for writing.
+    /// Returns the rows of the outputs with the indices `rows`, for one task to write.
     ///
     /// # Safety
     ///
@@ -23,8 +23,8 @@ pub(crate) trait RowOutputs: Sync {
     unsafe fn get_rows(&self, rows: &Range<usize>) -> Self::Rows;
 }
 
-/// An output of any element type, whose rows parallel tasks write as `f32`. The rows may be limited
-/// to some columns.
+/// An output of an op, of any element type, whose rows parallel tasks write as `f32`. The rows may
+/// be limited to some columns.
 pub(crate) struct ElementRows<'a> {
     elements: OutputElements<'a>,
     /// Index of the first row's first element.
@@ -48,7 +48,7 @@ impl<'a> RowOutputs for ElementRows<'a> {
     }
 }
 
-/// A slice whose rows parallel tasks write.
+/// An output of an op, given as a slice, whose rows parallel tasks write.
 pub(crate) struct SliceRows<'a, T> {
     slices: DisjointSlices<'a, T>,
     width: usize,
@@ -123,8 +123,8 @@ impl Cpu {
         ElementRows { first, width, stride, ..self.as_rows_to_update(y, 0) }
     }
 
-    /// Runs `work` on blocks of the outputs' rows in parallel, and returns when all rows are done.
-    /// Processing a row is assumed to cost as much as copying `cost` elements.
+    /// Runs `work` on blocks of rows of an op's outputs in parallel, and returns when all rows are
+    /// done. Processing a row is assumed to cost as much as copying `cost` elements.
     pub(super) fn run_over_output_rows<O: RowOutputs>(
         &self,
         rows: usize,
@@ -139,7 +139,7 @@ impl Cpu {
         });
     }
 
-    /// Runs `work` on each row of the outputs in parallel, and returns when all rows are done.
+    /// Runs `work` on each row of an op's outputs in parallel, and returns when all rows are done.
     /// Processing a row is assumed to cost as much as copying `cost` elements.
     pub(super) fn run_over_each_output_row<O: RowOutputs>(
         &self,
@@ -156,14 +156,15 @@ impl Cpu {
         });
     }
 
-    /// Runs `work` on ranges of the elements of `y` in parallel, to read and write them.
+    /// Runs `work` on ranges of the elements of the output `y` in parallel, to read and write them
+    /// as `f32`.
     pub(super) fn update_elements(&self, y: ViewMut, work: impl Fn(Range<usize>, &mut [f32]) + Sync) {
         let len = y.len();
         self.run_over_output_rows(len, 1, self.as_rows_to_update(y, 1), |range, mut y| work(range, &mut y));
     }
 
-    /// Runs `work` on chunks of the rows of the outputs in parallel, and adds the sums over all
-    /// rows to `totals`.
+    /// Runs `work` on blocks of rows of an op's outputs in parallel, and adds what it sums over all
+    /// rows (such as the gradient of a weight) to `totals`.
     ///
     /// `work` also writes the chunk's rows of the outputs. It adds the chunk's contributions to its
     /// last argument, which contains one sum after another in the order of `totals`. The chunks'

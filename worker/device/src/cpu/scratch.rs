@@ -20,8 +20,8 @@ pub(crate) struct ScratchPool {
 }
 
 impl ScratchPool {
-    /// Borrows a buffer of at least `len` elements with arbitrary content, and allocates one if no
-    /// free buffer is large enough.
+    /// Borrows a buffer of at least `len` `f32` elements with arbitrary content, and allocates one
+    /// if no free buffer is large enough.
     pub(crate) fn borrow_buf(&self, len: usize) -> ScratchBuf<'_> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = (0..free.len()).filter(|&i| free[i].len() >= len).min_by_key(|&i| free[i].len());
@@ -49,13 +49,14 @@ impl ScratchPool {
         ScratchBuf { buf: Some(buf), pool: self }
     }
 
-    /// Returns the number of bytes of all buffers of the pool, free or in use.
+    /// Returns the number of bytes of all scratch buffers of the pool, free or in use.
     pub(crate) fn total_bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }
 }
 
-/// A buffer that is borrowed from a [`ScratchPool`]. Dropping it returns the buffer to the pool.
+/// A buffer that an op has borrowed from a [`ScratchPool`], and that returns to the pool when
+/// dropped.
 pub(crate) struct ScratchBuf<'a> {
     buf: Option<Buf>,
     pool: &'a ScratchPool,

@@ -5,7 +5,7 @@ use crate::ops::StochasticRounding;
 use crate::philox::compute_random_words_of_16_blocks;
 
 /// Number of elements that are rounded with the random numbers of one draw, which computes 16
-/// blocks of the Philox generator.
+/// blocks of four words of the Philox generator.
 const ELEMENTS_PER_DRAW: usize = 64;
 
 multiversion! {

@@ -23,7 +23,7 @@ pub(crate) struct ThreadPool {
     task_set_turn: Mutex<()>,
 }
 
-/// The state of a thread pool that the calling threads and the helper threads share.
+/// The state that the calling threads and the helper threads of a thread pool share.
 struct PoolState {
     slot: Mutex<TaskSetSlot>,
     /// Number of task sets that callers have posted so far. It changes only while `slot` is locked.
@@ -36,7 +36,8 @@ struct PoolState {
     helpers_done: Condvar,
 }
 
-/// The current task set of a thread pool, if there is one, and the helper threads' progress on it.
+/// The function that a thread pool runs at present (its task set), if there is one, and the helper
+/// threads' progress on it.
 #[derive(Default)]
 struct TaskSetSlot {
     /// The task set that helpers may join.
@@ -48,8 +49,8 @@ struct TaskSetSlot {
     panic: Option<Box<dyn Any + Send>>,
 }
 
-/// A function, and the number of tasks for which the threads of a pool call it. Both pointers are
-/// valid while the task set is in the slot or a helper is active.
+/// A function, and for how many task numbers the threads of a pool call it. Both pointers are valid
+/// while the task set is in the slot or a helper is active.
 #[derive(Clone, Copy)]
 struct TaskSet {
     run: *const (dyn Fn(usize) + Sync),
@@ -130,8 +131,8 @@ impl Drop for ThreadPool {
     }
 }
 
-/// Guard that closes the current task set when dropped, so that no helper thread uses its pointers
-/// any more.
+/// Guard that, when dropped, ends the helper threads' work on the current task set, so that no
+/// thread uses its pointers any more.
 struct CloseTaskSetOnDrop<'a>(&'a PoolState);
 
 impl Drop for CloseTaskSetOnDrop<'_> {
@@ -141,8 +142,8 @@ impl Drop for CloseTaskSetOnDrop<'_> {
 }
 
 impl TaskSet {
-    /// Runs tasks of this task set on the calling thread, until every task has been begun by some
-    /// thread.
+    /// Runs tasks of this task set (a function and its task numbers) on the calling thread, until
+    /// every task has been begun by some thread.
     fn run_tasks(&self) {
         // SAFETY: the pointers are valid while this thread takes part in the task set.
         let (run, next) = unsafe { (&*self.run, &*self.next) };
@@ -157,13 +158,13 @@ impl TaskSet {
 }
 
 impl PoolState {
-    /// Locks the pool's slot, which contains the current task set.
+    /// Locks the mutex of the pool's current task set (the function that its threads run).
     fn lock(&self) -> MutexGuard<'_, TaskSetSlot> {
         // No thread panics while it holds the lock.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a task set available to the helper threads.
+    /// Makes a task set (a function and its number of tasks) available to the helper threads.
     fn post_task_set(&self, task_set: TaskSet) {
         let mut slot = self.lock();
         slot.task_set = Some(task_set);
@@ -175,8 +176,8 @@ impl PoolState {
         }
     }
 
-    /// Prevents further helper threads from joining the task set, and waits for those that have
-    /// joined it.
+    /// Prevents further helper threads from joining the current task set, and blocks until those
+    /// that have joined it are done.
     fn close_task_set(&self) {
         self.lock().task_set = None;
         for _ in 0..SPIN_ITERATIONS {
@@ -191,7 +192,8 @@ impl PoolState {
         }
     }
 
-    /// The main function of a helper thread: runs tasks of each task set until the pool ends.
+    /// The main function of a helper thread: runs tasks of each task set that the pool gets, until
+    /// the pool is dropped.
     fn run_helper(&self) {
         let mut last_number = 0;
         while let Some((task_set_number, task_set)) = self.wait_for_task_set(last_number) {
@@ -208,9 +210,9 @@ impl PoolState {
         }
     }
 
-    /// Waits until a task set with a number above `last_number` is posted, and joins it. Returns
-    /// the number of the new task set, and the task set itself if it is still open. Returns `None`
-    /// if the pool ends.
+    /// Blocks a helper thread until a task set with a number above `last_number` is posted, and
+    /// joins the work on it. Returns the number of the new task set, and the task set itself if it
+    /// is still open. Returns `None` if the pool ends.
     fn wait_for_task_set(&self, last_number: u64) -> Option<(u64, Option<TaskSet>)> {
         for _ in 0..SPIN_ITERATIONS {
             if self.task_set_count.load(Ordering::Acquire) != last_number {

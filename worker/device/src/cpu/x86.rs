@@ -253,8 +253,8 @@ unsafe fn run_micro_kernel_avx2(s: Avx2, t: &MicroTile) {
     unsafe { micro_kernel::compute_tile::<_, 6, 1>(s, t) }
 }
 
-/// Computes `v · 2ⁿ` in 8 lanes. Multiplies by two powers of two, because 2⁻¹⁵⁰ and 2¹²⁹ are out of
-/// range of `f32`.
+/// Computes `v · 2ⁿ` in each of 8 lanes, for an integer `n` per lane. Multiplies by two powers of
+/// two, because 2⁻¹⁵⁰ and 2¹²⁹ are out of range of `f32`.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn scale_8_lanes_pow2(v: __m256, n: __m256) -> __m256 {
