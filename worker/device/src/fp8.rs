@@ -21,8 +21,9 @@ pub enum Fp8Format {
 const SMALLEST_SCALE_EXPONENT: i32 = -60;
 
 impl Fp8Format {
-    /// Returns the number of mantissa bits, the bias of the exponent, and the code that represents
-    /// values above the largest number: infinity in E5M2, NaN in E4M3.
+    /// Returns the bit layout of the format: the number of mantissa bits, the bias of the exponent,
+    /// and the code that represents values above the largest number (infinity in E5M2, NaN in
+    /// E4M3).
     const fn bit_layout(self) -> (u32, u32, u32) {
         match self {
             Fp8Format::E4M3 => (3, 7, 0x7f),
@@ -38,8 +39,8 @@ impl Fp8Format {
         }
     }
 
-    /// Returns the code of the fp8 number that is nearest to `x`, ties to even. Values that round
-    /// to more than [`Fp8Format::largest_finite`] become infinity in E5M2 and NaN in E4M3.
+    /// Returns the 8-bit code of the fp8 number that is nearest to `x`, ties to even. Values that
+    /// round to more than [`Fp8Format::largest_finite`] become infinity in E5M2 and NaN in E4M3.
     #[inline(always)]
     pub fn encode(self, x: f32) -> u8 {
         let (mantissa, bias, infinite) = self.bit_layout();
@@ -56,7 +57,7 @@ impl Fp8Format {
         (sign | if magnitude > 0x7f80_0000 { 0x7f } else { finite }) as u8
     }
 
-    /// Returns the number that an fp8 code represents. The conversion is exact.
+    /// Returns the number that an 8-bit fp8 code represents. The conversion is exact.
     #[inline(always)]
     pub fn decode(self, code: u8) -> f32 {
         let (mantissa, bias, infinite) = self.bit_layout();
@@ -68,9 +69,9 @@ impl Fp8Format {
         f32::from_bits(sign | if magnitude >= infinite { special } else { finite }.to_bits())
     }
 
-    /// Returns the scale `s` of a matrix whose finite elements have magnitudes up to `amax`. The
-    /// scale is the smallest power of two, at least 2⁻⁶⁰, for which `amax / s` is at most
-    /// [`Fp8Format::largest_finite`]. The scale of a zero matrix is 1.
+    /// Returns the scale `s` of a matrix that is rounded to fp8, whose finite elements have
+    /// magnitudes up to `amax`. The scale is the smallest power of two, at least 2⁻⁶⁰, for which
+    /// `amax / s` is at most [`Fp8Format::largest_finite`]. The scale of a zero matrix is 1.
     pub fn compute_scale(self, amax: f32) -> f32 {
         if amax == 0.0 {
             return 1.0;

@@ -29,9 +29,9 @@ fn multiply_pair(pair: WordPair, m: u32) -> (WordPair, WordPair) {
     (even >> 32 | odd & !LOW, even & LOW | odd << 32)
 }
 
-/// Returns the random words of 16 consecutive blocks, starting with `block`, which must be a
-/// multiple of 16. Element `[w][i]` is word `w` of block `block + i`. This function is vectorised,
-/// because attention dropout needs many words.
+/// Returns the Philox random words of 16 consecutive blocks (of four words each), starting with
+/// `block`, which must be a multiple of 16. Element `[w][i]` is word `w` of block `block + i`. This
+/// function is vectorised, because attention dropout needs many words.
 #[inline(always)]
 pub(crate) fn compute_random_words_of_16_blocks(
     key: [u32; 2],
@@ -64,7 +64,8 @@ pub(crate) fn compute_random_words_of_16_blocks(
     c.map(|pairs| std::array::from_fn(|i| (pairs[i / 2] >> (32 * (i % 2))) as u32))
 }
 
-/// Returns the four random words of block number `block`, for a sample and a step of the training.
+/// Returns the four Philox random words of block number `block`, for one sample and one step of the
+/// training.
 ///
 /// The counter of the generator consists of `block` (43 bits), `sample` (43 bits) and `step` (42
 /// bits). Elementwise ops use one word for each of four elements.

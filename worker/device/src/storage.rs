@@ -1,9 +1,10 @@
-//! The memory in which a backend computes, and copies between it and host memory ([`Storage`]).
+//! [`Storage`]: the memory of a backend (CPU or GPU), its streams, and copies between its memory
+//! and host memory.
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use diagnostic::Diagnostic;
 use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
 
-/// The memory and the streams of a backend.
+/// The memory and the streams of a backend (CPU or GPU), with allocation, copies and events.
 ///
 /// Calls from all threads, together with the calls of [`crate::Ops`], take effect in the order in
 /// which they are made. The exception is a thread in [`Storage::with_separate_stream`]. The calls
@@ -18,25 +19,25 @@ pub trait Storage: Send + Sync {
     /// Returns true if the backend computes in host memory, so that no copies to a device are
     /// needed.
     fn is_host(&self) -> bool;
-    /// Fails with the first failure of this backend, if one of its calls has failed.
+    /// Fails with the first failure of a call of this backend, if a call has failed.
     fn status(&self) -> Result<(), DeviceError> {
         Ok(())
     }
-    /// Allocates `len` zeros in the memory in which ops compute. Errors name `purpose` as the use
-    /// of the memory, such as `gradients`. If the memory is full, records the failure and returns a
-    /// buffer without memory, which later calls do not access.
+    /// Allocates a buffer of `len` zeros in the memory of the backend, where its ops compute.
+    /// Errors name `purpose` as the use of the memory, such as `gradients`. If the memory is full,
+    /// records the failure and returns a buffer without memory, which later calls do not access.
     fn zeroed_with_purpose(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates `len` zeros in the memory in which ops compute, with [`Storage::zeroed_with_purpose`].
-    /// Out-of-memory errors name the current step as the purpose.
+    /// Allocates a buffer of `len` zeros in the memory of the backend, for the current step:
+    /// out-of-memory errors name the step as the purpose. See [`Storage::zeroed_with_purpose`].
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
         self.zeroed_with_purpose("this step", dtype, len)
     }
-    /// Allocates a buffer of `len` zeros in host memory for fast copies to and from the backend,
-    /// which is pinned memory for GPUs. If there is no pinned memory, records the failure and
-    /// returns pageable memory.
+    /// Allocates a staging buffer: `len` zeros in host memory for fast copies to and from the
+    /// backend, which is pinned memory for GPUs. If there is no pinned memory, records the failure
+    /// and returns pageable memory.
     fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates a staging buffer as [`Storage::alloc_staging`] does, but returns an error instead
-    /// of recording a failure.
+    /// Allocates a staging buffer (host memory for fast copies to and from the backend), and
+    /// returns an error if that is not possible.
     fn try_alloc_staging(&self, dtype: Dtype, len: usize) -> Result<Buf, DeviceError> {
         Ok(self.alloc_staging(dtype, len))
     }
@@ -45,8 +46,8 @@ pub trait Storage: Send + Sync {
     fn copy(&self, to: ViewMut, from: View);
     /// Sets every element of `x` to zero.
     fn clear(&self, x: ViewMut);
-    /// Moves the elements `from` of `x` to the lower position `to`, which must be at most
-    /// `from.start`. The ranges may overlap.
+    /// Moves the elements with the indices `from` of `x` to the lower index `to`, within the
+    /// buffer. The ranges may overlap.
     fn move_elements_to_lower_index(&self, x: ViewMut, from: Range<usize>, to: usize);
     /// Blocks until all work that this thread has enqueued on its stream is complete. Returns the
     /// status.
@@ -61,8 +62,8 @@ pub trait Storage: Send + Sync {
     fn with_separate_stream(&self, work: &mut dyn FnMut()) {
         work(); // this backend's calls are complete on return
     }
-    /// Records an event on this thread's stream, after all work that the thread has enqueued so
-    /// far.
+    /// Records an event on this thread's stream, which is reached when all work that the thread has
+    /// enqueued so far is complete.
     fn record_event(&self) -> Event {
         Event::default()
     }
@@ -110,7 +111,7 @@ pub trait Storage: Send + Sync {
     /// at one time. Returns 0 if the backend computes in the host's memory.
     fn peak_memory_bytes(&self) -> u64;
 
-    /// Allocates a buffer in the memory in which ops compute, and copies `from` to it.
+    /// Allocates a buffer in the memory of the backend, and copies `from` to it.
     fn clone_to_device(&self, from: View) -> Buf {
         let mut buf = self.zeroed(from.dtype(), from.len());
         self.copy(buf.view_mut(), from);
@@ -124,7 +125,7 @@ pub trait Storage: Send + Sync {
         buf
     }
 
-    /// Returns `x` itself if it is in host memory, otherwise a copy in `staging`. The buffer
+    /// Returns `x` itself if it is in host memory, otherwise a copy of it in `staging`. The buffer
     /// `staging` is replaced if it is too small or has another type.
     fn to_host<'a>(&self, x: View<'a>, staging: &'a mut Buf) -> View<'a> {
         if x.is_on_host() {
@@ -137,7 +138,7 @@ pub trait Storage: Send + Sync {
         staging.view().slice(0..x.len())
     }
 
-    /// Returns `x` itself if it is in the memory in which ops compute, otherwise a copy in `buf`.
+    /// Returns `x` itself if it is in the memory of the backend, otherwise a copy of it in `buf`.
     /// The buffer `buf` is replaced if it is too small or has another type.
     fn to_device<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         if x.is_on_host() == self.is_host() {
@@ -242,12 +243,12 @@ pub(crate) trait BackendEvent: Send + Sync {
 }
 
 impl Event {
-    /// Creates an event from a backend's implementation.
+    /// Creates an event from the implementation of a backend.
     pub(crate) fn new(event: impl BackendEvent + 'static) -> Self {
         Event(Some(Arc::new(event)))
     }
 
-    /// Returns whether this is the default event, for which no wait is ever needed.
+    /// Returns whether this is the default event, which counts as reached from the start.
     pub fn is_immediate(&self) -> bool {
         self.0.is_none()
     }
@@ -272,7 +273,8 @@ impl Event {
     }
 }
 
-/// Copies to host memory that are in progress, and the host buffers that they fill.
+/// Copies to host memory that are in progress, and the host buffers that they fill; dropping it
+/// waits for the copies.
 pub struct Download {
     bufs: Vec<Buf>,
     done: Event,
@@ -281,8 +283,8 @@ pub struct Download {
 }
 
 impl Download {
-    /// Creates a download that fills `bufs` until the event `done`. `status` is the status of the
-    /// backend after the copies were started.
+    /// Creates the handle of running copies that fill `bufs`, and that are complete when the event
+    /// `done` is reached. `status` is the status of the backend after the copies were started.
     pub(crate) fn new(bufs: Vec<Buf>, done: Event, status: Result<(), DeviceError>) -> Self {
         Download { bufs, done, status }
     }
@@ -310,7 +312,7 @@ impl Drop for Download {
     }
 }
 
-/// Failure of a backend's call, as a diagnostic for the user.
+/// Failure of a call of a backend (CPU or GPU), as a diagnostic for the user.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error(transparent)]
 pub struct DeviceError(#[from] pub Diagnostic);
@@ -321,7 +323,7 @@ impl From<DeviceError> for Diagnostic {
     }
 }
 
-/// Returns the text in the payload of a panic.
+/// Returns the text of a panic from its payload.
 pub fn extract_panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("panic without a message").to_owned()

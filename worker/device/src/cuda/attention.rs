@@ -29,7 +29,7 @@ const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 /// The compute capability of Hopper GPUs, whose kernels are in flash_hopper.cu.
 const HOPPER_CAPABILITY: (u32, u32) = (9, 0);
 
-/// Kernel argument with the shape, scale and dropout of an attention. The layout is that of
+/// Kernel argument with the shape, scale and dropout of an attention op. The layout is that of
 /// `Attention` in attention.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -54,7 +54,7 @@ struct AttentionArg {
 unsafe impl KernelArg for AttentionArg {}
 
 impl AttentionArg {
-    /// Creates the kernel argument for an attention shape.
+    /// Creates the kernel argument for attention of the shape `s`.
     fn new(s: AttentionShape) -> Self {
         let (first_sample, key, threshold, keep) = s
             .dropout
@@ -65,9 +65,9 @@ impl AttentionArg {
     }
 }
 
-/// Returns the grid and the shared memory of a kernel of attention.cu, which has one block per
-/// tile, head and sequence. Shared memory holds `row_tiles` tiles of rows and `score_tiles` tiles
-/// of scores. Panics if the GPU has too little shared memory.
+/// Returns the grid of blocks and the shared memory with which a kernel of attention.cu is
+/// launched: one block per tile, head and sequence. Shared memory holds `row_tiles` tiles of rows
+/// and `score_tiles` tiles of scores. Panics if the GPU has too little shared memory.
 fn compute_tiled_launch_size(
     cuda: &Cuda,
     s: AttentionShape,
@@ -109,9 +109,9 @@ struct BlockOrder {
 // SAFETY: struct BlockOrder of blocks.cuh.
 unsafe impl KernelArg for BlockOrder {}
 
-/// The variants of one kernel of flash.cu, with the launch parameters of each. The first index is 0
-/// for heads of at most 64 elements and 1 for heads of at most 128. The second index is 1 for
-/// attention with a softcap or dropout.
+/// One attention kernel of flash.cu in its variants for different head dimensions and options, with
+/// the launch parameters of each. The first index is 0 for heads of at most 64 elements and 1 for
+/// heads of at most 128. The second index is 1 for attention with a softcap or dropout.
 struct FlashKernel {
     names: [[&'static CStr; 2]; 2],
     /// Number of warps per block of each variant.
@@ -156,8 +156,8 @@ const FLASH_BACKWARD_KV: FlashKernel = FlashKernel {
 };
 
 impl FlashKernel {
-    /// Enqueues the variant of this kernel that fits the attention shape `s`. The kernel receives
-    /// `arguments`, then the shape and the order of the blocks.
+    /// Enqueues the variant of this kernel of flash.cu that fits the attention shape `s`. The
+    /// kernel receives `arguments`, then the shape and the order of the blocks.
     fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
         let dim_index = usize::from(s.head_dim > 64);
         let variant = usize::from(s.softcap.is_some() || s.dropout.is_some());
@@ -199,7 +199,7 @@ impl BlockOrder {
     }
 }
 
-/// A kernel of flash_hopper.cu with a variant for heads of 64 elements and one for heads of 128,
+/// An attention kernel of flash_hopper.cu in two variants, for heads of 64 and of 128 elements,
 /// which are the two elements of each array.
 struct HopperKernel {
     names: [&'static CStr; 2],
@@ -240,9 +240,9 @@ const HOPPER_BACKWARD_KV: HopperKernel = HopperKernel {
 };
 
 impl HopperKernel {
-    /// Returns the number of threads and the bytes of shared memory of a block for heads of
-    /// `head_dim` elements. Shared memory contains the rows that the block owns and the ring, each
-    /// with statistics and first keys, barriers, and the bytes that align the tiles.
+    /// Returns the number of threads and the bytes of shared memory that a block of this kernel has
+    /// for heads of `head_dim` elements. Shared memory contains the rows that the block owns and
+    /// the ring, each with statistics and first keys, barriers, and the bytes that align the tiles.
     fn compute_block_resources(&self, head_dim: usize) -> (u32, usize) {
         let index = usize::from(head_dim > 64);
         let (rows, (tile_rows, tiles)) = (64 * self.warpgroups[index], self.ring[index]);
@@ -253,8 +253,8 @@ impl HopperKernel {
         (128 * (self.warpgroups[index] as u32 + 1), tile_bytes + statistics + barriers + 32 + 1024)
     }
 
-    /// Enqueues this kernel for the attention shape `s`. The kernel receives `arguments`, then the
-    /// shape and the order of the blocks.
+    /// Enqueues the variant of this kernel of flash_hopper.cu that fits the attention shape `s`.
+    /// The kernel receives `arguments`, then the shape and the order of the blocks.
     fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
         let index = usize::from(s.head_dim > 64);
         let width = (s.heads + 2 * s.kv_heads) * s.head_dim;

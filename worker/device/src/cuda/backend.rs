@@ -1,5 +1,5 @@
-//! The backend for one GPU ([`Cuda`]), and functions with which its ops allocate memory and enqueue
-//! work.
+//! The backend for one NVIDIA GPU ([`Cuda`]), and functions with which its ops allocate memory and
+//! enqueue work.
 use super::bindings::{Address, driver_sys::CUstream};
 use super::compile::{KernelModules, KernelSource, Nvrtc};
 use super::cudnn::{AttentionBackend, CudnnAttention};
@@ -45,7 +45,7 @@ pub struct Cuda {
     pub(super) gpu: Arc<Gpu>,
 }
 
-/// Versions and paths of the libraries that were opened for a GPU.
+/// Versions and paths of the libraries (NVRTC and cuBLASLt) that were opened for a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadedLibraries {
     /// NVRTC's version, such as (13, 0), and path.
@@ -60,7 +60,8 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// Owner of a buffer without memory, which replaces a buffer that could not be allocated.
+/// Owner of a buffer that has no memory, because the GPU's memory was full when the buffer was
+/// allocated.
 pub(super) struct NoMemory;
 
 impl MemoryOwner for NoMemory {
@@ -92,12 +93,12 @@ impl Cuda {
         })
     }
 
-    /// Returns the GPU's properties.
+    /// Returns the properties of the GPU, such as its name and its compute capability.
     pub fn properties(&self) -> &GpuProperties {
         &self.gpu.properties
     }
 
-    /// Returns the versions and paths of the opened libraries.
+    /// Returns the versions and paths of the CUDA libraries that this backend has opened.
     pub fn loaded_libraries(&self) -> LoadedLibraries {
         let nvrtc = self.kernels.nvrtc();
         LoadedLibraries {
@@ -106,7 +107,7 @@ impl Cuda {
         }
     }
 
-    /// Returns the free and total bytes of the GPU's memory.
+    /// Returns the number of free bytes and the total number of bytes of the GPU's memory.
     pub fn query_memory_info(&self) -> Result<(usize, usize)> {
         self.gpu.query_memory_info()
     }
@@ -116,7 +117,7 @@ impl Cuda {
         format!("{}, {}", self.gpu.properties.name, self.gpu.properties.architecture())
     }
 
-    /// Fails if the GPU's tensor cores do not support fp8.
+    /// Fails if the tensor cores of this GPU cannot multiply fp8 numbers.
     pub fn require_fp8(&self) -> Result<()> {
         let properties = self.properties();
         if properties.has_fp8() {
@@ -160,13 +161,14 @@ impl Cuda {
         Ok(None)
     }
 
-    /// Returns the first error of writing compiled kernels to the cache on disk, if there was one.
+    /// Returns the first error that occurred when compiled kernels were written to the kernel cache
+    /// (a directory), or `None` if none occurred.
     pub fn kernel_cache_error(&self) -> Option<&CudaError> {
         self.kernels.cache_error()
     }
 
-    /// Allocates `len` zeros in the GPU's memory. Fails if the memory is full. The error names
-    /// `purpose`.
+    /// Allocates a buffer of `len` zeros in the GPU's memory. Fails if the memory is full. The
+    /// error names `purpose`.
     pub fn try_zeroed(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Result<Buf> {
         let buf = self.allocate_uninit(dtype, len).map_err(|error| error.with_purpose(purpose))?;
         self.gpu.enqueue_zero_fill(buf.view().address(), len * dtype.size())?;
@@ -184,7 +186,7 @@ impl Cuda {
         self.gpu.make_current()
     }
 
-    /// Issues all GPU calls that were recorded for CUDA graphs, and returns the CUDA stream (a
+    /// Issues all GPU calls that were recorded but not yet issued, and returns the CUDA stream (a
     /// `CUstream`) on which this thread's work runs. Fails if this or an earlier call failed.
     pub fn flush_and_get_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
         self.gpu.status.check()?;
@@ -197,13 +199,13 @@ impl Cuda {
         self.gpu.status.take_failure()
     }
 
-    /// Starts to measure the GPU time of each operation that is enqueued from now on.
+    /// Starts profiling: measures the GPU time of each operation that is enqueued from now on.
     pub fn start_profiling(&self) {
         self.profile.start();
     }
 
-    /// Stops measuring GPU times, waits for the measured operations, and returns their times,
-    /// longest first.
+    /// Stops profiling, waits for the measured operations, and returns their GPU times, longest
+    /// first.
     pub fn stop_profiling(&self) -> Result<Vec<ProfileEntry>> {
         self.profile.stop()
     }
@@ -216,8 +218,8 @@ impl Cuda {
 
     // --- helpers of the ops ---------------------------------------------------------------------
 
-    /// Allocates uninitialized GPU memory for the duration of one op. Returns a range without
-    /// memory if a call has failed.
+    /// Allocates uninitialized scratch memory on the GPU, which is freed when the op drops it.
+    /// Returns a range without memory if a call has failed.
     pub(super) fn alloc_scratch(&self, bytes: usize) -> DeviceMemory {
         self.gpu
             .call_recording_failure(|| self.gpu.allocate_scratch(bytes))
@@ -234,7 +236,7 @@ impl Cuda {
         self.gpu.call_recording_failure(upload).unwrap_or(0)
     }
 
-    /// Locks the map of the caches that hold recently uploaded kernel inputs.
+    /// Locks the map of the caches that hold recently uploaded kernel inputs, by stream and thread.
     pub(super) fn lock_host_inputs(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), HostInputCache>> {
         // a panic does not leave the map in an invalid state
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
@@ -263,12 +265,12 @@ impl Cuda {
         self.run_profiled(|| name.to_string_lossy().into_owned(), launch);
     }
 
-    /// Returns true if cuBLASLt has an algorithm for this matmul.
+    /// Returns true if cuBLASLt has an algorithm that can compute this matmul.
     pub(super) fn has_matmul_algorithm(&self, matmul: &Matmul) -> bool {
         self.gpu.call_recording_failure(|| self.cublas_lt.has_algorithm(&self.gpu, matmul)).unwrap_or(false)
     }
 
-    /// Makes a GPU call, and measures its GPU time under the name `name` if measuring is enabled.
+    /// Makes a GPU call, and measures its GPU time under the name `name` while profiling is on.
     pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
         self.gpu.call_recording_failure(|| self.profile.run(&self.gpu, name, call));
     }
@@ -306,7 +308,7 @@ pub(super) enum LaunchSize {
 
 impl LaunchSize {
     /// Returns the numbers of blocks and threads with which the kernel `name` is launched for this
-    /// work. Panics if there are too many rows for a grid.
+    /// amount of work. Panics if there are too many rows for a grid.
     fn choose_launch_config(self, name: &CStr, multiprocessors: usize) -> LaunchConfig {
         let blocks_of_rows = |blocks: usize| match u32::try_from(blocks) {
             Ok(blocks) => [blocks, 1, 1],

@@ -14,9 +14,9 @@ const LARGE_GRANULARITY: usize = 2 << 20;
 /// number.
 const MAX_WASTE_DIVISOR: usize = 4;
 
-/// The blocks of GPU memory that were allocated on a GPU without memory pools, in use or kept for
-/// reuse. A free block belongs to the stream in which it was freed, and is reused only there, so
-/// that the order of the stream protects it.
+/// The blocks of GPU memory that this process has allocated on a GPU without memory pools, in use
+/// or kept for reuse. A free block belongs to the stream in which it was freed, and is reused only
+/// there, so that the order of the stream protects it.
 #[derive(Default)]
 pub(super) struct BlockCache {
     /// Size in bytes of each block, free or in use.
@@ -25,14 +25,14 @@ pub(super) struct BlockCache {
     free: HashMap<usize, BTreeMap<usize, Vec<Address>>>,
 }
 
-/// Returns the size in bytes of a new block for a request of `bytes` bytes.
+/// Returns the size in bytes of the block that is allocated for a request of `bytes` bytes.
 pub(super) fn round_block_size(bytes: usize) -> usize {
     bytes.next_multiple_of(if bytes < MIN_LARGE_BLOCK_BYTES { SMALL_GRANULARITY } else { LARGE_GRANULARITY })
 }
 
 impl BlockCache {
-    /// Takes the smallest free block of the stream that has at least `bytes` bytes and is not much
-    /// larger. Returns `None` if there is no such block.
+    /// Removes and returns the smallest free block of the stream that has at least `bytes` bytes
+    /// and is not much larger. Returns `None` if there is no such block.
     pub(super) fn take_fitting_block(&mut self, bytes: usize, stream: CUstream) -> Option<Address> {
         let needed = round_block_size(bytes);
         let blocks = self.free.get_mut(&stream.addr())?;
@@ -45,12 +45,12 @@ impl BlockCache {
         at
     }
 
-    /// Adds a new block of `bytes` bytes, which is in use.
+    /// Adds a newly allocated block of `bytes` bytes at the GPU address `at`, which is in use.
     pub(super) fn add_used_block(&mut self, at: Address, bytes: usize) {
         self.sizes.insert(at, bytes);
     }
 
-    /// Marks a block as free for later work of the stream.
+    /// Marks the block at the GPU address `at` as free for later work of `stream`.
     pub(super) fn mark_free(&mut self, at: Address, stream: CUstream) {
         if let Some(bytes) = self.sizes.get(&at) {
             self.free.entry(stream.addr()).or_default().entry(*bytes).or_default().push(at);

@@ -25,7 +25,8 @@ const VOCABULARY_ALIGNMENT: usize = 8;
 /// With a padded vocabulary, the number of rows of a chunk is a multiple of this number.
 const CHUNK_ROW_ALIGNMENT: usize = 128;
 
-/// How the classifier divides its work into matmuls.
+/// How the classifier divides rows and vocabulary among matmuls: the rows whose logits are in
+/// memory at a time, and the padding of the vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ClassifierLayout {
     /// Number of rows whose logits are in memory at a time.
@@ -40,8 +41,8 @@ struct ClassifierLayout {
 }
 
 impl ClassifierLayout {
-    /// Chooses the layout for `m` rows of `d` elements in total, and a vocabulary of `v`. `dtype`
-    /// is the type of the output matrix.
+    /// Chooses how many rows are processed at a time and how the vocabulary is padded, for `m` rows
+    /// of `d` elements in total and a vocabulary of `v`. `dtype` is the type of the output matrix.
     ///
     /// A matrix with 16-bit elements and an unaligned number of rows is copied and padded with rows
     /// of zeros.
@@ -57,7 +58,7 @@ impl ClassifierLayout {
         ClassifierLayout { chunk_rows, stride, columns: stride, copy_bytes: stride * d * dtype.size() }
     }
 
-    /// Returns the size in bytes of the logits of one chunk.
+    /// Returns the size in bytes of the logits that are in memory at a time.
     fn count_logits_bytes(&self) -> usize {
         self.chunk_rows * self.stride * size_of::<f32>()
     }
@@ -143,9 +144,9 @@ impl ClassifierOps for Cuda {
 }
 
 impl Cuda {
-    /// Copies the output matrix `w`, rows of `d` elements, to scratch memory and appends rows of
-    /// zeros, if `layout` requires a copy. Returns the matrix that the matmuls read, and the memory
-    /// of the copy, which the caller must keep until the matmuls are enqueued.
+    /// Copies the output layer's weight `w`, rows of `d` elements, to scratch memory and appends
+    /// rows of zeros, if `layout` requires a copy. Returns the matrix that the matmuls read, and
+    /// the memory of the copy, which the caller must keep until the matmuls are enqueued.
     fn pad_output_matrix(
         &self,
         w: View,

@@ -1,4 +1,5 @@
-//! Compiles the CUDA kernels with NVRTC for the GPU's exact architecture, and caches them on disk.
+//! Compiles this crate's CUDA kernels with NVRTC for the exact architecture of the GPU, and caches
+//! them on disk.
 use super::bindings::{NvrtcApi, nvrtcProgram};
 use super::context::GpuContext;
 use super::disk_cache;
@@ -26,9 +27,10 @@ pub(super) struct KernelSource {
     pub(super) is_for_hopper: bool,
 }
 
-/// The architecture of Hopper GPUs, such as the H100 and H200.
+/// The architecture of Hopper GPUs such as the H100 and H200, as NVRTC names it.
 const HOPPER: &str = "sm_90";
-/// The architecture for kernels that use instructions which later GPUs do not support.
+/// The architecture, as NVRTC names it, for kernels with instructions that only Hopper GPUs
+/// support.
 const HOPPER_WITH_ALL_INSTRUCTIONS: &str = "sm_90a";
 
 impl KernelSource {
@@ -96,7 +98,7 @@ pub(super) const KERNEL_SOURCES: [KernelSource; 9] = [
 /// reports the line of an error.
 const NVRTC_OPTIONS: [&CStr; 3] = [c"--std=c++17", c"--diag-suppress=177", c"--generate-line-info"];
 
-/// The opened NVRTC library, which compiles kernels at run time.
+/// The opened NVRTC library, NVIDIA's compiler of CUDA kernels at run time.
 pub(super) struct Nvrtc {
     library: NvrtcApi,
     pub(super) path: PathBuf,
@@ -105,7 +107,7 @@ pub(super) struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// Opens NVRTC and queries its version.
+    /// Opens NVRTC (NVIDIA's compiler of CUDA kernels) and queries its version.
     pub(super) fn open(paths: &LibrarySearchPaths) -> Result<Nvrtc> {
         let (library, path) = NvrtcApi::open(paths)?;
         let (mut major, mut minor) = (0, 0);
@@ -114,7 +116,7 @@ impl Nvrtc {
         Ok(Nvrtc { library, path, version: (major.max(0) as u32, minor.max(0) as u32) })
     }
 
-    /// Returns the architectures that this NVRTC can compile for, such as 80 and 90.
+    /// Returns the GPU architectures that this NVRTC can compile for, as numbers such as 80 and 90.
     fn query_supported_architectures(&self) -> Result<Vec<c_int>> {
         let mut count = 0;
         // SAFETY: writes one integer.
@@ -127,8 +129,8 @@ impl Nvrtc {
         Ok(architectures)
     }
 
-    /// Compiles a kernel source for an architecture such as `sm_90`, and returns the binary image.
-    /// The error contains the compiler's messages.
+    /// Compiles a kernel source for an architecture such as `sm_90`, and returns the compiled image
+    /// (cubin). The error contains the compiler's messages.
     pub(super) fn compile(&self, source: KernelSource, architecture: &str) -> Result<Vec<u8>> {
         let (text, name) = (to_c_string(source.text), to_c_string(source.file));
         let headers = KERNEL_HEADERS.map(|(_, text)| to_c_string(text));
@@ -172,14 +174,15 @@ impl Nvrtc {
     }
 }
 
-/// A program that NVRTC compiles (`nvrtcProgram`), which is destroyed when this value is dropped.
+/// A program of CUDA kernels that NVRTC compiles (`nvrtcProgram`), which is destroyed when this
+/// value is dropped.
 struct NvrtcProgram<'a> {
     nvrtc: &'a Nvrtc,
     handle: nvrtcProgram,
 }
 
 impl NvrtcProgram<'_> {
-    /// Returns the compiler's messages, or `None` if they cannot be read.
+    /// Returns NVRTC's messages about the compilation, or `None` if they cannot be read.
     fn read_log(&self) -> Option<String> {
         let library = &self.nvrtc.library;
         let mut bytes = 0;
@@ -232,8 +235,8 @@ fn compute_cache_file_name(source: KernelSource, architecture: &str, version: (u
     format!("{stem}-{architecture}-nvrtc{}.{}-{}.cubin", version.0, version.1, &hash[..16])
 }
 
-/// Returns the names of all kernels, each with its source file. A kernel is a function that is
-/// declared with `KERNEL` or `WIDE_KERNEL`.
+/// Returns the names of all CUDA kernels of this crate, each with its source file. A kernel is a
+/// function that is declared with `KERNEL` or `WIDE_KERNEL`.
 pub(super) fn list_kernel_names() -> impl Iterator<Item = (KernelSource, CString)> {
     let declared = |line: &'static str| line.strip_prefix("WIDE_").unwrap_or(line).strip_prefix("KERNEL ");
     KERNEL_SOURCES.into_iter().flat_map(move |source| {
@@ -242,7 +245,8 @@ pub(super) fn list_kernel_names() -> impl Iterator<Item = (KernelSource, CString
     })
 }
 
-/// Kernels by source file and name, each with the configuration of its first launch.
+/// Kernels that were launched, by source file and name, each with the configuration of its first
+/// launch.
 type LaunchedFunctions = HashMap<(&'static str, &'static CStr), (KernelFunction, LaunchConfig)>;
 
 /// The CUDA kernels of one GPU, whose source files are compiled and loaded when they are first
@@ -263,8 +267,8 @@ pub(super) struct KernelModules {
 }
 
 impl KernelModules {
-    /// Prepares the kernels of a GPU without compiling a source file. Fails if NVRTC cannot compile
-    /// for the GPU's architecture.
+    /// Creates the set of a GPU's kernels, of which none is compiled yet. Fails if NVRTC cannot
+    /// compile for the GPU's architecture.
     pub(super) fn new(nvrtc: Nvrtc, gpu: &GpuContext, cache: Option<PathBuf>) -> Result<KernelModules> {
         let (major, minor) = gpu.properties.capability;
         if !nvrtc.query_supported_architectures()?.contains(&((major * 10 + minor) as c_int)) {
@@ -290,7 +294,7 @@ impl KernelModules {
         })
     }
 
-    /// Returns the opened NVRTC library.
+    /// Returns the opened NVRTC library (NVIDIA's compiler of CUDA kernels).
     pub(super) fn nvrtc(&self) -> &Nvrtc {
         &self.nvrtc
     }
@@ -344,18 +348,20 @@ impl KernelModules {
         self.lock_compile_seconds().clone()
     }
 
-    /// Locks the list of compiled sources.
+    /// Locks the list of compiled kernel sources and of the seconds that their compilation took.
     fn lock_compile_seconds(&self) -> MutexGuard<'_, Vec<(&'static str, f64)>> {
         // no code panics while it holds the lock
         self.compile_seconds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the directory of the kernel cache. Returns `None` if compiled images are not cached.
+    /// Returns the directory in which compiled kernels are cached. Returns `None` if compiled
+    /// images are not cached.
     pub(super) fn cache_directory(&self) -> Option<PathBuf> {
         self.cache.clone()
     }
 
-    /// Returns the first error of writing a compiled image to the cache, if there was one.
+    /// Returns the first error that occurred when a compiled image was written to the kernel cache,
+    /// or `None` if none occurred.
     pub(super) fn cache_error(&self) -> Option<&CudaError> {
         self.cache_error.get()
     }
@@ -389,8 +395,8 @@ impl KernelModules {
         Ok(())
     }
 
-    /// Returns the loaded kernels (module) of a source file, which is compiled and loaded first if
-    /// needed.
+    /// Returns the loaded kernels (module) of a source file, which is first compiled and loaded if
+    /// necessary.
     fn get_or_load_module(&self, gpu: &GpuContext, source: KernelSource) -> Result<&KernelModule> {
         let _guard = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let index = KERNEL_SOURCES.iter().position(|s| s.file == source.file).unwrap_or(0);
@@ -404,8 +410,8 @@ impl KernelModules {
         Ok(self.modules[index].get_or_init(|| module))
     }
 
-    /// Returns the compiled image of a source file from the kernel cache. If the image is missing,
-    /// compiles the source and writes the image to the cache.
+    /// Returns the compiled image of a source file: reads the image from the kernel cache, or
+    /// compiles the source and stores the image there.
     fn load_or_compile_image(&self, source: KernelSource, architecture: &str) -> Result<Vec<u8>> {
         let name = compute_cache_file_name(source, architecture, self.nvrtc.version);
         let path = self.cache.as_ref().map(|directory| directory.join(name));

@@ -19,8 +19,8 @@ use std::{
 
 /// The lowest supported compute capability: 8.0, Ampere. Older GPUs have no bf16.
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
-/// The text that errors contain in place of a function's name, if work failed on the GPU after it
-/// was enqueued.
+/// The text with which errors name work that failed on the GPU after it was enqueued, in place of
+/// the name of a function.
 pub(super) const GPU_WORK_LABEL: &str = "work on the GPU";
 
 /// The CUDA context and the streams of one open GPU.
@@ -117,15 +117,15 @@ impl GpuContext {
         unsafe { self.driver.cuCtxSynchronize() }.map_err(|error| error.with_function(GPU_WORK_LABEL))
     }
 
-    /// Enqueues a fill of `bytes` bytes with zeros at the GPU address `at`. The call is issued to
-    /// `stream` immediately, not recorded for a CUDA graph.
+    /// Enqueues a fill of `bytes` bytes with zeros at the GPU address `at` on `stream` immediately,
+    /// without recording the call for a CUDA graph.
     pub(super) fn issue_zero_fill(&self, at: Address, bytes: usize, stream: CUstream) -> Result<()> {
         // SAFETY: the caller owns the range.
         unsafe { self.driver.cuMemsetD8Async(at, 0, bytes, stream) }
     }
 
-    /// Enqueues a copy of `bytes` bytes within the GPU's memory. The call is issued to `stream`
-    /// immediately, not recorded for a CUDA graph.
+    /// Enqueues a copy of `bytes` bytes within the GPU's memory on `stream` immediately, without
+    /// recording the call for a CUDA graph.
     pub(super) fn issue_copy(
         &self,
         to: Address,
@@ -173,7 +173,7 @@ pub(super) fn get_default_pool(driver: &DriverApi, device: CUdevice) -> Result<C
     Ok(pool)
 }
 
-/// Configures the GPU's memory pool. Freed memory stays in the pool, so that after the first steps
+/// Configures the GPU's memory pool to keep freed memory for reuse, so that after the first steps
 /// no allocation reaches the operating system. The pool must not make streams wait for each other
 /// to reuse memory.
 fn configure_memory_pool(driver: &DriverApi, device: CUdevice) -> Result<()> {

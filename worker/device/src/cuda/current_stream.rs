@@ -3,8 +3,8 @@ use super::bindings::driver_sys::CUstream;
 use super::context::GpuContext;
 use std::cell::Cell;
 
-/// Which stream a thread uses: a separate stream, paired with the main stream of its GPU, or `None`
-/// for the main stream.
+/// The CUDA stream setting of a thread: a separate stream and the main stream of its GPU, or `None`
+/// if the thread uses the main stream.
 pub(super) type ThreadStreamSetting = Option<(CUstream, CUstream)>;
 
 thread_local! {
@@ -12,13 +12,14 @@ thread_local! {
     static THREAD_STREAM: Cell<ThreadStreamSetting> = const { Cell::new(None) };
 }
 
-/// Makes this thread use the stream of a previous `setting` again.
+/// Makes this thread use the CUDA stream again that it used before
+/// [`GpuContext::set_thread_stream`] returned `setting`.
 pub(super) fn restore_thread_stream(setting: ThreadStreamSetting) {
     THREAD_STREAM.set(setting);
 }
 
 impl GpuContext {
-    /// Returns the CUDA stream to which this thread's GPU calls are issued.
+    /// Returns the CUDA stream of this thread: its separate stream, or the GPU's main stream.
     pub(super) fn stream(&self) -> CUstream {
         match THREAD_STREAM.get() {
             Some((stream, main)) if main == self.main_stream => stream,
@@ -26,14 +27,14 @@ impl GpuContext {
         }
     }
 
-    /// Makes `stream`, a stream of this GPU, the stream of this thread's GPU calls. Returns the
-    /// previous setting, for [`restore_thread_stream`].
+    /// Makes `stream`, a stream of this GPU, the stream to which this thread's GPU calls are
+    /// issued. Returns the previous setting, for [`restore_thread_stream`].
     pub(super) fn set_thread_stream(&self, stream: CUstream) -> ThreadStreamSetting {
         THREAD_STREAM.replace(Some((stream, self.main_stream)))
     }
 
-    /// Runs `f` while `stream`, a stream of this GPU, is this thread's stream. Restores the
-    /// previous stream afterwards.
+    /// Runs `f` while this thread's GPU calls are issued to `stream`, a stream of this GPU.
+    /// Restores the previous stream afterwards.
     pub(super) fn run_on_stream<T>(&self, stream: CUstream, f: impl FnOnce() -> T) -> T {
         /// Guard that restores this thread's previous stream when dropped.
         struct StreamRestorer(ThreadStreamSetting);

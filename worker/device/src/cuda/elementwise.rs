@@ -103,7 +103,8 @@ impl VectorOps for Cuda {
         out
     }
 
-    /// Enqueues the sums and their copy to pinned memory on this thread's stream.
+    /// Enqueues the sums of squares of all blocks of `vectors`, and a copy of the sums to pinned
+    /// host memory, on this thread's stream.
     fn start_sum_squares_by_block(&self, vectors: &[View], mut staging: Buf) -> PendingBlockSums {
         let count = count_norm_blocks(vectors);
         let len = count * (size_of::<f64>() / size_of::<f32>());
@@ -129,8 +130,8 @@ fn count_norm_blocks(vectors: &[View]) -> usize {
 }
 
 impl Cuda {
-    /// Enqueues the sums of squares of the blocks of `vectors`. Returns the memory with the sums,
-    /// in `f64`.
+    /// Enqueues a kernel for each of `vectors` that computes the sum of squares of each of its
+    /// blocks. Returns the memory with the sums, in `f64`.
     fn enqueue_sums_of_squares(&self, vectors: &[View]) -> DeviceMemory {
         let sums = self.alloc_scratch(count_norm_blocks(vectors) * size_of::<f64>());
         let mut at = sums.address();
@@ -145,7 +146,8 @@ impl Cuda {
     }
 }
 
-/// Converts `len` elements of `x` to the element type of `y` and stores them in `y`.
+/// Enqueues the conversion of `len` elements of `x` to the element type of `y`, where they are
+/// stored.
 pub(super) fn convert_elements(cuda: &Cuda, y: TensorArg, x: TensorArg, len: usize) {
     cuda.launch(ELEMENTWISE_SOURCE, c"cast", LaunchSize::ElementsBy8(len), &[&y, &x, &len]);
 }

@@ -5,7 +5,7 @@ use cudarc::{cublaslt::sys::cublasStatus_t, cudnn::sys::cudnnStatus_t, driver::s
 use diagnostic::{Code, Diagnostic, codes::device as codes};
 use std::path::PathBuf;
 
-/// Status that `cuInit` returns on a machine on which this process can use no GPU.
+/// The status code that `cuInit` returns if this process can use no GPU.
 const NO_DEVICE: i32 = CUresult::CUDA_ERROR_NO_DEVICE as i32;
 
 /// Error of opening a GPU or one of its libraries, or of work on the GPU.
@@ -158,12 +158,12 @@ impl CudaError {
         }
     }
 
-    /// Returns true if a function of the driver failed with this status code.
+    /// Returns true if the error is this status code of a function of the CUDA driver.
     pub(super) fn has_driver_status(&self, code: CUresult) -> bool {
         matches!(self, CudaError::Call { status, .. } if *status == code as i32)
     }
 
-    /// Returns true if a library failed because the GPU's memory is full.
+    /// Returns true if the error says that the GPU's memory is full.
     pub(super) fn is_out_of_memory(&self) -> bool {
         let CudaError::Call { function, status, .. } = self else {
             return matches!(self, CudaError::OutOfMemory { .. });
@@ -177,8 +177,7 @@ impl CudaError {
         *status == CUresult::CUDA_ERROR_OUT_OF_MEMORY as i32
     }
 
-    /// Returns this error with the name of the failed function replaced by `name`, which may also
-    /// state the purpose of the call.
+    /// Returns this error with `name` as the failed function, or as the purpose of its call.
     pub(super) fn with_function(mut self, name: impl Into<String>) -> Self {
         if let CudaError::Call { function, .. } = &mut self {
             *function = name.into();
@@ -186,7 +185,7 @@ impl CudaError {
         self
     }
 
-    /// Returns this error with `memory_purpose` as the purpose of the memory, if this is an
+    /// Returns this error with `memory_purpose` as what the memory was needed for, if this is an
     /// out-of-memory error. Returns other errors unchanged.
     pub(super) fn with_purpose(mut self, memory_purpose: &'static str) -> Self {
         if let CudaError::OutOfMemory { purpose, .. } = &mut self {

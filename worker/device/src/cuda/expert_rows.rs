@@ -79,8 +79,8 @@ impl RowOps for Cuda {
     }
 }
 
-/// Gathers the rows of `x` that `rows` selects: `y[i] = x[rows[i]]`. `op` is the op's name in
-/// errors.
+/// Gathers the rows of `x` that `rows` selects into `y` on the GPU: `y[i] = x[rows[i]]`. `op` is
+/// the op's name in errors.
 fn gather_selected_rows(cuda: &Cuda, op: &'static str, y: ViewMut, x: View, rows: &[u32], d: usize) {
     expect_lens(op, [("y", y.len(), rows.len() * d)]);
     check_row_indices(op, rows, x.len(), d);
@@ -96,7 +96,8 @@ fn check_row_indices(op: &str, indices: &[u32], len: usize, d: usize) {
     assert!(outside.is_none() || d == 0, "{op}: row {outside:?} is not below {available}");
 }
 
-/// The row numbers of a batch, grouped by the token of each row.
+/// The numbers of a batch's rows, grouped by the token of each row, so that the gradients of each
+/// token can be summed in order.
 #[derive(Debug, PartialEq)]
 struct RowsByToken {
     /// The tokens of the batch, each once, in increasing order.
@@ -108,7 +109,8 @@ struct RowsByToken {
     order: Vec<u32>,
 }
 
-/// Groups the row numbers of a batch by token. `tokens[i]` is the token of row `i`.
+/// Groups the numbers of a batch's rows by the token of each row. `tokens[i]` is the token of row
+/// `i`.
 fn group_by_token(tokens: &[u32]) -> RowsByToken {
     let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
     order.sort_by_key(|&row| tokens[row as usize]); // stable

@@ -74,8 +74,8 @@ impl Fp8Ops for Cuda {
     }
 }
 
-/// An operand of a matmul, quantized to fp8: the rows of the left operand or the columns of the
-/// right one. Each row or column is contiguous along the sum and padded with zeros.
+/// An operand of a matmul, rounded to fp8 in GPU memory, with its scale. Each row or column is
+/// contiguous along the sum and padded with zeros.
 struct QuantizedMatrix {
     format: Fp8Format,
     elements: DeviceMemory,
@@ -84,9 +84,9 @@ struct QuantizedMatrix {
 }
 
 impl QuantizedMatrix {
-    /// Quantizes an operand of a matmul to fp8: `count` rows (left) or columns (right) of `k` terms
-    /// each. If `is_contiguous`, each is a row of the matrix in memory. Otherwise the matrix is
-    /// transposed.
+    /// Rounds an operand of a matmul to fp8 on the GPU: `count` rows (left operand) or columns
+    /// (right operand) of `k` terms each. If `is_contiguous`, each is a row of the matrix in
+    /// memory. Otherwise the matrix is transposed.
     fn new(cuda: &Cuda, matrix: Fp8Operand, is_contiguous: bool, count: usize, k: usize) -> Self {
         let (format, x, depth) = (matrix.format, TensorArg::from(matrix.x), k.next_multiple_of(ALIGNMENT));
         let scales = compute_scales(cuda, x, count * k, format);
@@ -105,8 +105,8 @@ impl QuantizedMatrix {
     }
 }
 
-/// Computes the fp8 scale of the matrix `x` and the reciprocal of the scale, both in GPU memory.
-/// `len` is the number of elements of the matrix.
+/// Computes the scale by which a matrix `x` is divided before it is rounded to fp8, and the
+/// reciprocal of the scale, both in GPU memory. `len` is the number of elements of the matrix.
 fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> DeviceMemory {
     let count = len.div_ceil(8 * MAX_THREADS_PER_BLOCK).min(cuda.properties().multiprocessor_count * 4);
     let [parts, scales] = [count, 2].map(|len| cuda.alloc_scratch(len * size_of::<f32>()));
@@ -117,8 +117,8 @@ fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> D
     scales
 }
 
-/// Returns the launch size of a kernel with `blocks` blocks of about `threads` threads each,
-/// rounded up to whole warps.
+/// Returns the launch size of a kernel with `blocks` blocks of `threads` threads each, rounded up
+/// to whole warps.
 fn compute_launch_size(blocks: usize, threads: usize) -> LaunchSize {
     let threads = threads.next_multiple_of(32).min(MAX_THREADS_PER_BLOCK);
     LaunchSize::Config(LaunchConfig { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1], shared: 0 })

@@ -55,14 +55,14 @@ impl Gpu {
         }))
     }
 
-    /// Locks the state of CUDA graphs if this thread's calls are recorded for a graph. Returns
+    /// Locks the recorded GPU calls if this thread's calls are recorded for CUDA graphs. Returns
     /// `None` if the calls are issued immediately.
     pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
         (self.graphs.is_enabled() && self.stream() == self.main_stream).then(|| self.graphs.lock())
     }
 
-    /// Issues every recorded call to the GPU, and then runs `f` with this thread's stream. With
-    /// graphs on, no other thread uses the main stream meanwhile.
+    /// Issues every recorded call to the GPU, and then runs `f` with the CUDA stream of this
+    /// thread. With graphs on, no other thread uses the main stream meanwhile.
     pub(super) fn with_flushed_stream<T>(&self, f: impl FnOnce(CUstream) -> T) -> Result<T> {
         self.make_current()?;
         let mut recording = self.lock_if_recording();
@@ -70,8 +70,8 @@ impl Gpu {
         Ok(f(self.stream()))
     }
 
-    /// Enqueues a call on this thread's stream: records the call with `record` if CUDA graphs are
-    /// on, otherwise issues it with `issue`.
+    /// Enqueues a GPU call on this thread's stream: records the call with `record` if CUDA graphs
+    /// are on, otherwise issues it with `issue`.
     pub(super) fn enqueue(
         &self,
         record: impl FnOnce(&mut CallBatch),
@@ -88,8 +88,8 @@ impl Gpu {
         }
     }
 
-    /// Makes a GPU call on behalf of an op that cannot return an error, and returns the call's
-    /// value. Records a failure in the status of the GPU. Returns `None` if the call failed, or was
+    /// Makes a GPU call for an op that cannot return an error: records an error as the failure of
+    /// the GPU, and otherwise returns the call's value. Returns `None` if the call failed, or was
     /// not made because an earlier one failed.
     pub(super) fn call_recording_failure<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
         if self.status.has_failed() { None } else { self.status.ok_or_record_failure(call()) }

@@ -1,5 +1,5 @@
-//! Queries clocks, temperature and power of a GPU from NVML ([`GpuState`]), and attributes of the
-//! GPU from the driver.
+//! Queries a GPU's clocks, temperature and power from NVML, NVIDIA's management library
+//! ([`GpuState`]), and attributes of the GPU from the driver.
 use super::backend::Cuda;
 use super::bindings::driver_sys::CUdevice_attribute;
 use super::error::{CudaError, Result};
@@ -10,7 +10,7 @@ use std::{
     ptr,
 };
 
-/// File name of NVML, the management library that belongs to the driver.
+/// File name of NVML, NVIDIA's management library, which belongs to the driver.
 const NVML_LIBRARY: &str = "libnvidia-ml.so.1";
 /// The number by which NVML identifies the clock of a GPU's multiprocessors.
 const NVML_CLOCK_SM: c_uint = 1;
@@ -18,7 +18,7 @@ const NVML_CLOCK_SM: c_uint = 1;
 const NVML_CLOCK_MEMORY: c_uint = 2;
 /// The number by which NVML identifies a GPU's temperature sensor.
 const NVML_TEMPERATURE_GPU: c_uint = 0;
-/// NVML's reasons why clocks are lower than they could be, with their bits.
+/// The reasons with which NVML explains clocks below their maximum, each with its bit and name.
 const THROTTLE_REASONS: [(u64, &str); 9] = [
     (0x1, "idle"),
     (0x2, "application clocks"),
@@ -31,8 +31,8 @@ const THROTTLE_REASONS: [(u64, &str); 9] = [
     (0x100, "display clocks"),
 ];
 
-/// Clocks, temperature and power of a GPU at one moment. Values that NVML does not report are
-/// `None`.
+/// Clocks, temperature and power of a GPU at one moment, and why its clocks are below their
+/// maximum. Values that NVML does not report are `None`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GpuState {
     /// Clock of the multiprocessors in MHz.
@@ -47,7 +47,7 @@ pub struct GpuState {
     pub throttle_reasons: Option<Vec<&'static str>>,
 }
 
-/// Why the state of a GPU cannot be queried.
+/// Why a GPU's clocks, temperature and power cannot be queried.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuStateError {
     /// NVML is not installed.
@@ -75,7 +75,8 @@ type GetUintFn = unsafe extern "C" fn(*mut c_void, *mut c_uint) -> c_int;
 type GetNumberedUintFn = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_int;
 
 impl Cuda {
-    /// Returns the GPU's clocks, temperature and power. Fails if NVML is not usable.
+    /// Queries the GPU's clocks, temperature and power from NVML, NVIDIA's management library.
+    /// Fails if NVML is not usable.
     pub fn query_state(&self) -> std::result::Result<GpuState, GpuStateError> {
         let bus_id = self.query_pci_bus_id()?;
         let next_to_driver = self.properties().driver_path.with_file_name(NVML_LIBRARY);
@@ -99,8 +100,9 @@ impl Cuda {
         Ok(unsafe { CStr::from_ptr(id.as_ptr()) }.to_owned())
     }
 
-    /// Returns attributes of the GPU that decide which functions of the driver work, with their
-    /// names. An attribute that the driver does not know is left out.
+    /// Returns the names and values of those attributes of the GPU that help to explain its speed
+    /// and which functions of the driver it supports. An attribute that the driver does not know is
+    /// left out.
     pub fn query_attributes(&self) -> Vec<(String, i32)> {
         use CUdevice_attribute::*;
         let attributes = [
@@ -133,7 +135,7 @@ impl Cuda {
     }
 }
 
-/// Queries the state of the GPU at a PCI address from NVML.
+/// Queries clocks, temperature and power of the GPU with the PCI address `bus_id` from NVML.
 fn query_nvml(nvml: &libloading::Library, bus_id: &CStr) -> std::result::Result<GpuState, GpuStateError> {
     // SAFETY: the functions have these types in nvml.h, and get valid pointers.
     unsafe {
@@ -154,7 +156,7 @@ fn query_nvml(nvml: &libloading::Library, bus_id: &CStr) -> std::result::Result<
     }
 }
 
-/// Reads the state of a device of NVML, which must be initialized.
+/// Reads clocks, temperature and power of `device`, NVML's handle of a GPU.
 ///
 /// # Safety
 ///

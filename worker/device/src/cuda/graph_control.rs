@@ -18,8 +18,8 @@ impl Cuda {
         self.gpu.call_recording_failure(|| self.gpu.set_graphs_enabled(on));
     }
 
-    /// Starts to measure whether training steps are faster with CUDA graphs. The next steps run
-    /// without graphs, the following steps with graphs.
+    /// Starts to measure whether training steps are faster with or without CUDA graphs. The next
+    /// steps run without graphs, the following steps with graphs.
     pub fn start_graph_autotuning(&self) {
         *self.lock_graph_tuner() = Some(GraphAutotuner::default());
     }
@@ -30,8 +30,8 @@ impl Cuda {
         self.gpu.graphs.lock().stats()
     }
 
-    /// Locks the measurement of whether CUDA graphs are faster. It is `None` if nothing is
-    /// measured.
+    /// Locks the measurement of whether training steps are faster with CUDA graphs. It is `None` if
+    /// nothing is measured.
     fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphAutotuner>> {
         self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -48,7 +48,7 @@ const MAX_UNMATCHED_BATCHES: usize = 256;
 /// no more graphs are created, because the batches do not repeat.
 const MAX_WASTED_GRAPHS: usize = 64;
 
-/// Statistics of CUDA graphs: how many calls were issued in graphs and how many one by one.
+/// Statistics of CUDA graphs: how many GPU calls were issued in graphs and how many one by one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphStats {
     /// True if CUDA graphs are on now.
@@ -128,27 +128,27 @@ impl MainStreamGraphs {
         self.on.load(Relaxed)
     }
 
-    /// Returns the number of GPU calls that were enqueued on any stream so far, in graphs or one by
-    /// one.
+    /// Returns the number of GPU calls that were enqueued on any stream so far, whether in CUDA
+    /// graphs or one by one.
     pub(super) fn enqueued_call_count(&self) -> u64 {
         self.calls.load(Relaxed)
     }
 
-    /// Counts one GPU call that is being enqueued.
+    /// Adds one to the number of enqueued GPU calls.
     pub(super) fn count_call(&self) {
         self.calls.fetch_add(1, Relaxed);
     }
 
-    /// Locks the state of the main stream: its recorded calls and its CUDA graphs. A panic of
-    /// another thread may leave the batch incomplete, but then the worker ends.
+    /// Locks the mutex of the recorded GPU calls and of the CUDA graphs of the main stream. A panic
+    /// of another thread may leave the batch incomplete, but then the worker ends.
     pub(super) fn lock(&self) -> MutexGuard<'_, GraphState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl GraphState {
-    /// Turns CUDA graphs on or off for the main stream, and issues the calls that were recorded for
-    /// a graph.
+    /// Turns CUDA graphs on or off for the main stream, after issuing the calls that were recorded
+    /// for a graph.
     pub(super) fn set_enabled(&mut self, gpu: &GpuContext, on: bool) -> Result<()> {
         let flushed = self.flush_batch(gpu);
         self.on.store(on, Relaxed);
@@ -167,7 +167,8 @@ impl GraphState {
         self.release_idle_blocks(gpu);
     }
 
-    /// Returns the error that turned CUDA graphs off, if there was one, at the first call only.
+    /// Returns the error because of which CUDA graphs were turned off, at the first call only;
+    /// `None` if there was no error.
     pub(super) fn take_disable_reason(&mut self) -> Option<CudaError> {
         self.disable_reason.take()
     }
@@ -201,13 +202,14 @@ impl GraphState {
         }
     }
 
-    /// Issues the recorded calls if the batch has its maximum length or CUDA graphs are off.
+    /// Issues the recorded GPU calls if they have reached the maximum number or CUDA graphs are
+    /// off.
     pub(super) fn flush_batch_if_full(&mut self, gpu: &GpuContext) -> Result<()> {
         if self.batch.len() >= MAX_BATCH_CALLS || !self.is_enabled() { self.flush_batch(gpu) } else { Ok(()) }
     }
 
-    /// Issues the recorded calls as a CUDA graph if one exists or can be built, otherwise call by
-    /// call.
+    /// Issues the recorded GPU calls as one CUDA graph if a graph exists or can be built, otherwise
+    /// one by one.
     fn issue_batch(&mut self, gpu: &GpuContext) -> Result<()> {
         if !self.is_enabled() || self.batch.len() < MIN_BATCH_CALLS {
             return self.issue_directly(gpu);
@@ -220,8 +222,8 @@ impl GraphState {
         if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_directly(gpu) }
     }
 
-    /// Creates a CUDA graph for the recorded batch with the hash `hash`, or changes the graph of a
-    /// similar batch. Returns false if the batch must be issued call by call.
+    /// Provides a CUDA graph for the recorded calls: captures a new graph, or updates the graph of
+    /// a similar batch of calls. Returns false if the calls must be issued one by one.
     ///
     /// If the batch has occurred before, a new graph is captured. Otherwise, if a graph exists for
     /// a similar batch (one with an equal structure hash), that graph is updated. Otherwise, a new
@@ -245,8 +247,8 @@ impl GraphState {
         self.wasted_graphs < MAX_WASTED_GRAPHS && self.capture_graph(gpu, hash, structure_hash)
     }
 
-    /// Remembers the recorded batch, which has no CUDA graph, so that a similar batch can be
-    /// recognized later.
+    /// Stores the recorded batch of calls, for which no CUDA graph was made, so that a similar
+    /// batch can be recognized later.
     fn remember_unmatched(&mut self, structure_hash: u64) {
         if self.unmatched_batches.len() >= MAX_UNMATCHED_BATCHES {
             self.unmatched_batches.clear(); // the next step fills it again
@@ -254,8 +256,8 @@ impl GraphState {
         self.unmatched_batches.insert(structure_hash, self.batch.clone());
     }
 
-    /// Changes the CUDA graph of a similar batch so that it executes the recorded batch. Returns
-    /// false if too many calls differ or the driver cannot update the graph.
+    /// Updates the CUDA graph of a similar batch of calls so that it executes the recorded calls.
+    /// Returns false if too many calls differ or the driver cannot update the graph.
     fn update_similar_graph(&mut self, gpu: &GpuContext, similar: u64, hash: u64) -> bool {
         let Some(cached) = self.graphs.get(&similar) else { return false };
         let changed = cached.batch.find_changed_kernels(&self.batch);
@@ -282,7 +284,7 @@ impl GraphState {
         self.batch.issue_all(gpu)
     }
 
-    /// Remembers the hash of a batch of recorded calls, and returns whether a batch with this hash
+    /// Stores the hash of a batch of recorded calls, and returns whether a batch with this hash has
     /// occurred before.
     fn mark_seen(&mut self, hash: u64) -> bool {
         if self.seen_hashes.remove(&hash) {
@@ -311,8 +313,8 @@ impl GraphState {
         true
     }
 
-    /// Captures the recorded calls as a CUDA graph. If that fails, turns graphs off and returns
-    /// false.
+    /// Captures the recorded calls as a new CUDA graph and stores it in the cache. If that fails,
+    /// turns graphs off and returns false.
     fn capture_graph(&mut self, gpu: &GpuContext, hash: u64, structure_hash: u64) -> bool {
         match ExecutableGraph::capture(gpu, &self.batch) {
             Ok(graph) => {
@@ -342,8 +344,9 @@ impl GraphState {
         }
     }
 
-    /// Allocates `bytes` bytes of scratch memory in the blocks of GPU memory that this stream owns,
-    /// or in a new block. Returns `None` if the GPU has no memory left for another block.
+    /// Allocates `bytes` bytes of scratch memory for the main stream, in the blocks of GPU memory
+    /// that are kept for it or in a new block. Returns `None` if the GPU has no memory left for
+    /// another block.
     pub(super) fn allocate_scratch(&mut self, gpu: &GpuContext, bytes: usize) -> Result<Option<Address>> {
         if let Some(at) = self.arena.allocate(bytes) {
             return Ok(Some(at));
@@ -363,8 +366,8 @@ impl GraphState {
         Ok(self.arena.allocate(bytes))
     }
 
-    /// Frees the range of scratch memory at the address `at`. With graphs off, also returns unused
-    /// blocks to the driver's pool.
+    /// Frees the scratch memory of the main stream that begins at the GPU address `at`. With graphs
+    /// off, also returns unused blocks to the driver's pool.
     pub(super) fn free_scratch_range(&mut self, gpu: &GpuContext, at: Address) {
         self.arena.free_range(at);
         if !self.is_enabled() {
@@ -372,7 +375,8 @@ impl GraphState {
         }
     }
 
-    /// Returns the unused blocks of scratch memory to the driver's memory pool.
+    /// Returns the blocks of scratch memory in which nothing is allocated to the driver's memory
+    /// pool.
     pub(super) fn release_idle_blocks(&mut self, gpu: &GpuContext) {
         let idle = self.arena.take_idle_blocks();
         if !idle.is_empty() {
@@ -396,7 +400,7 @@ impl GraphState {
         self.destroy_graphs(gpu);
     }
 
-    /// Destroys every cached graph and forgets every remembered batch.
+    /// Destroys every cached CUDA graph and forgets every remembered batch of calls.
     fn destroy_graphs(&mut self, gpu: &GpuContext) {
         self.graphs.drain().for_each(|(_, cached)| cached.graph.destroy(gpu));
         self.seen_hashes.clear();
@@ -405,8 +409,8 @@ impl GraphState {
     }
 }
 
-/// Returns whether updating a CUDA graph for `batch` is cheaper than issuing the calls one by one.
-/// `changed` are the indices of the kernels that differ.
+/// Returns whether updating a CUDA graph for `batch`, the recorded calls, is cheaper than issuing
+/// the calls one by one. `changed` are the indices of the kernels that differ.
 fn is_worth_updating(changed: &[usize], batch: &CallBatch) -> bool {
     3 * changed.len() <= batch.len()
 }

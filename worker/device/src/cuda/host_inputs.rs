@@ -1,5 +1,5 @@
-//! Keeps integer inputs of kernels (tokens, labels, document starts) on the GPU, so that unchanged
-//! inputs are not uploaded again ([`HostInputCache`]).
+//! [`HostInputCache`]: keeps integer inputs of kernels (tokens, labels, document starts) on the
+//! GPU, so that unchanged inputs are not uploaded again.
 //!
 //! An input has a name and keeps its GPU address from one micro-batch to the next. Kernels that
 //! read the input are therefore launched with the same arguments each time, which CUDA graphs need.
@@ -12,11 +12,11 @@ use super::memory::DeviceMemory;
 use super::pinned_memory::PinnedRing;
 use std::{collections::HashMap, sync::Arc};
 
-/// Maximum number of inputs of one name and size of which copies are kept on the GPU. More than one
-/// copy is needed if layers alternate between inputs.
+/// Maximum number of inputs with equal names and sizes of which copies are kept on the GPU. More
+/// than one copy is needed if layers alternate between inputs.
 const MAX_SLOTS_PER_INPUT: usize = 4;
-/// Number of consecutive uploads, each of which restores the input that the previous one overwrote,
-/// after which one more copy is kept.
+/// Number of consecutive uploads, each of which brings back the input that the previous one
+/// overwrote, after which one more copy is kept on the GPU.
 const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
 /// Minimum size in bytes of the GPU memory for one input. Sizes are powers of two.
 const MIN_SLOT_BYTES: usize = 256;
@@ -31,7 +31,7 @@ pub(super) struct HostInputCache {
     ring: PinnedRing,
 }
 
-/// The GPU memory for several inputs of one name and size.
+/// The GPU memory for several inputs with equal names and sizes.
 #[derive(Default)]
 struct InputSlots {
     /// GPU memory of each slot, and a copy of the slot's content.

@@ -9,7 +9,7 @@ use super::launch::{KernelFunction, LaunchConfig};
 use super::matmul::MatmulPlanReport;
 use std::ffi::c_int;
 
-/// The resources that a kernel uses.
+/// The resources that a kernel uses: registers and memory per thread and block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelReport {
     /// Name of the kernel.
@@ -26,7 +26,8 @@ pub struct KernelReport {
     pub launch: Option<LaunchReport>,
 }
 
-/// The launch configuration of a kernel, and its occupancy.
+/// The launch configuration of a kernel, and how many of its blocks a multiprocessor executes at
+/// once (occupancy).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchReport {
     /// Numbers of blocks.
@@ -40,7 +41,8 @@ pub struct LaunchReport {
 }
 
 impl Cuda {
-    /// Reports the resources of every kernel. Compiles and loads all kernels first.
+    /// Returns the resources (registers, memory) that every kernel of this crate uses on this GPU.
+    /// Compiles and loads all kernels first.
     pub fn describe_kernels(&self) -> Result<Vec<KernelReport>> {
         let mut reports = Vec::new();
         for (source, name) in list_kernel_names() {
@@ -50,7 +52,8 @@ impl Cuda {
         Ok(reports)
     }
 
-    /// Reports the resources of each kernel that was launched so far, with its first launch.
+    /// Returns the resources (registers, memory, occupancy) of each kernel that was launched so
+    /// far, with the configuration of its first launch.
     pub fn describe_launched_kernels(&self) -> Result<Vec<KernelReport>> {
         let describe = |(name, function, config): &(String, KernelFunction, LaunchConfig)| {
             describe_kernel(&self.gpu, name, *function, Some(*config))
@@ -58,7 +61,7 @@ impl Cuda {
         self.kernels.list_launched_functions().iter().map(describe).collect()
     }
 
-    /// Reports the algorithm of each matmul that was requested so far.
+    /// Returns which algorithm of cuBLASLt computes each matmul that was requested so far.
     pub fn describe_matmul_plans(&self) -> Vec<MatmulPlanReport> {
         self.cublas_lt.describe_plans()
     }

@@ -11,8 +11,8 @@ use std::{
     ptr,
 };
 
-/// The compiled kernels of one source file, loaded into a GPU. They stay loaded as long as the CUDA
-/// context exists.
+/// The compiled CUDA kernels of one source file, loaded into a GPU. They stay loaded as long as the
+/// CUDA context exists.
 pub(super) struct KernelModule(CUmodule);
 
 /// A handle of a loaded kernel, with which it can be launched.
@@ -55,7 +55,7 @@ unsafe impl KernelArg for f32 {}
 unsafe impl KernelArg for Address {}
 
 impl KernelModule {
-    /// Loads `image`, the compiled kernels of the source `file`, into the GPU.
+    /// Loads `image`, the compiled CUDA kernels of the source `file`, into the GPU.
     pub(super) fn load(gpu: &GpuContext, file: &str, image: &[u8]) -> Result<KernelModule> {
         gpu.make_current()?;
         let mut module = ptr::null_mut();
@@ -65,7 +65,8 @@ impl KernelModule {
         Ok(KernelModule(module))
     }
 
-    /// Returns the kernel `name` of the module. Fails if the module has no such kernel.
+    /// Looks up the kernel `name` in this module of loaded kernels. Fails if the module has no such
+    /// kernel.
     pub(super) fn find_function(&self, gpu: &GpuContext, name: &CStr) -> Result<KernelFunction> {
         gpu.make_current()?;
         let mut function = ptr::null_mut();

@@ -33,10 +33,10 @@ const MAX_ARGUMENT_WORDS: usize = ENTRY_WORDS - FIRST_ARGUMENT_WORD;
 /// The size in bytes of the file of the launch log.
 const LOG_BYTES: usize = ENTRY_COUNT * ENTRY_WORDS * size_of::<u64>();
 
-/// The launch log of this process, once it has been opened.
+/// The launch log of this process (its last GPU calls in a file), once it has been opened.
 static LAUNCH_LOG: OnceLock<LaunchLog> = OnceLock::new();
 
-/// A launch log that is mapped from a file.
+/// A launch log, in which a process stores its last GPU calls: the memory mapping of its file.
 struct LaunchLog {
     memory: MmapRaw,
     /// The number of calls that have been logged.
@@ -53,14 +53,14 @@ pub fn log_launches_to(file: &File) -> io::Result<()> {
 }
 
 impl LaunchLog {
-    /// Returns the 64-bit words of all entries of the launch log.
+    /// Returns the 64-bit words of all entries of the launch log, as they are stored in its file.
     fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping has this size, is aligned to pages, and lives as long as self. It is
         // only accessed with atomic operations.
         unsafe { std::slice::from_raw_parts(self.memory.as_mut_ptr().cast(), ENTRY_COUNT * ENTRY_WORDS) }
     }
 
-    /// Writes an entry for one GPU call, in place of the oldest one.
+    /// Writes an entry for one GPU call to the launch log, in place of the oldest entry.
     fn write_entry(&self, name: &[u8], config: LaunchConfig, arguments: impl Iterator<Item = u64>) {
         let number = self.calls.fetch_add(1, Relaxed);
         let first = number as usize % ENTRY_COUNT * ENTRY_WORDS;
@@ -88,7 +88,8 @@ impl LaunchLog {
     }
 }
 
-/// Logs the launch of a kernel with its arguments.
+/// Writes the launch of a kernel with its arguments to this process's launch log (a file with its
+/// last GPU calls), if it has one.
 pub(super) fn log_kernel(name: &[u8], config: LaunchConfig, arguments: &[&dyn KernelArg]) {
     let Some(log) = LAUNCH_LOG.get() else { return };
     let words = arguments.iter().flat_map(|argument| {
@@ -105,8 +106,8 @@ pub(super) fn log_kernel(name: &[u8], config: LaunchConfig, arguments: &[&dyn Ke
     log.write_entry(name, config, words);
 }
 
-/// Logs a GPU call that is not a kernel launch, such as a matmul, with the numbers that describe
-/// the call.
+/// Writes a GPU call that is not a kernel launch, such as a matmul, to this process's launch log (a
+/// file with its last GPU calls), if it has one.
 pub(super) fn log_non_kernel_call(name: &'static str, numbers: &[u64]) {
     if let Some(log) = LAUNCH_LOG.get() {
         let config = LaunchConfig { grid: [0; 3], block: [0; 3], shared: 0 };
@@ -126,8 +127,9 @@ pub fn read_launch_log(path: &Path) -> io::Result<Vec<String>> {
     Ok(entries.into_iter().map(describe_entry).collect())
 }
 
-/// Describes an entry as a line of text: the number of the call, its name, launch configuration and
-/// arguments. Small numbers are decimal, and others, such as addresses, are hexadecimal.
+/// Describes an entry of a launch log as a line of text: the number of the GPU call, its name,
+/// launch configuration and arguments. Small numbers are decimal, and others, such as addresses,
+/// are hexadecimal.
 fn describe_entry(entry: &[u64]) -> String {
     let name: Vec<u8> = entry[1..=NAME_WORDS].iter().flat_map(|word| word.to_le_bytes()).collect();
     let name = String::from_utf8_lossy(name.split(|byte| *byte == 0).next().unwrap_or_default()).into_owned();

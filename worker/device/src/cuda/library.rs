@@ -18,7 +18,7 @@ pub enum CudaLibrary {
 }
 
 impl CudaLibrary {
-    /// Returns the accepted file names of the library, best first.
+    /// Returns the file names under which the library is searched for, best first.
     pub(super) fn file_names(self) -> &'static [&'static str] {
         match self {
             CudaLibrary::Driver => &["libcuda.so.1"],

@@ -6,8 +6,8 @@ use super::library_search::LibrarySearchPaths;
 use super::{cudnn, matmul, properties};
 use std::path::PathBuf;
 
-/// Checks that the driver shows this process a GPU, and that all libraries for training on a GPU
-/// can be opened. Does not open the GPU.
+/// Fails if the driver shows this process no GPU, or if a library that training on a GPU needs
+/// cannot be opened. Does not open the GPU.
 pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
     let (driver, _) = properties::query_driver_version_with_gpu(paths)?;
     let paths = paths.with_driver_version(driver);

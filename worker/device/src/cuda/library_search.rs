@@ -42,11 +42,11 @@ const DEFAULT_TOOLKIT_ROOTS: [&str; 3] = ["/usr/local/cuda", "/usr/local/cuda-13
 /// Maximum number of entries that are read from a directory that may contain CUDA's libraries.
 const MAX_DIRECTORY_ENTRIES: usize = 4096;
 
-/// Text that stands for the dynamic loader's directories in the list of searched directories of
-/// [`CudaError::LibraryNotFound`].
+/// Text that stands for the dynamic loader's directories in the list of searched directories of an
+/// error.
 const LOADER_ENTRY: &str = "the dynamic loader's directories";
 
-/// An open library and the path at which it was found.
+/// An opened library, and the path at which it was found.
 #[derive(Debug)]
 pub struct OpenLibrary {
     /// The library, opened by the dynamic loader.
@@ -61,8 +61,8 @@ fn parse_major_version(file_name: &str) -> Option<u32> {
 }
 
 impl LibrarySearchPaths {
-    /// Returns a copy of these search paths for a driver that implements CUDA version `major`,
-    /// which cannot use newer libraries.
+    /// Returns these search paths, restricted to versions of libraries that a driver for CUDA
+    /// version `major` can use.
     pub(super) fn with_driver_version(&self, major: u32) -> LibrarySearchPaths {
         LibrarySearchPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
@@ -94,8 +94,8 @@ impl LibrarySearchPaths {
         directories
     }
 
-    /// Opens `library` from the first directory that has a usable file of it. The error lists the
-    /// searched directories and the rejected files.
+    /// Opens `library`, a library of CUDA, from the first directory that has a usable file of it.
+    /// The error lists the searched directories and the rejected files.
     pub fn open(&self, library: CudaLibrary) -> Result<OpenLibrary, CudaError> {
         let mut searched = Vec::new();
         let mut rejected = Vec::new();
@@ -171,8 +171,8 @@ fn list_sorted_entries(directory: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// Opens the library file at `path`. If opening fails, adds the reason to `rejected` and returns
-/// `None`.
+/// Opens the library file at `path` if the file exists. If opening fails, adds the reason to
+/// `rejected` and returns `None`.
 fn open_library_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option<OpenLibrary> {
     if !path.exists() {
         return None;
@@ -211,8 +211,8 @@ fn format_loader_error(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// Opens the library at `path`. If `path` is a bare file name, searches the dynamic loader's
-/// directories for it.
+/// Opens the library at `path` with the dynamic loader. If `path` is a bare file name, searches the
+/// dynamic loader's directories for it.
 fn open_library(path: &Path) -> Result<Library, libloading::Error> {
     // SAFETY: the initializers of NVIDIA's libraries have no preconditions. The machine's owner
     // decides which file it is.

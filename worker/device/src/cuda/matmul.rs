@@ -36,15 +36,16 @@ use std::{
 
 /// Maximum size in bytes of the GPU memory that cuBLASLt may use as the workspace of a matmul.
 pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
-/// Maximum number of stored plans. Beyond it, all plans are dropped, and created again when they
-/// are needed.
+/// Maximum number of plans (chosen algorithms of matmuls) that are stored. Beyond it, all plans are
+/// dropped, and created again when they are needed.
 const MAX_PLANS: usize = 4096;
 
-/// The plans of matmuls, by key and by whether the key contains a rounded size (a size bucket). The
-/// value is `None` where the library has no algorithm.
+/// The plans (algorithms and descriptors) of matmuls, by key and by whether the key contains a
+/// rounded size (a size bucket). The value is `None` where the library has no algorithm.
 type MatmulPlans = HashMap<(Key, bool), Option<Arc<MatmulPlan>>>;
 
-/// The opened cuBLASLt library, and the plans of matmuls that were created so far.
+/// The opened cuBLASLt library, and the plans (algorithms and descriptors) of the matmuls that were
+/// requested so far.
 pub(super) struct CublasLt {
     lt: Arc<LtHandle>,
     pub(super) path: PathBuf,
@@ -79,8 +80,8 @@ impl CublasLt {
         Ok(CublasLt { lt, path, version, plans, workspaces, search: OnceLock::new() })
     }
 
-    /// Enables autotuning: from now on, the algorithms for each new matmul are timed, and the
-    /// fastest is used. Choices are stored in `directory` for other processes.
+    /// Enables autotuning: from now on, cuBLASLt's algorithms for each new matmul are timed, and
+    /// the fastest is used. Choices are stored in `directory` for other processes.
     pub(super) fn enable_autotuning(&self, gpu: &Gpu, directory: Option<PathBuf>) {
         self.search.get_or_init(|| AlgorithmSearch::new(directory, &gpu.properties, self.version));
     }
@@ -102,14 +103,14 @@ impl CublasLt {
         gpu.enqueue(|batch| batch.push_matmul(prepared), |stream| direct.issue(stream))
     }
 
-    /// Returns true if the library has an algorithm for this matmul.
+    /// Returns true if cuBLASLt has an algorithm that can compute this matmul.
     pub(super) fn has_algorithm(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<bool> {
         gpu.make_current()?;
         gpu.retry_if_out_of_memory(|| self.prepare(gpu, matmul)).map(|prepared| prepared.is_some())
     }
 
-    /// Returns the address of the workspace of this thread's stream, which has at least `bytes`
-    /// bytes. The matmuls of a stream run one after the other, so they share it.
+    /// Returns the GPU address of the workspace that the matmuls of this thread's stream share,
+    /// after enlarging it to at least `bytes` bytes if necessary.
     fn reserve_workspace(&self, gpu: &Arc<Gpu>, bytes: usize) -> Result<Address> {
         if bytes == 0 {
             return Ok(0);
@@ -126,8 +127,9 @@ impl CublasLt {
         Ok(address)
     }
 
-    /// Returns a matmul with its plan and layouts, but without the memory of its workspace. Returns
-    /// `None` if the library has no algorithm.
+    /// Finds the plan (algorithm and descriptors) and the layouts of a matmul, and returns the
+    /// matmul ready to be issued, except that its workspace is not allocated. Returns `None` if the
+    /// library has no algorithm.
     ///
     /// The algorithm for a varying size is the one for its size bucket. Where the library rejects
     /// that algorithm for the actual size, the algorithm for exactly this matmul is used, and not
@@ -152,8 +154,8 @@ impl CublasLt {
         Ok(plan.and_then(|plan| prepared(plan.clone(), plan.layouts.clone(), plan.workspace)))
     }
 
-    /// Returns the size in bytes of the workspace that the algorithm of `plan` needs for operands
-    /// with these layouts. Returns `None` if the algorithm cannot compute the matmul.
+    /// Returns how many bytes of workspace the algorithm of `plan` needs for operands with these
+    /// layouts. Returns `None` if the algorithm cannot compute the matmul.
     fn query_algorithm_workspace(&self, plan: &MatmulPlan, layouts: &MatrixLayouts) -> Option<usize> {
         let [first, second, result] = layouts.handles;
         let mut checked = MaybeUninit::zeroed();
@@ -175,8 +177,8 @@ impl CublasLt {
         (status == 0 && workspace <= MATMUL_WORKSPACE_BYTES).then_some(workspace)
     }
 
-    /// Returns the plan (algorithm and descriptors) with the key of a matmul, which is created and
-    /// stored at the first request. Returns `None` if the library has no algorithm.
+    /// Returns the stored plan (algorithm and descriptors) for the key of a matmul, or creates and
+    /// stores it at the first request. Returns `None` if the library has no algorithm.
     fn get_or_create_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -196,8 +198,8 @@ impl CublasLt {
         Ok(plan)
     }
 
-    /// Reports the algorithm of each matmul that was requested so far, ordered by the text of the
-    /// matmul.
+    /// Returns which algorithm of cuBLASLt computes each matmul that was requested so far, ordered
+    /// by the description of the matmul.
     pub(super) fn describe_plans(&self) -> Vec<MatmulPlanReport> {
         let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         let reports = plans.iter().map(|((key, _), plan)| MatmulPlanReport {
@@ -212,9 +214,9 @@ impl CublasLt {
         reports
     }
 
-    /// Creates the plan (algorithm and descriptors) for a matmul of the sizes of `key`. Times the
-    /// algorithms if autotuning is enabled and no size varies. Returns `None` if the library has no
-    /// algorithm.
+    /// Creates the plan (algorithm and descriptors) for a matmul with the sizes that `key`
+    /// contains. Times the algorithms if autotuning is enabled and no size varies. Returns `None`
+    /// if the library has no algorithm.
     fn create_plan(&self, gpu: &Arc<Gpu>, matmul: &Matmul, key: &Key) -> Result<Option<MatmulPlan>> {
         let lt = &self.lt.library;
         let [m, n, k, ..] = key.sizes;
@@ -294,9 +296,9 @@ impl CublasLt {
         Ok(candidates.filter(|one| one.workspace <= MATMUL_WORKSPACE_BYTES).collect())
     }
 
-    /// Runs a matmul several times with the algorithm `candidate`, and returns the seconds of all
-    /// timed runs together. Returns `None` if the algorithm fails, or if there is no memory to try
-    /// it.
+    /// Runs a matmul several times with the algorithm `candidate`, and returns the GPU time of all
+    /// timed runs together, in seconds. Returns `None` if the algorithm fails, or if there is no
+    /// memory to try it.
     ///
     /// If `matmul.add` is true, the runs write to temporary memory, and `c` keeps its content.
     /// Otherwise they overwrite `c`, whose content is unspecified afterwards.

@@ -9,7 +9,7 @@ use super::tensor_arg::{TensorArg, dtype_code, gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{BiasOps, WriteMode, expect_len};
 
-/// Operand or result of a matmul: its address, element type and layout.
+/// Operand or result of a matmul in GPU memory: its address, element type and layout.
 #[derive(Clone, Copy)]
 pub(super) struct MatmulOperand {
     pub(super) at: Address,
@@ -21,15 +21,15 @@ pub(super) struct MatmulOperand {
 }
 
 impl MatmulOperand {
-    /// Creates an operand from a view in GPU memory with rows of `stride` elements. Panics if the
-    /// view is in host memory.
+    /// Creates an operand of a matmul from a view in GPU memory that has rows of `stride` elements.
+    /// Panics if the view is in host memory.
     #[track_caller]
     pub(super) fn from_rows(v: View, stride: usize) -> Self {
         MatmulOperand { at: gpu_address(v), dtype: v.dtype(), stride, transposed: false }
     }
 
-    /// Creates an operand that is stored transposed, in rows of `stride` elements. Panics if the
-    /// view is in host memory.
+    /// Creates an operand of a matmul from a view in GPU memory that is stored transposed, in rows
+    /// of `stride` elements. Panics if the view is in host memory.
     #[track_caller]
     pub(super) fn from_transposed(v: View, stride: usize) -> Self {
         MatmulOperand { transposed: true, ..Self::from_rows(v, stride) }
@@ -46,7 +46,7 @@ impl MatmulOperand {
         TensorArg { at: self.at, dtype: dtype_code(self.dtype) }
     }
 
-    /// Returns true if a row does not begin at a multiple of 16 bytes.
+    /// Returns true if some row of the operand does not begin at a multiple of 16 bytes.
     fn is_unaligned(&self) -> bool {
         !self.at.is_multiple_of(16) || !(self.stride * self.dtype.size()).is_multiple_of(16)
     }
@@ -69,8 +69,8 @@ pub(super) fn matmul(
     matmul_with_varying_size(cuda, [c, a, b], sizes, write, None);
 }
 
-/// Computes [`matmul`] for the operands `[c, a, b]`. `varying` is the size that differs from call
-/// to call, if there is one.
+/// Computes the matmul `c[m, n] (=|+=) a[m, k] · b[k, n]` on the GPU, one size of which may vary
+/// from call to call. `varying` is the size that differs from call to call, if there is one.
 pub(super) fn matmul_with_varying_size(
     cuda: &Cuda,
     operands: [MatmulOperand; 3],
@@ -88,9 +88,8 @@ pub(super) fn matmul_with_varying_size(
     }
 }
 
-/// Computes the matmul [`matmul_with_varying_size`] with both operands converted to `dtype`.
-/// Returns false without computing anything if the operands are 16-bit and unaligned and cuBLASLt
-/// has no algorithm for them.
+/// Computes a matmul with both operands converted to `dtype`. Returns false without computing
+/// anything if the operands are 16-bit and unaligned and cuBLASLt has no algorithm for them.
 fn matmul_with_operand_type(
     dtype: Dtype,
     cuda: &Cuda,

@@ -138,8 +138,9 @@ impl GroupedMatmulOps for Cuda {
 }
 
 impl Cuda {
-    /// Computes the matmul of one expert for the operands `[c, a, b]`. The number of rows of the
-    /// expert, which is the size `varying`, differs from call to call.
+    /// Computes the matmul of one group of rows (one expert) in a grouped matmul, with the operands
+    /// `[c, a, b]`. The number of rows of the expert, which is the size `varying`, differs from
+    /// call to call.
     fn multiply_group(&self, operands: [MatmulOperand; 3], sizes: [usize; 3], varying: VaryingSize) {
         matmul_with_varying_size(self, operands, sizes, WriteMode::Overwrite, Some(varying));
     }

@@ -5,9 +5,9 @@ use super::gpu::Gpu;
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
 impl Gpu {
-    /// Allocates uninitialized memory, in the order of this thread's stream. A request for no bytes
-    /// allocates nothing. Fails with [`CudaError::OutOfMemory`] if the memory is full, also after
-    /// free memory of the pool was returned to the system.
+    /// Allocates uninitialized GPU memory, which work enqueued on this thread's stream from now on
+    /// may use. A request for no bytes allocates nothing. Fails with [`CudaError::OutOfMemory`] if
+    /// the memory is full, also after free memory of the pool was returned to the system.
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
         if bytes == 0 {
             return Ok(DeviceMemory::without_memory(self));
@@ -36,9 +36,10 @@ impl Gpu {
         Ok(DeviceMemory { gpu: self.clone(), at: result?, bytes, is_scratch: false })
     }
 
-    /// Allocates uninitialized GPU memory for the duration of one op. The memory must be dropped in
-    /// the stream in which it is used. With CUDA graphs on, the same sequence of requests in the
-    /// main stream gets the same addresses.
+    /// Allocates uninitialized GPU memory for the duration of one op, from the scratch memory of
+    /// the main stream if the op runs there. The memory must be dropped in the stream in which it
+    /// is used. With CUDA graphs on, the same sequence of requests in the main stream gets the same
+    /// addresses.
     pub(super) fn allocate_scratch(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
         if bytes > 0
             && let Some(mut state) = self.lock_if_recording()
@@ -63,9 +64,9 @@ impl Gpu {
         }
     }
 
-    /// Returns all unused memory to the operating system: unused scratch memory of the main stream,
-    /// and the free memory of the driver's pool. Waits for all streams, because memory that was
-    /// freed in a stream is free only when the stream has reached the free.
+    /// Returns all unused GPU memory to the operating system: unused scratch memory of the main
+    /// stream, and the free memory of the driver's pool. Waits for all streams, because memory that
+    /// was freed in a stream is free only when the stream has reached the free.
     pub(super) fn release_unused_memory(&self) -> Result<()> {
         self.graphs.lock().release_idle_blocks(self);
         self.synchronize()?;
@@ -74,9 +75,8 @@ impl Gpu {
         self.trim_pool()
     }
 
-    /// Makes a call of a library and, if the library has no memory for it, releases all unused
-    /// memory and repeats the call once. Libraries allocate outside the pool, for example when they
-    /// load a kernel.
+    /// Makes a GPU call and, if the GPU's memory is full, releases all unused memory and repeats
+    /// the call once. Libraries allocate outside the pool, for example when they load a kernel.
     pub(super) fn retry_if_out_of_memory<T>(&self, call: impl Fn() -> Result<T>) -> Result<T> {
         match call() {
             Err(error) if error.is_out_of_memory() => {
@@ -88,7 +88,7 @@ impl Gpu {
     }
 }
 
-/// A range of GPU memory. Dropping it frees the memory.
+/// A range of GPU memory, which is freed when dropped.
 pub(super) struct DeviceMemory {
     gpu: Arc<Gpu>,
     at: Address,
@@ -108,8 +108,8 @@ impl DeviceMemory {
         self.bytes
     }
 
-    /// Returns an empty range of GPU memory, which ops get after a failure. Their GPU calls are
-    /// skipped, so they need no memory.
+    /// Creates an empty range of GPU memory, which ops get instead of memory after a GPU call has
+    /// failed. Their GPU calls are skipped, so they need no memory.
     pub(super) fn without_memory(gpu: &Arc<Gpu>) -> DeviceMemory {
         DeviceMemory { gpu: gpu.clone(), at: 0, bytes: 0, is_scratch: false }
     }

@@ -1,5 +1,5 @@
 //! Allocates GPU memory from the driver's memory pool or, on a GPU without pools, in blocks that
-//! are kept. Also allocates pinned host memory.
+//! are kept for reuse. Also allocates pinned host memory.
 use super::bindings::{
     Address,
     driver_sys::{CU_MEMHOSTALLOC_PORTABLE, CUstream},
@@ -23,7 +23,8 @@ impl GpuContext {
         Ok((free, total))
     }
 
-    /// Allocates `bytes` bytes from the driver's memory pool, in the order of `stream`.
+    /// Allocates `bytes` bytes of GPU memory from the driver's memory pool, for work that is
+    /// enqueued on `stream` from now on.
     pub(super) fn allocate_from_pool(&self, bytes: usize, stream: CUstream) -> Result<Address> {
         let at = self.allocate_in_stream_order(bytes, stream)?;
         let used = self.allocated_bytes.fetch_add(bytes as u64, Relaxed) + bytes as u64;
@@ -31,8 +32,8 @@ impl GpuContext {
         Ok(at)
     }
 
-    /// Allocates `bytes` bytes in the order of `stream`, from the driver's memory pool or, on a GPU
-    /// without pools, from blocks kept for reuse.
+    /// Allocates `bytes` bytes of GPU memory for work that is enqueued on `stream` from now on,
+    /// from the driver's memory pool or, on a GPU without pools, from blocks kept for reuse.
     fn allocate_in_stream_order(&self, bytes: usize, stream: CUstream) -> Result<Address> {
         let mut at = 0;
         let Some(cache) = &self.block_cache else {
@@ -51,8 +52,8 @@ impl GpuContext {
         Ok(at)
     }
 
-    /// Gives all free blocks, which were kept for reuse, back to the driver. All work that uses
-    /// them must be complete.
+    /// Gives all free blocks that were kept for reuse on a GPU without memory pools back to the
+    /// driver. All work that uses them must be complete.
     pub(super) fn free_cached_blocks(&self) {
         let Some(cache) = &self.block_cache else { return };
         for at in cache.lock().unwrap_or_else(PoisonError::into_inner).take_free_blocks() {
@@ -62,8 +63,9 @@ impl GpuContext {
         }
     }
 
-    /// Frees `bytes` bytes at the address `at` in the order of `stream`. The driver's memory pool
-    /// or, on a GPU without pools, the block cache keeps them for reuse.
+    /// Frees `bytes` bytes at the GPU address `at` once the work that is enqueued on `stream` so
+    /// far is complete. The driver's memory pool or, on a GPU without pools, the block cache keeps
+    /// them for reuse.
     pub(super) fn free_in_stream_order(&self, at: Address, bytes: usize, stream: CUstream) {
         self.allocated_bytes.fetch_sub(bytes as u64, Relaxed);
         if let Some(cache) = &self.block_cache {
@@ -75,8 +77,9 @@ impl GpuContext {
         let _ = unsafe { (self.driver.cuMemFreeAsync)(at, stream) };
     }
 
-    /// Returns the free memory of the driver's memory pool, or the blocks kept for reuse on a GPU
-    /// without pools, to the operating system. All work that uses that memory must be complete.
+    /// Returns free GPU memory to the operating system: that of the driver's memory pool, or the
+    /// blocks kept for reuse on a GPU without pools. All work that uses that memory must be
+    /// complete.
     pub(super) fn trim_pool(&self) -> Result<()> {
         if self.block_cache.is_some() {
             self.free_cached_blocks();
@@ -93,9 +96,8 @@ impl GpuContext {
         self.peak_allocated_bytes.load(Relaxed)
     }
 
-    /// Makes a call of a library and, if the library has no memory for it, waits for all streams,
-    /// returns the pool's free memory to the operating system, and repeats the call once. No stream
-    /// may be capturing.
+    /// Makes a GPU call and, if the GPU's memory is full, waits for all streams, returns the pool's
+    /// free memory to the operating system, and repeats the call once. No stream may be capturing.
     pub(super) fn retry_after_trim<T>(&self, call: impl Fn() -> Result<T>) -> Result<T> {
         match call() {
             Err(error) if error.is_out_of_memory() => {

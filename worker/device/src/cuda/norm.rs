@@ -55,10 +55,10 @@ impl RowLayout {
     }
 }
 
-/// Returns which of three kernels suits rows of `d` elements, by the number of elements per thread.
-/// If the tensors can be accessed as vectors of eight elements, returns the kernel `one` for up to
-/// one vector per thread, or the kernel `up_to_four` for up to four. Returns the kernel `general`
-/// otherwise, and for longer rows.
+/// Returns which of three kernels suits rows of `d` elements, by the number of elements that each
+/// thread must hold. If the tensors can be accessed as vectors of eight elements, returns the
+/// kernel `one` for up to one vector per thread, or the kernel `up_to_four` for up to four. Returns
+/// the kernel `general` otherwise, and for longer rows.
 fn select_kernel(
     d: usize,
     tensors: &[(TensorArg, Dtype)],
@@ -89,8 +89,8 @@ enum RowFactor {
     LayerNormed(TensorArg, Address),
 }
 
-/// Adds the weighted sum of the rows of `dy` to `out[d]`. `factor` is the weight of each row. The
-/// order of the sum depends only on the number of rows.
+/// Enqueues the sum of the rows of `dy`, each multiplied by a factor, and adds the sum to `out[d]`.
+/// `factor` is the weight of each row. The order of the sum depends only on the number of rows.
 fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: RowLayout) {
     let RowLayout { count: rows, d, .. } = at;
     let chunks = rows.div_ceil(ROWS_PER_PARTIAL_SUM);
@@ -172,7 +172,8 @@ impl RmsNormOps for Cuda {
     }
 }
 
-/// Computes RMSNorm of each row of `x`. If there is a `delta`, first adds it to `x` in place.
+/// Enqueues the kernel that computes RMSNorm of each row of `x`. If there is a `delta`, first adds
+/// it to `x` in place.
 fn launch_rms_norm(
     cuda: &Cuda,
     y: ViewMut,
@@ -283,7 +284,8 @@ impl LayerNormOps for Cuda {
     }
 }
 
-/// Computes LayerNorm of each row of `x`. If there is a `delta`, first adds it to `x` in place.
+/// Enqueues the kernel that computes LayerNorm of each row of `x`. If there is a `delta`, first
+/// adds it to `x` in place.
 fn launch_layer_norm(
     cuda: &Cuda,
     y: ViewMut,

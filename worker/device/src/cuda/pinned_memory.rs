@@ -10,13 +10,13 @@ use std::{
     sync::Arc,
 };
 
-/// Maximum number of bytes of pinned memory in the ring of one size. If so many uploads are
-/// enqueued, the next one waits for the oldest one.
+/// Maximum number of bytes of pinned host memory in the ring of buffers of one size. If so many
+/// uploads are enqueued, the next one waits for the oldest one.
 const MAX_RING_BYTES: usize = 16 << 20;
-/// Minimum size in bytes of a buffer of a ring. Sizes are powers of two.
+/// Minimum size in bytes of a pinned buffer in a ring. Sizes are powers of two.
 const MIN_BUFFER_BYTES: usize = 256;
 
-/// Owner of a buffer in pinned host memory. It frees the memory when the buffer is dropped.
+/// Owner of a buffer in pinned host memory, which frees the memory when the buffer is dropped.
 struct PinnedOwner(Arc<Gpu>);
 
 impl MemoryOwner for PinnedOwner {
@@ -39,8 +39,8 @@ impl Gpu {
     }
 }
 
-/// Buffers in pinned host memory from which uploads of one stream are copied. A buffer is reused
-/// when its last upload is complete.
+/// Ring of buffers in pinned host memory, from which small inputs are uploaded to the GPU without
+/// blocking the host. A buffer is reused when its last upload is complete.
 ///
 /// The driver copies from pinned memory while the host continues. For other host memory, it waits
 /// for the earlier work of the stream.
@@ -51,8 +51,8 @@ pub(super) struct PinnedRing {
 }
 
 impl PinnedRing {
-    /// Enqueues a copy of `bytes` to the GPU address `at` on this thread's stream. Does not wait
-    /// for the copy, and `bytes` may be changed afterwards.
+    /// Copies `bytes` to a pinned buffer, and enqueues the copy from there to the GPU address `at`
+    /// on this thread's stream. Does not wait for the copy, and `bytes` may be changed afterwards.
     pub(super) fn upload(&mut self, gpu: &Arc<Gpu>, at: Address, bytes: &[u8]) -> Result<()> {
         let size = bytes.len().next_power_of_two().max(MIN_BUFFER_BYTES);
         let ring = self.uploads.entry(size).or_default();

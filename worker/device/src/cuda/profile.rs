@@ -1,4 +1,5 @@
-//! Measures the GPU time of each call between two events, and sums it by the call's name.
+//! Profiler that measures the GPU time of each call with two events, and sums it by the call's name
+//! ([`Profile`]).
 use super::error::Result;
 use super::gpu::Gpu;
 use super::streams::CudaEvent;
@@ -22,7 +23,7 @@ pub struct ProfileEntry {
     pub seconds: f64,
 }
 
-/// The GPU calls that were measured since profiling was started.
+/// The GPU calls that were measured since profiling was started, and whether profiling is on.
 #[derive(Default)]
 pub(super) struct Profile {
     is_on: AtomicBool,
@@ -30,12 +31,12 @@ pub(super) struct Profile {
 }
 
 impl Profile {
-    /// Starts to measure the GPU time of every call.
+    /// Starts to measure the GPU time of every call that is made with [`Profile::run`].
     pub(super) fn start(&self) {
         self.is_on.store(true, Relaxed);
     }
 
-    /// Stops measuring, waits for the measured calls, and returns their times, longest first.
+    /// Stops measuring, waits for the measured calls, and returns their GPU times, longest first.
     pub(super) fn stop(&self) -> Result<Vec<ProfileEntry>> {
         self.is_on.store(false, Relaxed);
         let calls = std::mem::take(&mut *self.calls.lock().unwrap_or_else(PoisonError::into_inner));

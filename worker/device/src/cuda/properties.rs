@@ -41,7 +41,7 @@ pub struct GpuProperties {
 }
 
 impl GpuProperties {
-    /// Returns the architecture as NVRTC names it, such as `sm_90`.
+    /// Returns the GPU's architecture as NVRTC names it, such as `sm_90`.
     pub fn architecture(&self) -> String {
         format!("sm_{}{}", self.capability.0, self.capability.1)
     }
@@ -51,16 +51,16 @@ impl GpuProperties {
         self.capability >= MIN_FP8_CAPABILITY
     }
 
-    /// Creates the error which reports that this GPU lacks `feature`. `required` names the hardware
-    /// or architecture that has the feature.
+    /// Creates the error that this GPU does not support `feature`. `required` names the hardware or
+    /// architecture that has the feature.
     pub(super) fn unsupported_error(&self, feature: &'static str, required: &'static str) -> CudaError {
         let (index, name, architecture) = (self.index, self.name.clone(), self.architecture());
         CudaError::GpuUnsupported { index, name, architecture, feature, required }
     }
 }
 
-/// Opens and initializes the driver. Returns the driver, the CUDA version that it implements, and
-/// its path. Fails if the driver is too old.
+/// Opens and initializes the CUDA driver. Returns the driver, the CUDA version that it implements,
+/// and its path. Fails if the driver is too old.
 pub(super) fn open_driver(paths: &LibrarySearchPaths) -> Result<(DriverApi, i32, PathBuf)> {
     let (driver, path) = DriverApi::open(paths)?;
     let mut version = 0;
@@ -80,13 +80,14 @@ pub(super) fn open_driver(paths: &LibrarySearchPaths) -> Result<(DriverApi, i32,
     Ok((driver, version, path))
 }
 
-/// Returns the CUDA version that the driver implements, such as (13, 0), and the driver's path.
+/// Returns the CUDA version that the installed driver implements, such as (13, 0), and the driver's
+/// path.
 pub(super) fn query_driver_version(paths: &LibrarySearchPaths) -> Result<((u32, u32), PathBuf)> {
     open_driver(paths).map(|(_, version, path)| (split_version(version), path))
 }
 
-/// Returns the CUDA version that the driver implements. Fails if the driver shows this process no
-/// GPU.
+/// Returns the CUDA version that the installed driver implements, after checking that the driver
+/// shows this process a GPU.
 pub(super) fn query_driver_version_with_gpu(paths: &LibrarySearchPaths) -> Result<(u32, u32)> {
     let (driver, version, _) = open_driver(paths)?;
     get_device(&driver, 0)?;
@@ -119,7 +120,8 @@ pub(super) fn query_attribute(
     Ok(value)
 }
 
-/// Queries the properties of a GPU from the driver. `device` is the driver's handle of the GPU.
+/// Queries the properties of a GPU, such as its name, memory and compute capability, from the
+/// driver. `device` is the driver's handle of the GPU.
 pub(super) fn query_properties(
     driver: &DriverApi,
     device: CUdevice,

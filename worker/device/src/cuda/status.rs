@@ -6,8 +6,8 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-/// The first failure of a GPU call in an op that cannot return an error. After it, the GPU's
-/// backend ignores all calls.
+/// The first failure of a GPU call in an op that cannot return an error, or no failure. After it,
+/// the GPU's backend ignores all calls.
 #[derive(Default)]
 pub(super) struct DeviceStatus {
     /// True if `failure` is set. Read before every call.
@@ -21,19 +21,20 @@ impl DeviceStatus {
         self.has_failed.load(Relaxed)
     }
 
-    /// Returns the value of `result`, the result of a GPU call. If `result` is an error, returns
-    /// `None`, and records the error unless an earlier one was recorded.
+    /// Returns the value of `result`, the result of a GPU call, or records its error as the failure
+    /// of the GPU. Returns `None` if `result` is an error, and keeps an error that was recorded
+    /// earlier.
     pub(super) fn ok_or_record_failure<T>(&self, result: Result<T, CudaError>) -> Option<T> {
         result.map_err(|error| self.record_failure(error.into())).ok()
     }
 
-    /// Records `failure` as the GPU's failure, unless an earlier one was recorded.
+    /// Records `failure` as the first failure of a GPU call, unless an earlier one was recorded.
     pub(super) fn record_failure(&self, failure: DeviceError) {
         self.lock().get_or_insert(failure);
         self.has_failed.store(true, Relaxed);
     }
 
-    /// Fails with the first failure of a GPU call, if there was one.
+    /// Fails with the first failure of a GPU call, if one was recorded.
     pub(super) fn check(&self) -> Result<(), DeviceError> {
         if !self.has_failed() {
             return Ok(());
@@ -48,7 +49,7 @@ impl DeviceStatus {
         self.lock().take().map_or(Ok(()), Err)
     }
 
-    /// Locks the recorded first failure.
+    /// Locks the mutex of the first recorded failure of a GPU call (`None` if no call has failed).
     fn lock(&self) -> MutexGuard<'_, Option<DeviceError>> {
         // no code panics while it holds the lock
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)

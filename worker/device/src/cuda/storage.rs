@@ -12,8 +12,8 @@ use std::{
     time::Duration,
 };
 
-/// A thread's separate stream, and the kernel inputs that are cached for this stream. Dropping it
-/// frees both.
+/// Guard that frees a thread's separate CUDA stream, and the kernel inputs that are cached for this
+/// stream, when dropped.
 struct ThreadStreamGuard<'a>(&'a Cuda, streams::ThreadStream);
 
 impl Drop for ThreadStreamGuard<'_> {

@@ -27,7 +27,7 @@ impl Gpu {
         Ok(ThreadStream { gpu: self.clone(), stream, previous, not_send: PhantomData })
     }
 
-    /// Records an event on this thread's stream, after the work that the thread has enqueued so
+    /// Records a CUDA event on this thread's stream, after the work that the thread has enqueued so
     /// far.
     pub(super) fn record_event(self: &Arc<Self>) -> Result<CudaEvent> {
         self.record_event_with_flags(CUevent_flags::CU_EVENT_DISABLE_TIMING)
@@ -49,7 +49,8 @@ impl Gpu {
         Ok(event)
     }
 
-    /// Enqueues a copy from the GPU to the host on this thread's stream.
+    /// Enqueues a copy of `bytes` bytes from the GPU to the host on this thread's stream, and
+    /// returns before the copy is complete.
     ///
     /// # Safety
     ///
@@ -66,8 +67,8 @@ impl Gpu {
     }
 }
 
-/// Separate stream of a thread. Dropping it waits for the stream's work and restores the thread's
-/// previous stream.
+/// A separate CUDA stream of a thread, which is destroyed when dropped. Dropping it first waits for
+/// the stream's work, and restores the thread's previous stream.
 pub(super) struct ThreadStream {
     gpu: Arc<Gpu>,
     stream: CUstream,
@@ -140,8 +141,8 @@ impl CudaEvent {
         }
     }
 
-    /// Returns the seconds from the event `start` to this event. Both must be timed. Returns `None`
-    /// if this event is not reached yet.
+    /// Returns how many seconds the GPU needed from the event `start` to this event. Both must be
+    /// timed. Returns `None` if this event is not reached yet.
     pub(super) fn seconds_since(&self, start: &CudaEvent) -> Result<Option<f64>> {
         if !self.is_reached()? {
             return Ok(None);

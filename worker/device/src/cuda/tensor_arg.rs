@@ -63,9 +63,9 @@ pub(super) fn f32_gpu_address(v: View) -> Address {
     gpu_address(v)
 }
 
-/// Returns whether a kernel for the given element types can access all tensors as vectors of eight
-/// elements. Each tensor must have its type, begin at a multiple of 16 bytes, and have rows of a
-/// multiple of eight elements. The name of such a kernel ends in the type.
+/// Returns whether all tensors have the given element types, and can be accessed as vectors of
+/// eight elements. Each tensor must have its type, begin at a multiple of 16 bytes, and have rows
+/// of a multiple of eight elements. The name of a kernel that requires this ends in the type.
 pub(super) fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {
     let is_aligned = |(tensor, dtype): &(TensorArg, Dtype)| {
         tensor.at.is_multiple_of(16) && tensor.dtype == dtype_code(*dtype)

@@ -7,11 +7,13 @@ pub trait RopeOps {
     /// Applies rotary position embedding (Su et al., 2021) in the "rotate half" form of Hugging
     /// Face, in place. The tables `cos` and `sin` are `[t, head_dim/2]`.
     fn rope_forward(&self, x: ViewMut, cos: View, sin: View, shape: RopeShape);
-    /// Applies the inverse rotation of [`RopeOps::rope_forward`] to the gradient, in place.
+    /// Applies the inverse of the forward rotation of rotary position embedding to the gradient, in
+    /// place.
     fn rope_backward(&self, dx: ViewMut, cos: View, sin: View, shape: RopeShape);
 }
 
-/// Shape of a matrix whose heads rotary position embedding rotates. The matrix has `b·t` rows.
+/// Shape of a matrix to whose heads rotary position embedding is applied. The matrix has `b·t`
+/// rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RopeShape {
     /// Number of sequences.
@@ -97,8 +99,8 @@ impl AttentionShape {
         AttentionShape { b, t, heads, kv_heads, head_dim, scale, softcap: None, dropout: None }
     }
 
-    /// Panics if the shape or the dropout is invalid, or if the length of an argument of the op
-    /// `op` does not fit the shape. `o`, `lse` and `qkv` are lengths.
+    /// Panics if the shape or the dropout of the attention op `op` is invalid, or if the length of
+    /// an argument does not fit the shape. `o`, `lse` and `qkv` are lengths.
     pub(crate) fn check_arguments(&self, op: &str, o: usize, lse: usize, qkv: usize, starts: &[u32]) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = *self;
         assert!(
@@ -115,8 +117,8 @@ impl AttentionShape {
     }
 }
 
-/// Dropout of attention probabilities. Probabilities that are kept are multiplied by `1 / (1 −
-/// probability)`.
+/// Dropout of attention probabilities: the probability, and the source of its random numbers.
+/// Probabilities that are kept are multiplied by `1 / (1 − probability)`.
 ///
 /// Query `q` of query head `h` and key `k` (`q` and `k` are positions in their sequence) take one
 /// random word. It is word `(k / 16) mod 4` of the Philox block `16·⌊k / 64⌋ + k mod 16`, at the
@@ -147,8 +149,8 @@ impl AttentionDropout {
         (1.0 / (1.0 - self.probability)) as f32
     }
 
-    /// Panics if the probability is invalid, or if the shape exceeds the counter of the random
-    /// generator: 2²⁴ positions, 2¹⁶ heads and 2⁴³ sequences.
+    /// Panics if the dropout probability is invalid, or if the attention shape exceeds the counter
+    /// of the random generator: 2²⁴ positions, 2¹⁶ heads and 2⁴³ sequences.
     pub(crate) fn check(&self, op: &str, shape: &AttentionShape) {
         let p = self.probability;
         assert!((0.0..1.0).contains(&p), "{op}: the dropout probability is {p}, not in 0..1");

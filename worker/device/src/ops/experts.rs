@@ -5,7 +5,8 @@ use crate::buffer::{View, ViewMut};
 
 /// Ops for the router of a mixture-of-experts layer: the forward and the backward pass.
 pub trait RouterOps {
-    /// Selects the experts of each token from the router's `logits[m, experts]`.
+    /// Computes a router: computes the probabilities of the experts, the softmax of `logits[m,
+    /// experts]`, and selects the experts with the largest ones for each token.
     ///
     /// - `probs[m, experts]` receives the softmax of each row of `logits`.
     /// - `lse[m]` receives the log-sum-exp of each row of `logits`.
@@ -35,8 +36,8 @@ pub trait RouterOps {
     );
 }
 
-/// Sizes of a router: the numbers of rows, of experts, and of experts that are selected for each
-/// row.
+/// Sizes of a router: the number of rows (tokens), of experts, and of experts that are selected for
+/// each row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouterShape {
     /// Number of tokens. The logits of each token are one row.
@@ -71,7 +72,8 @@ impl RouterShape {
     }
 }
 
-/// Inputs of [`RouterOps::router_backward`] other than `dweights`.
+/// Inputs of the router's backward pass other than `dweights`, the gradient of the experts'
+/// weights.
 #[derive(Clone, Copy)]
 pub struct RouterBackwardInputs<'a> {
     /// Probabilities that the forward pass computed, `[m, experts]`.
@@ -116,8 +118,8 @@ pub trait RowOps {
         d: usize,
         write: WriteMode,
     );
-    /// Computes the dot product of each pair of rows: `out[m] = Σ_i a[m, i] · b[m, i]`, where
-    /// `i < d`.
+    /// Computes the dot product of each row of `a` with the same row of `b`: `out[m] = Σ_i a[m, i]
+    /// · b[m, i]`, where `i < d`.
     fn dot_rows(&self, out: ViewMut, a: View, b: View, d: usize);
     /// Multiplies each row by its factor: `x[m, d] *= factors[m]`.
     fn scale_rows(&self, x: ViewMut, factors: View, d: usize);

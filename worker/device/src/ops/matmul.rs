@@ -59,9 +59,9 @@ pub trait MatmulOps {
     fn conv1d_backward_weight(&self, dw: ViewMut, dy: View, x: View, m: usize, inp: usize, out: usize) {
         self.matmul_backward_weight(dw, x, dy, m, inp, out, WriteMode::Overwrite);
     }
-    /// Converts `x` to the element type in which this backend multiplies, and stores the result in
-    /// `buf`. Returns `x` itself if it has the type already. `buf` must have the length of `x`.
-    /// Converting a gradient before several matmuls rounds it only once.
+    /// Converts `x` to the element type in which this backend multiplies matrices, and stores the
+    /// result in `buf`. Returns `x` itself if it has the type already. `buf` must have the length
+    /// of `x`. Converting a gradient before several matmuls rounds it only once.
     fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         let _ = buf;
         x
@@ -107,7 +107,7 @@ pub struct Fp8Operand<'a> {
 pub const FP8_COLUMN_MULTIPLE: usize = 16;
 
 impl Fp8Operand<'_> {
-    /// Panics unless `a` and `b` meet the requirements of [`Fp8Ops::fp8_matmul`] for the matmul
+    /// Panics unless the operands `a` and `b` and the length `c` of the result fit the fp8 matmul
     /// `c[m,n] = a[m,k] · b[k,n]`. `c` is the length of the result.
     #[track_caller]
     pub(crate) fn check_matmul(c: usize, a: &Self, b: &Self, [m, n, k]: [usize; 3]) {
@@ -123,15 +123,16 @@ impl Fp8Operand<'_> {
 
 /// Ops for grouped matmuls, in which each group of rows is multiplied by a separate matrix.
 pub trait GroupedMatmulOps {
-    /// Computes a grouped matmul. For each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where the
-    /// matrix begins at element `matrix_offset` of `w`. Empty groups cost nothing.
+    /// Computes a grouped matmul: multiplies each group of rows of `x` by its own matrix in `w`.
+    /// For each group: `y[rows, n] = x[rows, k] · w[n, k]ᵀ`, where the matrix begins at element
+    /// `matrix_offset` of `w`. Empty groups cost nothing.
     fn grouped_forward(&self, y: ViewMut, x: View, w: View, groups: &[RowGroup], n: usize, k: usize);
-    /// Computes the gradient of a grouped matmul's input. For each group: `dx[rows, k] = dy[rows,
-    /// n] · w[n, k]`.
+    /// Computes the gradient of a grouped matmul with respect to its input `x`. For each group:
+    /// `dx[rows, k] = dy[rows, n] · w[n, k]`.
     fn grouped_backward_input(&self, dx: ViewMut, dy: View, w: View, groups: &[RowGroup], n: usize, k: usize);
-    /// Computes the gradient of a grouped matmul's weights. For each group: `dw[n, k] = dy[rows,
-    /// n]ᵀ · x[rows, k]`, which is zero for an empty group. Elements of `dw` outside the groups'
-    /// matrices are not written.
+    /// Computes the gradient of a grouped matmul with respect to the matrices of its groups. For
+    /// each group: `dw[n, k] = dy[rows, n]ᵀ · x[rows, k]`, which is zero for an empty group.
+    /// Elements of `dw` outside the groups' matrices are not written.
     fn grouped_backward_weight(
         &self,
         dw: ViewMut,

@@ -7,8 +7,8 @@ pub trait RmsNormOps {
     /// Computes RMSNorm (Zhang and Sennrich, 2019) of each row: `y[m,d] = x·rstd·w`, where
     /// `rstd[m] = 1/√(mean(x²) + eps)`.
     fn rmsnorm_forward(&self, y: ViewMut, rstd: ViewMut, x: View, w: View, m: usize, d: usize, eps: f32);
-    /// Adds `x[m,d] += delta[m,d]` in place, then computes [`RmsNormOps::rmsnorm_forward`] of the
-    /// rounded sum.
+    /// Adds `delta` to `x[m,d]` in place (a residual connection), and computes RMSNorm of each row
+    /// of the rounded sum.
     fn add_rmsnorm_forward(
         &self,
         y: ViewMut,
@@ -20,8 +20,8 @@ pub trait RmsNormOps {
         d: usize,
         eps: f32,
     );
-    /// Computes the gradients of RMSNorm. With x̂ = x·rstd and g = dy·w:
-    /// `dx[m,d] (=|+=) rstd·(g − x̂·mean(g·x̂))` and `dw[d] += Σ_m dy·x̂`.
+    /// Computes the gradients of RMSNorm with respect to its input and its weight. With x̂ = x·rstd
+    /// and g = dy·w: `dx[m,d] (=|+=) rstd·(g − x̂·mean(g·x̂))` and `dw[d] += Σ_m dy·x̂`.
     fn rmsnorm_backward(
         &self,
         dx: ViewMut,
@@ -38,9 +38,9 @@ pub trait RmsNormOps {
 
 /// Ops for the RMSNorm of each head inside wider rows, as Qwen3 applies it to queries and keys.
 pub trait HeadNormOps {
-    /// Computes RMSNorm of each head separately, in place on `x[rows, stride]`, with one weight
-    /// `w[head_dim]` for all heads. Stores the heads before the norm in `raw[rows, heads·head_dim]`
-    /// and the reciprocal root mean square of each head in `rstd[rows, heads]`.
+    /// Computes RMSNorm of each attention head separately, in place on `x[rows, stride]`, with one
+    /// weight `w[head_dim]` for all heads. Stores the heads before the norm in `raw[rows,
+    /// heads·head_dim]` and the reciprocal root mean square of each head in `rstd[rows, heads]`.
     fn rmsnorm_heads_forward(
         &self,
         x: ViewMut,
@@ -50,9 +50,9 @@ pub trait HeadNormOps {
         layout: HeadLayout,
         eps: f32,
     );
-    /// Computes the gradients of [`HeadNormOps::rmsnorm_heads_forward`]. Replaces the gradient of
-    /// the normalized heads in `dx[rows, stride]` by the gradient of `raw`, and adds `dw[head_dim]
-    /// += Σ dy·x̂` over all rows and heads.
+    /// Computes the gradients of the RMSNorm of each attention head, with respect to the input and
+    /// the weight. Replaces the gradient of the normalized heads in `dx[rows, stride]` by the
+    /// gradient of `raw`, and adds `dw[head_dim] += Σ dy·x̂` over all rows and heads.
     fn rmsnorm_heads_backward(
         &self,
         dx: ViewMut,
@@ -81,7 +81,7 @@ pub struct HeadLayout {
 }
 
 impl HeadLayout {
-    /// Returns the number of elements of all heads of one row.
+    /// Returns the number of elements that all heads of one row have together.
     pub fn width(&self) -> usize {
         self.heads * self.head_dim
     }
@@ -105,8 +105,8 @@ pub trait LayerNormOps {
     /// Computes LayerNorm of each row: `y[m,d] = (x − mean)·rstd·w + b`, where
     /// `rstd = 1/√(mean((x − mean)²) + eps)`. Stores mean and rstd of each row in `stats[m,2]`.
     fn layernorm_forward(&self, y: ViewMut, stats: ViewMut, x: View, norm: LayerNormParams, m: usize);
-    /// Adds `x[m,d] += delta[m,d]` in place, then computes [`LayerNormOps::layernorm_forward`] of
-    /// the rounded sum.
+    /// Adds `delta` to `x[m,d]` in place (a residual connection), and computes LayerNorm of each
+    /// row of the rounded sum.
     fn add_layernorm_forward(
         &self,
         y: ViewMut,
@@ -116,9 +116,9 @@ pub trait LayerNormOps {
         norm: LayerNormParams,
         m: usize,
     );
-    /// Computes the gradients of LayerNorm. With x̂ = (x − mean)·rstd and g = dy·w:
-    /// `dx[m,d] (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw[d] += Σ_m dy·x̂`, and
-    /// `db[d] += Σ_m dy`.
+    /// Computes the gradients of LayerNorm with respect to its input, weight and bias. With x̂ = (x
+    /// − mean)·rstd and g = dy·w: `dx[m,d] (=|+=) rstd·(g − mean(g) − x̂·mean(g·x̂))`, `dw[d] +=
+    /// Σ_m dy·x̂`, and `db[d] += Σ_m dy`.
     fn layernorm_backward(
         &self,
         dx: ViewMut,
@@ -148,6 +148,7 @@ pub struct LayerNormParams<'a> {
 pub trait BiasOps {
     /// Adds a bias to every row: `y[m,n] += bias[n]`.
     fn bias_forward(&self, y: ViewMut, bias: View, m: usize, n: usize);
-    /// Adds the gradient of a bias: `dbias[n] += Σ_m dy[m,n]`.
+    /// Adds the gradient of a bias, the sum of all rows of `dy`, to `dbias`: `dbias[n] += Σ_m
+    /// dy[m,n]`.
     fn bias_backward(&self, dbias: ViewMut, dy: View, m: usize, n: usize);
 }

@@ -3,17 +3,17 @@ use crate::buffer::{View, ViewMut};
 
 /// Ops for optimizers: updates of AdamW, SGD and Lion, and Muon's momentum.
 pub trait OptimizerOps {
-    /// Updates parameters `p` with AdamW and the gradient `g`. Also updates the optimizer state:
-    /// the first moment `exp_avg` and the second moment `exp_avg_sq`.
+    /// Updates the parameters `p` with one AdamW step, from the gradient `g` and the optimizer
+    /// state, which it also updates: the first moment `exp_avg` and the second moment `exp_avg_sq`.
     fn adamw(&self, p: ViewMut, g: View, exp_avg: ViewMut, exp_avg_sq: ViewMut, hyper: &AdamWHyperparams);
-    /// Updates parameters `p` with SGD and the gradient `g`. Also updates `momentum_buffer`, which
-    /// must be empty if the momentum is 0.
+    /// Updates the parameters `p` with one SGD step, from the gradient `g`. Also updates
+    /// `momentum_buffer`, which must be empty if the momentum is 0.
     fn sgd(&self, p: ViewMut, g: View, momentum_buffer: ViewMut, hyper: &SgdHyperparams);
-    /// Updates parameters `p` with Lion and the gradient `g`. Also updates `exp_avg`, the moving
-    /// average of the gradients.
+    /// Updates the parameters `p` with one Lion step, from the gradient `g` and `exp_avg`, the
+    /// moving average of the gradients, which it also updates.
     fn lion(&self, p: ViewMut, g: View, exp_avg: ViewMut, hyper: &LionHyperparams);
-    /// Applies Nesterov momentum to the gradient, in place. With g' = scale·g:
-    /// `buffer += (1 − mu)·(g' − buffer)`, then `g = g' + mu·(buffer − g')`.
+    /// Replaces the gradient by Muon's Nesterov momentum, in place. With g' = scale·g: `buffer +=
+    /// (1 − mu)·(g' − buffer)`, then `g = g' + mu·(buffer − g')`.
     fn nesterov_momentum(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32);
 }
 
@@ -99,7 +99,8 @@ pub(crate) struct AdamWCoefficients {
 }
 
 impl AdamWHyperparams {
-    /// Computes the factors of update number `step`. Panics if the number is 0.
+    /// Computes the factors that AdamW's update number `step` uses for every element. Panics if the
+    /// number is 0.
     pub(crate) fn compute_coefficients(&self) -> AdamWCoefficients {
         assert!(self.step > 0, "adamw: the step is 0, but steps count from 1");
         let (weight, t) = ((1.0 - self.beta1) as f32, self.step as f64);

@@ -32,7 +32,8 @@ pub trait VectorOps {
     /// and overwrites `out` with the sums, one per block. The last block may be shorter. The
     /// elements of a block are summed in `f64`, in one fixed order.
     fn sum_squares_by_block(&self, out: &mut [f64], x: View);
-    /// Returns the sums of [`VectorOps::sum_squares_by_block`] for several vectors, in one list.
+    /// Returns the sums of squares of several vectors, one for each block of [`NORM_BLOCK_LEN`]
+    /// consecutive elements, in one list.
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let count = |x: &View| x.len().div_ceil(NORM_BLOCK_LEN);
         let mut sums = vec![0.0; vectors.iter().map(count).sum()];
@@ -44,15 +45,15 @@ pub trait VectorOps {
         }
         sums
     }
-    /// Starts to compute the sums of [`VectorOps::sum_squares_by_block_concat`], and does not wait
-    /// for them. `staging` is a buffer that an earlier [`PendingBlockSums::wait`] returned, or an
-    /// empty one.
+    /// Starts to compute the sums of squares of several vectors, one for each block of
+    /// [`NORM_BLOCK_LEN`] elements, without waiting for them. `staging` is a buffer that an earlier
+    /// [`PendingBlockSums::wait`] returned, or an empty one.
     fn start_sum_squares_by_block(&self, vectors: &[View], staging: Buf) -> PendingBlockSums {
         PendingBlockSums::Complete(self.sum_squares_by_block_concat(vectors), staging)
     }
 }
 
-/// Sums of squares by block that a backend is computing.
+/// Sums of squares of blocks of elements, which a backend may still be computing.
 pub enum PendingBlockSums {
     /// The sums, and the staging buffer, which was not used.
     Complete(Vec<f64>, Buf),
@@ -61,8 +62,8 @@ pub enum PendingBlockSums {
 }
 
 impl PendingBlockSums {
-    /// Blocks until the sums are computed, together with all work that the thread had enqueued
-    /// before them. Returns the sums and the staging buffer. Fails if this work failed.
+    /// Blocks until the sums of squares are computed, together with all work that the thread had
+    /// enqueued before them. Returns the sums and the staging buffer. Fails if this work failed.
     pub fn wait(self) -> Result<(Vec<f64>, Buf), DeviceError> {
         let (download, count) = match self {
             PendingBlockSums::Complete(sums, staging) => return Ok((sums, staging)),
@@ -75,8 +76,8 @@ impl PendingBlockSums {
     }
 }
 
-/// Number of consecutive elements whose squares are summed to one term of the gradient norm.
-/// Sharding does not change these blocks, and therefore does not change the norm.
+/// Number of consecutive elements whose squares are summed to one term of the gradient norm (a
+/// block). Sharding does not change these blocks, and therefore does not change the norm.
 pub const NORM_BLOCK_LEN: usize = 4096;
 
 /// Dropout for a vector that consists of consecutive samples of equal length.
@@ -98,12 +99,14 @@ pub struct SampleDropout {
 }
 
 impl SampleDropout {
-    /// Returns the limit below which a random word means that its element is dropped.
+    /// Returns the limit below which the random 32-bit word of an element means that the element is
+    /// dropped.
     pub(crate) fn drop_threshold(&self) -> u64 {
         (self.probability * 4_294_967_296.0) as u64
     }
 
-    /// Returns the factor `1 / (1 − probability)` of the elements that are kept.
+    /// Returns the factor `1 / (1 − probability)` by which dropout multiplies the elements that are
+    /// kept.
     pub(crate) fn keep_scale(&self) -> f32 {
         (1.0 / (1.0 - self.probability)) as f32
     }
@@ -128,8 +131,8 @@ pub struct StochasticRounding {
 }
 
 impl StochasticRounding {
-    /// Panics if the result is not bf16, or if elements or the step exceed the counter of the
-    /// random generator: 2⁴⁵ elements and 2⁴² steps.
+    /// Panics if the result of stochastic rounding is not bf16, or if elements or the step exceed
+    /// the counter of the random generator: 2⁴⁵ elements and 2⁴² steps.
     #[track_caller]
     pub(crate) fn check(&self, y: &ViewMut) {
         let (op, dtype) = ("round_stochastically", y.dtype());

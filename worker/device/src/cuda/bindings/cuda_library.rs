@@ -1,4 +1,4 @@
-//! Declares the functions of a CUDA library, with methods that check status codes
+//! Declares the functions of a CUDA library, with methods that turn status codes into errors
 //! ([`cuda_library!`]).
 use std::ffi::{CStr, c_char, c_int};
 
@@ -35,7 +35,8 @@ macro_rules! cuda_library {
         }
 
         impl $library {
-            /// Opens the library, looks up its functions, and returns them with the library's path.
+            /// Opens the CUDA library, looks up its functions, and returns them with the library's
+            /// path.
             pub(in crate::cuda) fn open(paths: &LibrarySearchPaths) -> Result<(Self, PathBuf), CudaError> {
                 let OpenLibrary { library, path } = paths.open(CudaLibrary::$kind)?;
                 match Self::resolve(library) {
@@ -49,8 +50,9 @@ macro_rules! cuda_library {
                 }
             }
 
-            /// Converts a status code of `function` to a result. The error contains the library's
-            /// own message, and the function's name without a version suffix.
+            /// Fails if `status`, which the library's function `function` returned, is an error.
+            /// The error contains the library's own message, and the function's name without a
+            /// version suffix.
             pub(in crate::cuda) fn check_status(&self, function: &str, status: Status) -> Result<(), CudaError> {
                 if status == 0 {
                     return Ok(());
@@ -65,7 +67,8 @@ macro_rules! cuda_library {
 }
 pub(super) use cuda_library;
 
-/// Copies a C string that a library returned. A null pointer becomes `unknown error`.
+/// Copies a C string that a library returned to a Rust string. A null pointer becomes `unknown
+/// error`.
 ///
 /// # Safety
 ///

@@ -66,7 +66,7 @@ impl AttentionMask {
     }
 }
 
-/// The reason why cuDNN cannot compute attention for certain arguments.
+/// Why cuDNN cannot compute attention for certain arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in super::super) enum UnsupportedAttention {
     #[error("attention of tensors that are not bf16")]
@@ -87,7 +87,7 @@ pub(in super::super) enum UnsupportedAttention {
     Documents,
 }
 
-/// Forward or backward pass of an attention shape that cuDNN supports.
+/// The forward or the backward pass of attention of one shape, which cuDNN can compute.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) struct AttentionPass {
     pub(super) shape: AttentionShape,
@@ -95,8 +95,8 @@ pub(in super::super) struct AttentionPass {
     pub(super) is_backward: bool,
 }
 
-/// GPU addresses of the tensors of an attention pass. Addresses of tensors that only the other pass
-/// has are 0.
+/// GPU addresses of the tensors that a pass of attention reads and writes. Addresses of tensors
+/// that only the other pass has are 0.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in super::super) struct AttentionOperands {
     pub(in super::super) qkv: Address,
@@ -107,7 +107,7 @@ pub(in super::super) struct AttentionOperands {
 }
 
 impl AttentionOperands {
-    /// Returns true if all addresses are aligned to [`ALIGNMENT`].
+    /// Returns true if all addresses are multiples of 16 bytes, as cuDNN requires ([`ALIGNMENT`]).
     fn are_aligned(&self) -> bool {
         let AttentionOperands { qkv, o, lse, d_o, dqkv } = *self;
         [qkv, o, lse, d_o, dqkv].iter().all(|at| at.is_multiple_of(ALIGNMENT as u64))
@@ -122,8 +122,8 @@ pub(super) struct ExtraTensor {
     pub(super) is_zeroed: bool,
 }
 
-/// The sizes of an attention shape, from which the dimensions and strides of cuDNN's tensors are
-/// computed.
+/// The sizes of attention (sequences, tokens, heads, head dimension), from which the dimensions and
+/// strides of cuDNN's tensors are computed.
 struct AttentionTensorLayout {
     b: i64,
     t: i64,
@@ -133,7 +133,7 @@ struct AttentionTensorLayout {
 }
 
 impl AttentionTensorLayout {
-    /// Creates the sizes for the attention shape `s`.
+    /// Takes the sizes from the attention shape `s`.
     fn new(s: AttentionShape) -> Self {
         let [b, t, heads, kv_heads, dim] = [s.b, s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
         AttentionTensorLayout { b, t, heads, kv_heads, dim }
@@ -145,8 +145,9 @@ impl AttentionTensorLayout {
         [self.b, heads, self.t, self.dim]
     }
 
-    /// Returns the strides of a tensor with the dimensions [`AttentionTensorLayout::rows`], in
-    /// which each token is a row of `width` elements. The heads of a row are adjacent.
+    /// Returns the strides of a tensor with one vector for each token and head
+    /// ([`AttentionTensorLayout::row_dims`]), in which each token is a row of `width` elements. The
+    /// heads of a row are adjacent.
     fn row_strides(&self, width: i64) -> [i64; 4] {
         [self.t * width, self.dim, width, 1]
     }
@@ -156,7 +157,8 @@ impl AttentionTensorLayout {
         (self.heads + 2 * self.kv_heads) * self.dim
     }
 
-    /// Returns the dimensions of the scores, one for each pair of query and key.
+    /// Returns the dimensions of the attention scores, one for each pair of query and key: `[b,
+    /// heads, t, t]`.
     fn score_dims(&self) -> [i64; 4] {
         [self.b, self.heads, self.t, self.t]
     }
@@ -169,8 +171,9 @@ impl AttentionTensorLayout {
 }
 
 impl AttentionPass {
-    /// Creates the forward or backward pass of attention. Fails with the reason if cuDNN cannot
-    /// compute the pass. `is_bf16` is true if all tensors of the pass are bf16.
+    /// Creates the description of the forward or backward pass of attention with these arguments
+    /// for cuDNN. Fails with the reason if cuDNN cannot compute the pass. `is_bf16` is true if all
+    /// tensors of the pass are bf16.
     pub(in super::super) fn new(
         shape: AttentionShape,
         starts: &[u32],
@@ -194,7 +197,8 @@ impl AttentionPass {
         Ok(AttentionPass { shape, mask, is_backward })
     }
 
-    /// Returns the id and address of each of the pass's operands that is a tensor of cuDNN's graph.
+    /// Returns the id (in cuDNN's graph) and the GPU address of each tensor that the pass reads or
+    /// writes.
     pub(super) fn list_operand_tensors(&self, at: &AttentionOperands) -> Vec<(i64, Address)> {
         let s = self.shape;
         let size = size_of::<u16>() as u64;
@@ -226,8 +230,8 @@ impl AttentionPass {
         }
     }
 
-    /// Returns cuDNN's execution plans for this pass, best guess first, or none if cuDNN does not
-    /// support the pass.
+    /// Returns cuDNN's execution plans (compiled graphs) for this pass of attention, best guess
+    /// first, or none if cuDNN does not support the pass.
     pub(super) fn create_plans(
         &self,
         cudnn: &Cudnn,
@@ -249,9 +253,9 @@ impl AttentionPass {
         Ok(plan.map(|plan| plan.workspace + sums))
     }
 
-    /// Waits for the attention pass to complete and downloads its results as f32. The results of
-    /// the forward pass are output and log-sum-exp, and those of the backward pass the gradients of
-    /// q, k and v.
+    /// Waits for the attention pass to complete, and copies its results from the GPU to the host as
+    /// f32. The results of the forward pass are output and log-sum-exp, and those of the backward
+    /// pass the gradients of q, k and v.
     pub(super) fn download_results(&self, gpu: &Gpu, at: &AttentionOperands) -> Result<[Vec<f32>; 3]> {
         let s = self.shape;
         let rows = s.b * s.t;
@@ -304,8 +308,8 @@ impl AttentionPass {
         )
     }
 
-    /// Describes the shape and the direction of the pass for messages, such as `attention of …:
-    /// forward`.
+    /// Describes the shape and the direction of this attention pass for messages, such as
+    /// `attention of …: forward`.
     pub(super) fn describe(&self) -> String {
         format!("{}, {}", self.describe_shape(), if self.is_backward { "backward" } else { "forward" })
     }
@@ -323,8 +327,8 @@ pub fn estimate_cudnn_workspace_bytes(s: AttentionShape) -> usize {
     queries * (s.head_dim * (2 * size_of::<f32>() + gradients) + 2 * size_of::<f32>())
 }
 
-/// Returns cuDNN's execution plans for a pass of attention. The plan that cuDNN expects to be the
-/// fastest comes first.
+/// Returns cuDNN's execution plans (compiled graphs) for a pass of attention. The plan that cuDNN
+/// expects to be the fastest comes first.
 fn create_attention_plans(
     library: &Arc<CudnnApi>,
     pass: &AttentionPass,

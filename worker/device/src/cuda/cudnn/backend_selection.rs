@@ -34,7 +34,7 @@ pub enum AttentionBackend {
 }
 
 /// The key under which the execution plan of an attention pass is stored: sizes, bits of the scale,
-/// mask, and whether the pass is the backward pass.
+/// mask, and the direction (forward or backward).
 type PassKey = ([usize; 5], u32, AttentionMask, bool);
 
 /// The opened cuDNN library, and the execution plans for attention that were selected so far.
@@ -48,7 +48,7 @@ pub(in super::super) struct CudnnAttention {
     notices: Mutex<VecDeque<BackendNotice>>,
 }
 
-/// Why a plan of cuDNN for attention is not used.
+/// Why an execution plan of cuDNN for attention is not used.
 #[derive(Debug, thiserror::Error)]
 enum PlanRejection {
     #[error("cuDNN has no plan")]
@@ -63,7 +63,8 @@ enum PlanRejection {
     NotTimed,
 }
 
-/// Returns the key of a pass in `CudnnAttention::plans`, the map of selected plans.
+/// Returns the key under which the execution plan that was selected for an attention pass is
+/// stored.
 fn compute_pass_key(pass: &AttentionPass) -> PassKey {
     let s = pass.shape;
     ([s.b, s.t, s.heads, s.kv_heads, s.head_dim], s.scale.to_bits(), pass.mask, pass.is_backward)
@@ -86,17 +87,17 @@ impl CudnnAttention {
         }
     }
 
-    /// Removes and returns the oldest notice for the user about the choice of attention kernels, if
-    /// there is one.
+    /// Removes and returns the oldest notice for the user about cuDNN's attention, such as a
+    /// rejected plan, if there is one.
     pub(in super::super) fn take_notice(&self) -> Option<BackendNotice> {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
     /// Enqueues an attention pass on cuDNN and returns true, or returns false if the built-in
-    /// kernels must compute the pass, because cuDNN does not support it or was not selected.
-    /// Selects a plan first if none was selected for the pass. The selection may call `built_in`,
-    /// which runs the pass on the built-in kernels, to time them. Fails instead if the job requires
-    /// cuDNN ([`AttentionBackend::Cudnn`]).
+    /// kernels must compute the pass because cuDNN does not support it or is slower. Selects a plan
+    /// first if none was selected for the pass. The selection may call `built_in`, which runs the
+    /// pass on the built-in kernels, to time them. Fails instead if the job requires cuDNN
+    /// ([`AttentionBackend::Cudnn`]).
     pub(in super::super) fn try_enqueue(
         &self,
         (gpu, profile): (&Arc<Gpu>, &Profile),
@@ -117,8 +118,8 @@ impl CudnnAttention {
         Ok(true)
     }
 
-    /// Returns the execution plan for an attention pass. The first call for such a pass selects the
-    /// plan. Returns `None` if the built-in kernels compute the pass.
+    /// Returns cuDNN's execution plan for an attention pass, which is selected at the first call
+    /// for a pass with these sizes. Returns `None` if the built-in kernels compute the pass.
     fn select_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -147,9 +148,10 @@ impl CudnnAttention {
         Ok(plan)
     }
 
-    /// Returns the fastest of cuDNN's plans whose results agree with the built-in kernels, or
-    /// `None` if the built-in kernels are faster or no plan can be used. The runs overwrite the
-    /// outputs of the pass, which the caller must compute again afterwards.
+    /// Times cuDNN's plans and the built-in kernels for an attention pass, and returns the fastest
+    /// plan whose results agree with the built-in kernels, or `None` if those are faster or no plan
+    /// can be used. The runs overwrite the outputs of the pass, which the caller must compute again
+    /// afterwards.
     fn find_fastest_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -191,8 +193,9 @@ impl CudnnAttention {
         Ok((cudnn_seconds < built_in_seconds).then_some(plan))
     }
 
-    /// Runs and times a plan of cuDNN, and returns the seconds of a run. Fails if the plan does not
-    /// work or its results differ from `expected`.
+    /// Runs an execution plan of cuDNN for attention, compares its results with `expected`, and
+    /// returns the seconds of a run. Fails if the plan does not work or its results differ from
+    /// `expected`.
     fn check_and_time_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -267,7 +270,8 @@ impl CudnnAttention {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push_back(notice);
     }
 
-    /// Returns the error which reports that cuDNN cannot compute `attention`.
+    /// Returns the error that cuDNN cannot compute `attention`, the description of an attention
+    /// shape.
     fn unsupported_error(&self, attention: String) -> CudaError {
         CudaError::AttentionUnsupported { version: self.cudnn.format_version(), attention }
     }
@@ -289,8 +293,8 @@ fn compute_relative_difference(results: &[Vec<f32>; 3], expected: &[Vec<f32>; 3]
     results.iter().zip(expected).map(difference).fold(0.0, f64::max)
 }
 
-/// Returns the mean duration of `run` over [`TIMED_RUNS`] timed runs, in seconds. Returns `None` if
-/// a run fails.
+/// Returns the mean GPU time of `run` over [`TIMED_RUNS`] runs, in seconds. Returns `None` if a run
+/// fails.
 fn measure_seconds(gpu: &Arc<Gpu>, run: impl Fn() -> bool) -> Result<Option<f64>> {
     if !run() {
         return Ok(None);

@@ -69,7 +69,7 @@ impl Drop for Descriptor {
 }
 
 impl Descriptor {
-    /// Creates a descriptor without attributes.
+    /// Creates a descriptor (an object of cuDNN) of the given kind, without attributes.
     pub(super) fn new(library: &Arc<CudnnApi>, kind: cudnnBackendDescriptorType_t) -> Result<Self> {
         let mut descriptor = Descriptor { library: library.clone(), kind, handle: ptr::null_mut() };
         // SAFETY: writes one handle.

@@ -13,7 +13,8 @@ use std::{ffi::c_void, ptr, sync::Arc};
 /// sub-codes.
 const NOT_SUPPORTED_STATUSES: std::ops::Range<i32> = 3000..4000;
 
-/// The GPU for which cuDNN compiles an execution plan: the open GPU, or a described one.
+/// The GPU for which cuDNN compiles an execution plan: the GPU of a handle, or one that is only
+/// known by its properties.
 pub(super) enum PlanTarget {
     /// The GPU to which this cuDNN handle belongs.
     Handle(cudnnHandle_t),
@@ -32,7 +33,8 @@ pub(super) struct ExecutionPlan {
     _source: Arc<PlanDescriptors>,
 }
 
-/// The descriptors from which execution plans were created, which must exist as long as the plans.
+/// The descriptors (objects of cuDNN) from which execution plans were created, which must exist as
+/// long as the plans.
 struct PlanDescriptors {
     _graph_descriptor: Descriptor,
     graph: OperationGraph,
@@ -56,8 +58,8 @@ pub(super) fn create_graph_plans(
     Ok(configs.into_iter().filter_map(compile))
 }
 
-/// Returns `None` instead of the error with which cuDNN rejects an unsupported request. Fails with
-/// any other error.
+/// Turns an error with which cuDNN rejects an unsupported request into `None`. Fails with any other
+/// error.
 fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
@@ -66,8 +68,8 @@ fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Returns the descriptor of the whole graph, and the engine configurations (ways to compute it)
-/// that cuDNN's heuristics suggest.
+/// Asks cuDNN for ways to compute a graph of operations (engine configurations), and returns them
+/// with the descriptor of the whole graph.
 fn query_engine_configs(
     graph: &OperationGraph,
     target: &PlanTarget,
@@ -90,7 +92,8 @@ fn query_engine_configs(
     Ok((descriptor, configs))
 }
 
-/// Compiles the execution plan for `config`, one of the engine configurations that cuDNN suggested.
+/// Compiles the execution plan for `config`, one of the ways to compute a graph that cuDNN
+/// suggested.
 fn compile_plan(
     source: &Arc<PlanDescriptors>,
     config: Descriptor,
@@ -112,7 +115,7 @@ fn compile_plan(
     Ok(ExecutionPlan { plan, workspace, scalars, _config: config, _source: source.clone() })
 }
 
-/// One execution of a plan: the plan, the addresses of its tensors, and its workspace.
+/// One execution of a cuDNN plan: the plan, the GPU addresses of its tensors, and its workspace.
 #[derive(Clone)]
 pub(in super::super) struct PreparedPlan {
     pub(super) cudnn: Arc<Cudnn>,
@@ -157,8 +160,8 @@ impl PreparedPlan {
         })
     }
 
-    /// Returns words that depend on the plan and its addresses, for hashing a batch of GPU calls.
-    /// The words of different plans may be equal, but rarely are.
+    /// Returns numbers that depend on the plan and its addresses, from which the hash of a batch of
+    /// recorded GPU calls is computed. The words of different plans may be equal, but rarely are.
     pub(in super::super) fn list_words_to_hash(&self) -> impl Iterator<Item = u64> {
         let plan = Arc::as_ptr(&self.plan).addr() as u64;
         self.tensors.iter().map(|(_, at)| *at).chain([self.workspace, plan])

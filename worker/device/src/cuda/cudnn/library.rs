@@ -22,7 +22,8 @@ pub(in super::super) struct Cudnn {
     handle: Mutex<Option<CudnnHandle>>,
 }
 
-/// A cuDNN handle. Only one thread may use it at a time. Dropping it closes the handle.
+/// A cuDNN handle (`cudnnHandle_t`), which is destroyed when dropped. Only one thread may use it at
+/// a time.
 struct CudnnHandle {
     library: Arc<CudnnApi>,
     handle: cudnnHandle_t,
@@ -49,7 +50,8 @@ impl Cudnn {
         Ok(Cudnn { handle: Mutex::new(Some(handle)), ..cudnn })
     }
 
-    /// Opens cuDNN without a GPU, only to create execution plans.
+    /// Opens cuDNN without a GPU, only to compile execution plans for GPUs that this machine need
+    /// not have.
     pub(super) fn open_without_gpu(paths: &LibrarySearchPaths) -> Result<Cudnn> {
         let (library, path) = CudnnApi::open(paths)?;
         // SAFETY: no preconditions.

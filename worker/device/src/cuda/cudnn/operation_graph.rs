@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 /// Alignment in bytes that cuDNN may assume for tensors in GPU memory.
 pub(super) const ALIGNMENT: i64 = 16;
-/// The first id that is given to virtual tensors, which have no memory.
+/// The first of the ids given to virtual tensors (intermediate results without memory) in cuDNN's
+/// graph.
 const FIRST_VIRTUAL_ID: i64 = 100;
 
 /// Where the elements of a tensor are stored: in GPU memory, on the host, or nowhere (a virtual
@@ -52,12 +53,13 @@ pub(super) fn compute_packed_strides([_, h, s, d]: [i64; 4]) -> [i64; 4] {
 }
 
 impl OperationGraph {
-    /// Creates a graph without operations.
+    /// Creates a graph of cuDNN operations that has no operations yet.
     pub(super) fn new(library: &Arc<CudnnApi>) -> Self {
         OperationGraph { library: library.clone(), tensors: Vec::new(), operations: Vec::new() }
     }
 
-    /// Adds a tensor with the given dimensions and strides (in elements) to the graph.
+    /// Adds a tensor with the given dimensions, strides (in elements) and location to the graph of
+    /// cuDNN operations.
     pub(super) fn add_tensor(
         &mut self,
         location: TensorLocation,
@@ -92,14 +94,14 @@ impl OperationGraph {
         self.add_tensor(TensorLocation::Virtual, data_type, dims, compute_packed_strides(dims))
     }
 
-    /// Adds to the graph a tensor of one `f32`. cuDNN reads its value from host memory, under the
-    /// id `id`.
+    /// Adds to the graph a tensor that is one `f32` in host memory, whose value cuDNN reads from
+    /// there, under the id `id`, when the graph runs.
     pub(super) fn add_host_scalar(&mut self, id: i64) -> Result<GraphTensor> {
         self.add_tensor(TensorLocation::Host(id), CUDNN_DATA_FLOAT, [1; 4], [1; 4])
     }
 
-    /// Adds an operation on `tensors` to the graph. `descriptor` has the operation's settings, if
-    /// the operation has any.
+    /// Adds a cuDNN operation on `tensors` to the graph. `descriptor` has the operation's settings,
+    /// if the operation has any.
     fn add_operation(
         &mut self,
         kind: cudnnBackendDescriptorType_t,
@@ -117,7 +119,8 @@ impl OperationGraph {
         Ok(())
     }
 
-    /// Adds an elementwise operation to the graph. Only the mode that computes indices has an axis.
+    /// Adds an elementwise cuDNN operation to the graph. Only the mode that computes indices has an
+    /// axis.
     fn add_elementwise(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -175,8 +178,8 @@ impl OperationGraph {
         Ok(y)
     }
 
-    /// Adds the operation that selects `x` where `condition` is true and `other` elsewhere. Returns
-    /// its result.
+    /// Adds the operation that selects elements of `x` where `condition` is true and of `other`
+    /// elsewhere, and returns its result.
     pub(super) fn add_select(
         &mut self,
         condition: GraphTensor,

@@ -9,23 +9,22 @@ use super::super::bindings::Address;
 /// the same alignment.
 const ALIGNMENT: usize = 256;
 
-/// The address and the size of a block of GPU memory that the arena got from the driver's memory
-/// pool.
+/// The address and the size of a block of GPU memory that came from the driver's memory pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) struct PoolBlock {
     pub(in super::super) at: Address,
     pub(in super::super) bytes: usize,
 }
 
-/// A block of GPU memory, and the offsets and lengths of the ranges that are allocated in it.
+/// A block of GPU memory, and the ranges of it that are allocated as scratch memory.
 struct ArenaBlock {
     block: PoolBlock,
     ranges: Vec<(usize, usize)>,
 }
 
 impl ArenaBlock {
-    /// Finds the first gap of at least `bytes` bytes in the block, and returns the index of the
-    /// next allocated range and the gap's offset.
+    /// Finds the first gap of at least `bytes` bytes between the allocated ranges of the block, and
+    /// returns the index of the range after the gap and the gap's offset.
     fn find_gap(&self, bytes: usize) -> Option<(usize, usize)> {
         let mut end = 0;
         for (i, (start, len)) in self.ranges.iter().enumerate() {
@@ -38,7 +37,8 @@ impl ArenaBlock {
     }
 }
 
-/// Allocator for the scratch memory of one CUDA stream.
+/// Allocator for the scratch memory of one CUDA stream, which divides a few large blocks of GPU
+/// memory into ranges.
 #[derive(Default)]
 pub(in super::super) struct ScratchArena {
     blocks: Vec<ArenaBlock>,
@@ -49,8 +49,8 @@ pub(in super::super) struct ScratchArena {
 }
 
 impl ScratchArena {
-    /// Allocates a range of `bytes` bytes in one of the blocks and returns its address. Returns
-    /// `None` if no block has a large enough gap.
+    /// Allocates a range of `bytes` bytes of scratch memory in one of the blocks and returns its
+    /// GPU address. Returns `None` if no block has a large enough gap.
     pub(in super::super) fn allocate(&mut self, bytes: usize) -> Option<Address> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         if self.live_bytes == 0 && self.blocks.len() > 1 {
@@ -66,7 +66,7 @@ impl ScratchArena {
         None
     }
 
-    /// Marks the allocated range at the address `at` as free.
+    /// Marks the range of scratch memory that begins at the GPU address `at` as free.
     pub(in super::super) fn free_range(&mut self, at: Address) {
         for block in &mut self.blocks {
             let start = at.wrapping_sub(block.block.at) as usize;
@@ -77,10 +77,10 @@ impl ScratchArena {
         }
     }
 
-    /// Plans how to get memory for a range of `bytes` bytes that fits into no block: which blocks
-    /// to release, and how large a new block must be. Removes blocks without allocated ranges from
-    /// the arena and returns them, with the size in bytes of a new block. The caller must release
-    /// the returned blocks to the driver, and then allocate the new block and pass it to
+    /// Plans how to get scratch memory for `bytes` bytes that fit into no block: which blocks to
+    /// release, and how large a new block must be. Removes blocks without allocated ranges from the
+    /// arena and returns them, with the size in bytes of a new block. The caller must release the
+    /// returned blocks to the driver, and then allocate the new block and pass it to
     /// [`ScratchArena::add_block`]. In the long run a single large block remains.
     pub(in super::super) fn plan_growth(&mut self, bytes: usize) -> (Vec<PoolBlock>, usize) {
         let (bytes, capacity) = (bytes.next_multiple_of(ALIGNMENT), self.capacity());
@@ -96,7 +96,7 @@ impl ScratchArena {
         (self.take_idle_blocks(), self.peak_bytes)
     }
 
-    /// Adds a new block of GPU memory, in which nothing is allocated yet.
+    /// Adds a new block of GPU memory to the arena, in which nothing is allocated yet.
     pub(in super::super) fn add_block(&mut self, block: PoolBlock) {
         self.blocks.push(ArenaBlock { block, ranges: Vec::new() });
     }

@@ -1,21 +1,22 @@
 //! Measures whether training steps are faster with or without CUDA graphs ([`GraphAutotuner`]).
 use std::time::Duration;
 
-/// Number of steps at the beginning of each phase of the measurement that are not timed. In these
-/// steps, algorithms are chosen and graphs are captured.
+/// Number of training steps at the beginning of each phase of the measurement that are not timed.
+/// In these steps, algorithms are chosen and graphs are captured.
 const WARM_UP_STEPS: usize = 5;
-/// Number of steps of each phase of the measurement that are timed.
+/// Number of training steps of each phase of the measurement that are timed.
 const TIMED_STEPS: usize = 9;
-/// Number of steps in each of the two phases of the measurement: first without CUDA graphs, then
-/// with graphs.
+/// Number of training steps in each of the two phases of the measurement: first without CUDA
+/// graphs, then with graphs.
 const STEPS_PER_PHASE: usize = WARM_UP_STEPS + TIMED_STEPS;
 
-/// The GPU time per call, in seconds, from which CUDA graphs are not tried. Issuing a call takes
-/// some µs, so a GPU with such long calls never waits for the next one. Large models also need the
-/// memory that graphs would take.
+/// The average GPU time of a call, in seconds, from which on CUDA graphs are not tried. Issuing a
+/// call takes some µs, so a GPU with such long calls never waits for the next one. Large models
+/// also need the memory that graphs would take.
 const LONG_CALL_SECONDS: f64 = 100e-6;
 
-/// Times training steps without CUDA graphs and then with graphs, and decides which are faster.
+/// Times training steps first without CUDA graphs and then with graphs, to decide whether graphs
+/// are used.
 #[derive(Default)]
 pub(in super::super) struct GraphAutotuner {
     step_seconds: Vec<f64>,

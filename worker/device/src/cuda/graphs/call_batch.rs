@@ -12,7 +12,7 @@ use std::{
     ptr,
 };
 
-/// One recorded call: a kernel, a matmul, a cuDNN plan, a fill or a copy.
+/// One recorded GPU call: a kernel launch, a matmul, a cuDNN plan, a fill or a copy.
 #[derive(Clone, PartialEq)]
 enum RecordedCall {
     Kernel {
@@ -35,8 +35,8 @@ enum RecordedCall {
     },
 }
 
-/// A list of GPU calls that were recorded for a stream, in their order. Equal batches do the same
-/// work at the same addresses.
+/// A list of GPU calls that were recorded for the main stream but not issued yet, in their order.
+/// Equal batches do the same work at the same addresses.
 #[derive(Clone, Default, PartialEq)]
 pub(in super::super) struct CallBatch {
     calls: Vec<RecordedCall>,
@@ -91,12 +91,12 @@ impl CallBatch {
         self.calls.push(RecordedCall::Kernel { name, function, config, arguments });
     }
 
-    /// Records a matmul with its plan and workspace.
+    /// Records a matmul that is ready to be issued.
     pub(in super::super) fn push_matmul(&mut self, matmul: PreparedMatmul) {
         self.calls.push(RecordedCall::Matmul(matmul));
     }
 
-    /// Records the execution of a cuDNN plan.
+    /// Records one execution of a cuDNN plan.
     pub(in super::super) fn push_plan(&mut self, plan: PreparedPlan) {
         self.calls.push(RecordedCall::CudnnPlan(plan));
     }
@@ -111,13 +111,13 @@ impl CallBatch {
         self.calls.push(RecordedCall::Copy { to, from, bytes });
     }
 
-    /// Issues every call to the main stream, one by one.
+    /// Issues every recorded call to the main stream, one by one.
     pub(super) fn issue_all(&self, gpu: &GpuContext) -> Result<()> {
         self.calls.iter().try_for_each(|call| gpu.retry_after_trim(|| self.issue_call(gpu, call)))
     }
 
-    /// Issues every call to the main stream, and calls `f` after each one. The argument of `f` is
-    /// true if the call was a kernel.
+    /// Issues every recorded call to the main stream, and calls `f` after each one. The argument of
+    /// `f` is true if the call was a kernel.
     pub(super) fn issue_each(&self, gpu: &GpuContext, mut f: impl FnMut(bool)) -> Result<()> {
         for call in &self.calls {
             self.issue_call(gpu, call)?;
@@ -126,7 +126,7 @@ impl CallBatch {
         Ok(())
     }
 
-    /// Issues a call of this batch to the main stream.
+    /// Issues one recorded call to the main stream.
     fn issue_call(&self, gpu: &GpuContext, call: &RecordedCall) -> Result<()> {
         match call {
             RecordedCall::Kernel { name, function, config, arguments } => {
@@ -148,8 +148,9 @@ impl CallBatch {
         self.starts[arguments.clone()].iter().map(start).collect()
     }
 
-    /// Compares two batches and returns the indices of the kernels whose arguments or launch
-    /// configurations differ. Returns `None` if the batches differ in anything else.
+    /// Compares this batch of recorded calls with `other`, and returns the indices of the kernel
+    /// launches whose arguments or launch configurations differ. Returns `None` if the batches
+    /// differ in anything else.
     pub(super) fn find_changed_kernels(&self, other: &CallBatch) -> Option<Vec<usize>> {
         if self.calls.len() != other.calls.len()
             || self.starts != other.starts
@@ -181,8 +182,8 @@ impl CallBatch {
         &self.words[start(arguments.start)..start(arguments.end)]
     }
 
-    /// Runs `f` with the parameters of the recorded call number `call` in the form of a CUDA
-    /// graph's kernel node. Returns `None` if the call is not a kernel.
+    /// Runs `f` with the parameters of the recorded kernel launch number `call`, in the form in
+    /// which the driver updates a CUDA graph. Returns `None` if the call is not a kernel.
     pub(super) fn with_kernel_node_params<T>(
         &self,
         call: usize,
@@ -209,7 +210,8 @@ impl CallBatch {
         Some(f(&node))
     }
 
-    /// Returns a hash of everything that the batch does: all calls with their arguments.
+    /// Returns a hash of everything that the recorded calls do: their kinds, their order and all
+    /// arguments.
     pub(super) fn compute_hash(&self) -> u64 {
         let mut hash = self.compute_structure_hash();
         for call in &self.calls {
@@ -242,7 +244,7 @@ impl CallBatch {
     }
 }
 
-/// Mixes each of `words` into `hash`.
+/// Updates `hash` with each of `words`.
 fn mix_into_hash(hash: &mut u64, words: impl IntoIterator<Item = u64>) {
     for word in words {
         *hash = (hash.rotate_left(5) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);

@@ -6,8 +6,8 @@ use super::super::error::Result;
 use super::call_batch::CallBatch;
 use std::ptr;
 
-/// A CUDA graph that is ready to be launched. It must be released with
-/// [`ExecutableGraph::destroy`].
+/// A CUDA graph, made from a batch of recorded GPU calls, that is ready to be launched. It must be
+/// released with [`ExecutableGraph::destroy`].
 pub(super) struct ExecutableGraph {
     executable: CUgraphExec,
     /// The captured graph, to which the nodes belong.
@@ -52,13 +52,14 @@ impl ExecutableGraph {
         unsafe { gpu.driver_graphs()?.cuGraphLaunch(self.executable, gpu.main_stream) }
     }
 
-    /// Returns whether the graph's nodes for the recorded calls with the indices `calls` are known.
+    /// Returns whether the graph nodes of the recorded calls with the indices `calls` are known, so
+    /// that they can be updated.
     pub(super) fn has_nodes(&self, calls: &[usize]) -> bool {
         calls.iter().all(|call| self.nodes.get(*call).is_some_and(|node| !node.is_null()))
     }
 
-    /// Replaces the kernels with the indices `calls` in the graph by those of `batch`, for all
-    /// later launches.
+    /// Replaces the kernel launches with the indices `calls` in the CUDA graph by those of `batch`,
+    /// for all later launches of the graph.
     pub(super) fn update_kernels(&self, gpu: &GpuContext, batch: &CallBatch, calls: &[usize]) -> Result<()> {
         let driver = gpu.driver_graphs()?;
         for call in calls {
@@ -71,7 +72,7 @@ impl ExecutableGraph {
         Ok(())
     }
 
-    /// Releases the graph in the driver. A launch that is in progress completes.
+    /// Releases the CUDA graph in the driver. A launch that is in progress completes.
     pub(super) fn destroy(&self, gpu: &GpuContext) {
         let Ok(driver) = gpu.driver_graphs() else { return };
         // SAFETY: created by the driver, destroyed once. Errors cannot be handled here.

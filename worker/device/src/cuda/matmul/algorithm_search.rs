@@ -24,7 +24,8 @@ pub(super) const TIMED_RUNS: usize = 4;
 /// The first bytes of a cache file that stores which algorithm was chosen for a matmul.
 const ALGORITHM_MAGIC: &disk_cache::Magic = b"launch product 1";
 
-/// One of cuBLASLt's algorithms that can compute a certain matmul.
+/// One of cuBLASLt's algorithms that can compute a certain matmul, with the workspace that it
+/// needs.
 #[derive(Clone, Copy)]
 pub(super) struct AlgorithmCandidate {
     pub(super) algorithm: cublasLtMatmulAlgo_t,
@@ -33,8 +34,8 @@ pub(super) struct AlgorithmCandidate {
 }
 
 impl AlgorithmCandidate {
-    /// Converts a result of cuBLASLt's heuristic to a candidate, or returns `None` if the result is
-    /// a failure.
+    /// Takes the algorithm from a result of cuBLASLt's heuristic, or returns `None` if the result
+    /// is a failure.
     ///
     /// # Safety
     ///
@@ -56,7 +57,8 @@ impl AlgorithmCandidate {
     }
 }
 
-/// Finds the fastest algorithms of matmuls on one GPU, and stores the choices on disk.
+/// Finds the fastest of cuBLASLt's algorithms for matmuls on one GPU, and stores the choices on
+/// disk.
 pub(super) struct AlgorithmSearch {
     /// Directory of stored choices of algorithms. `None` if choices are not stored.
     directory: Option<PathBuf>,
@@ -66,7 +68,8 @@ pub(super) struct AlgorithmSearch {
 }
 
 impl AlgorithmSearch {
-    /// Creates a search that stores its choices in `directory`, if one is given.
+    /// Creates a search for the fastest algorithms on the GPU `gpu`, which stores its choices in
+    /// `directory`, if one is given.
     pub(super) fn new(directory: Option<PathBuf>, gpu: &GpuProperties, library_version: usize) -> Self {
         AlgorithmSearch {
             directory,
@@ -74,10 +77,10 @@ impl AlgorithmSearch {
         }
     }
 
-    /// Returns the fastest of `candidates`, the algorithms for the matmul that `matmul` identifies.
-    /// Returns the stored choice if it is among the candidates. Otherwise times the candidates with
-    /// `time`, stores the fastest one, and returns it. Returns the first candidate if none can be
-    /// timed.
+    /// Returns the fastest of `candidates`, algorithms that can compute the matmul described by
+    /// `matmul`. Returns the stored choice if it is among the candidates. Otherwise times the
+    /// candidates with `time`, stores the fastest one, and returns it. Returns the first candidate
+    /// if none can be timed.
     pub(super) fn find_fastest(
         &self,
         matmul: &str,
@@ -109,16 +112,16 @@ impl AlgorithmSearch {
         Ok(best)
     }
 
-    /// Returns the name of the cache file that stores the chosen algorithm of a matmul for this GPU
-    /// and library version.
+    /// Returns the name of the cache file that stores which algorithm was chosen for a matmul on
+    /// this GPU with this version of cuBLASLt.
     fn compute_file_name(&self, matmul: &str) -> String {
         let hash = blake3::hash(format!("{}\n{matmul}", self.platform).as_bytes()).to_hex();
         format!("product-{}.algorithm", &hash[..32])
     }
 }
 
-/// Locks the cache directory against searches of other processes, until the returned file is
-/// dropped. Returns `None` if the directory cannot be locked.
+/// Locks the cache directory, so that no other process searches for algorithms until the returned
+/// file is dropped. Returns `None` if the directory cannot be locked.
 fn lock_directory(directory: &Path) -> Option<File> {
     fs::create_dir_all(directory).ok()?;
     let file = File::options().create(true).append(true).open(directory.join("products.lock")).ok()?;
@@ -126,8 +129,8 @@ fn lock_directory(directory: &Path) -> Option<File> {
     Some(file)
 }
 
-/// Reads the chosen algorithm from the cache file at `path`, and returns the one of `candidates`
-/// that equals it. Returns `None` if the file is invalid or names no candidate.
+/// Reads which algorithm was chosen from the cache file at `path`, and returns the one of
+/// `candidates` that equals it. Returns `None` if the file is invalid or names no candidate.
 fn read_stored_choice(path: &Path, candidates: &[AlgorithmCandidate]) -> Option<AlgorithmCandidate> {
     let algorithm = disk_cache::read_cache_file(path, ALGORITHM_MAGIC)?;
     candidates.iter().find(|one| one.as_bytes() == algorithm).copied()

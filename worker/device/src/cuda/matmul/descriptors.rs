@@ -13,7 +13,7 @@ pub(super) struct ScaleAndBiasPointers {
 }
 
 impl ScaleAndBiasPointers {
-    /// Returns true if there are no addresses.
+    /// Returns true if the matmul has neither scales nor a bias.
     pub(super) fn is_empty(self) -> bool {
         self.scales.is_none() && self.bias.is_none()
     }
@@ -26,8 +26,8 @@ pub(super) struct MatmulDescriptor {
 }
 
 impl MatmulDescriptor {
-    /// Creates the descriptor of a matmul. `transposed` states whether `a` and `b`, in this order,
-    /// are transposed.
+    /// Creates cuBLASLt's descriptor of a matmul: transposition of the operands, scales and bias.
+    /// `transposed` states whether `a` and `b`, in this order, are transposed.
     pub(super) fn new(
         library: &Arc<CublasLtApi>,
         transposed: [bool; 2],

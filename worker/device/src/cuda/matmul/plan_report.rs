@@ -4,7 +4,7 @@ use super::super::bindings::{
     cublas_lt_sys::{cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t},
 };
 
-/// The algorithm of cuBLASLt that computes the matmuls of one shape.
+/// Report of the algorithm with which cuBLASLt computes the matmuls of one shape.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatmulPlanReport {
     /// Sizes, strides, types and alignments of the matmul.
@@ -15,7 +15,7 @@ pub struct MatmulPlanReport {
     pub workspace_bytes: usize,
 }
 
-/// Returns the attributes of an algorithm that the library reports.
+/// Returns the names and values of the attributes of an algorithm that cuBLASLt reports.
 pub(super) fn query_algorithm_attributes(
     library: &CublasLtApi,
     algorithm: &cublasLtMatmulAlgo_t,

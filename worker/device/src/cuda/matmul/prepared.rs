@@ -1,4 +1,4 @@
-//! A matmul with its algorithm, addresses and workspace, ready to be issued to a stream
+//! A matmul with its algorithm, addresses and workspace, which is ready to be issued to a stream
 //! ([`PreparedMatmul`]).
 use super::super::bindings::{
     Address, CublasLtApi,
@@ -67,8 +67,8 @@ impl LtHandle {
     }
 }
 
-/// The plan that all matmuls with equal properties share: cuBLASLt's descriptors and the chosen
-/// algorithm.
+/// The plan of a matmul: cuBLASLt's descriptors and the chosen algorithm, which all matmuls with
+/// equal properties share.
 pub(super) struct MatmulPlan {
     pub(super) descriptor: MatmulDescriptor,
     pub(super) layouts: Arc<MatrixLayouts>,
@@ -94,8 +94,8 @@ unsafe impl Send for MatrixLayouts {}
 unsafe impl Sync for MatrixLayouts {}
 
 impl MatrixLayouts {
-    /// Creates the layouts of the operands of `matmul`, with the sizes `[m, n, k]` in place of the
-    /// sizes of the matmul.
+    /// Creates cuBLASLt's layouts of the operands and the result of `matmul`, but with the sizes
+    /// `[m, n, k]`.
     pub(super) fn new(
         library: &Arc<CublasLtApi>,
         matmul: &Matmul,
@@ -129,7 +129,8 @@ impl Drop for MatrixLayouts {
     }
 }
 
-/// A matmul with its plan and workspace, which can be issued to a stream immediately or recorded.
+/// A matmul with its plan (algorithm and descriptors), addresses and workspace, which can be issued
+/// to a stream immediately or recorded.
 #[derive(Clone)]
 pub(in super::super) struct PreparedMatmul {
     pub(super) lt: Arc<LtHandle>,
@@ -165,8 +166,9 @@ impl PreparedMatmul {
         lt.issue_matmul(stream, matmul, descriptor, layouts.handles, algorithm)
     }
 
-    /// Returns words that depend on the matmul and its addresses, for hashing a batch of GPU calls.
-    /// The words of different matmuls may be equal, but rarely are.
+    /// Returns numbers that depend on the matmul and its addresses, from which the hash of a batch
+    /// of recorded GPU calls is computed. The words of different matmuls may be equal, but rarely
+    /// are.
     pub(in super::super) fn list_words_to_hash(&self) -> [u64; 6] {
         let Matmul { m, n, a, b, c, .. } = self.matmul;
         [m as u64, n as u64, a.at, b.at, c.at, self.workspace]

@@ -7,10 +7,11 @@ use crate::buffer::Dtype;
 use crate::fp8::Fp8Format;
 use std::ffi::c_int;
 
-/// Largest alignment of an operand, in bytes, that influences the choice of an algorithm. A larger
-/// alignment makes no algorithm faster.
+/// Largest alignment of an operand's address, in bytes, that influences the choice of an algorithm
+/// for a matmul. A larger alignment makes no algorithm faster.
 const MAX_ALIGNMENT: u64 = 256;
-/// Largest alignment, in bytes, that the key of a plan contains if a size of the matmul varies.
+/// Largest alignment, in bytes, that counts for the choice of an algorithm if a size of the matmul
+/// varies from call to call.
 const MAX_VARYING_ALIGNMENT: u32 = 16;
 
 /// Address and layout of a matrix in GPU memory that a matmul reads or writes.
@@ -43,23 +44,25 @@ pub(in super::super) struct Matmul {
     pub(in super::super) varying: Option<VaryingSize>,
 }
 
-/// A size of a matmul that differs from call to call: the number of rows of an expert. An algorithm
-/// is chosen for a range of such sizes (a size bucket) instead of each of them.
+/// Which size of a matmul differs from call to call, because it is the number of rows of an expert.
+/// An algorithm is chosen for a range of such sizes (a size bucket) instead of each of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum VaryingSize {
     M,
     K,
 }
 
-/// The smallest size bucket. Sizes up to this number share an algorithm.
+/// The smallest size for which a varying size of a matmul has a separate algorithm (size bucket).
+/// Sizes up to this number share an algorithm.
 const MIN_SIZE_BUCKET: usize = 16;
 
-/// Returns the size for which the algorithm of a varying size is chosen: the next power of two.
+/// Returns the size for which an algorithm is chosen if a size of a matmul varies: the next power
+/// of two.
 fn choose_size_bucket(size: usize) -> usize {
     size.max(MIN_SIZE_BUCKET).next_power_of_two()
 }
 
-/// Element types of the two operands of a matmul.
+/// Element types of the two operands of a matmul, with the scales of fp8 operands.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum InputFormat {
     /// Both operands have this type.
@@ -70,7 +73,7 @@ pub(in super::super) enum InputFormat {
 }
 
 impl Matmul {
-    /// Returns the sizes m, n and k.
+    /// Returns the sizes of the matmul: m rows, n columns, and k terms of each sum.
     pub(super) fn sizes(&self) -> [usize; 3] {
         [self.m, self.n, self.k]
     }
@@ -91,7 +94,8 @@ impl Matmul {
         Key { sizes: [m, n, k, a, b, c], alignments, ..key }
     }
 
-    /// Returns the key of a plan for exactly this matmul, without rounding its sizes.
+    /// Returns the key under which a plan for exactly this matmul would be stored, without rounding
+    /// a size that varies.
     pub(super) fn exact_key(&self) -> Key {
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
@@ -103,8 +107,8 @@ impl Matmul {
         }
     }
 
-    /// Logs the matmul in the launch log, with its sizes, addresses and strides, and CUDA's numbers
-    /// of its types.
+    /// Writes the matmul to this process's launch log (a file with its last GPU calls), with its
+    /// sizes, addresses, strides and types.
     pub(super) fn write_to_launch_log(&self) {
         let [m, n, k] = [self.m, self.n, self.k].map(|size| size as u64);
         let matrices = [self.a, self.b, self.c].map(|matrix| [matrix.at, matrix.stride as u64]);
@@ -154,7 +158,8 @@ impl Matmul {
 }
 
 impl InputFormat {
-    /// Returns the GPU addresses of the fp8 operands' scales, or `None` for other operands.
+    /// Returns the GPU addresses of the scales of fp8 operands, or `None` if the operands are not
+    /// fp8.
     fn scales(self) -> Option<[Address; 2]> {
         match self {
             InputFormat::Same(_) => None,
@@ -182,7 +187,7 @@ pub(super) struct Key {
     pub(super) bias: Option<u32>,
 }
 
-/// Returns the largest power of two that divides the address, at most [`MAX_ALIGNMENT`].
+/// Returns the largest power of two that divides the address `at`, but at most [`MAX_ALIGNMENT`].
 fn compute_alignment(at: Address) -> u32 {
     (1u64 << at.trailing_zeros().min(63)).min(MAX_ALIGNMENT) as u32
 }
