@@ -26,7 +26,7 @@ pub(crate) struct BufferShape {
 }
 
 impl BufferShape {
-    /// Returns the length and the element size of `view`.
+    /// Takes the length and the element size of the buffer `view`.
     pub(crate) fn new(view: device::View<'_>) -> Self {
         BufferShape { len: view.len(), element_bytes: view.dtype().size() }
     }
@@ -187,8 +187,9 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(collective, 0, []))
     }
 
-    /// Summarizes a call that allocates a shared window, for comparison with the peers' calls.
-    /// Fails if `counts` does not have one entry per rank or if the sum overflows.
+    /// Summarizes this rank's call that allocates a shared window (memory of all ranks), so that
+    /// ranks can detect that they made different calls. Fails if `counts` does not have one entry
+    /// per rank or if the sum overflows.
     pub(crate) fn describe_shared_window(
         position: GroupPosition,
         counts: &[usize],

@@ -2,8 +2,8 @@
 //! errors.
 use std::fmt;
 
-/// Which collective of [`Comm`](crate::Comm) was called. Ranks exchange the variant's number to
-/// detect calls that do not match.
+/// The kind of a collective, one for each collective of [`Comm`](crate::Comm), such as all-gather.
+/// Ranks exchange the variant's number to detect calls that do not match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CollectiveKind {
     /// A call of [`Comm::all_gather`](crate::Comm::all_gather).
@@ -39,7 +39,8 @@ impl CollectiveKind {
         CollectiveKind::SharedWindow,
     ];
 
-    /// Returns the name of this collective's method in [`Comm`](crate::Comm), such as `all_gather`.
+    /// Returns the name of the collective as that of its method in [`Comm`](crate::Comm), such as
+    /// `all_gather`.
     pub fn name(self) -> &'static str {
         match self {
             CollectiveKind::AllGather => "all_gather",

@@ -59,8 +59,8 @@ pub trait Comm: Send + Sync {
         false
     }
 
-    /// Replaces `x` by its sum over all ranks. The additions follow a fixed binary tree over ranks,
-    /// so every rank gets the same bits.
+    /// Replaces `x` on every rank by the elementwise sum of the `x` of all ranks. The additions
+    /// follow a fixed binary tree over ranks, so every rank gets the same bits.
     fn all_reduce(&self, x: ViewMut) -> Result<()>;
 
     /// Replaces `x` on every rank by the `x` of rank `root`.

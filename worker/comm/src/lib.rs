@@ -1,4 +1,5 @@
-//! Crate `comm`: collectives between the ranks of a job.
+//! Crate `comm`: communicators, with which the ranks of a job run collectives through threads,
+//! shared memory, TCP or NCCL.
 //!
 //! Every rank calls the same collectives in the same order. Sums have one fixed order, so results
 //! are bit-equal for any assignment of ranks to hosts. No call blocks forever: when the group is

@@ -1,6 +1,7 @@
 //! Limits on the size of groups and of what their collectives transfer.
 
-/// The largest number of bytes that one rank may pass to [`crate::Comm::all_gather_bytes`].
+/// The largest number of bytes that one rank may pass to the collective
+/// [`crate::Comm::all_gather_bytes`].
 pub const MAX_GATHER_BYTES: usize = 16 << 20;
 
 /// The largest number of ranks in a group.

@@ -29,8 +29,8 @@ pub use communicator::LocalComm;
 /// How long a rank waits for its peers in one collective, in a group that [`create_group`] creates.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// The largest timeout of a collective. Longer timeouts are reduced to it, so that deadlines do not
-/// overflow.
+/// The largest timeout that a collective between threads can have. Longer timeouts are reduced to
+/// it, so that deadlines do not overflow.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// The largest number of elements for which every rank of an all-reduce computes the whole sum, in

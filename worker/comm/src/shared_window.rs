@@ -6,8 +6,9 @@ use std::{ops::Range, ptr::NonNull, sync::Arc};
 /// The memory of a shared window (memory that all ranks of a group share), which stays mapped as
 /// long as this object exists.
 pub(crate) trait WindowMemory: Send + Sync {
-    /// Unmaps whole pages of the byte range `bytes` of the window from this process. Their contents
-    /// stay, and the next access maps them again.
+    /// Unmaps the whole pages in the byte range `bytes` of the shared window from this process, so
+    /// that they do not count as its memory. Their contents stay, and the next access maps them
+    /// again.
     fn release_pages(&self, bytes: Range<usize>);
 }
 
@@ -20,7 +21,7 @@ pub struct SharedWindow {
     pub view: SharedView,
 }
 
-/// Read access to the elements of all ranks in a shared window.
+/// A read-only view of the elements of all ranks in a shared window.
 pub struct SharedView {
     elements: Buf,
     /// The byte range of this rank's elements within the window.

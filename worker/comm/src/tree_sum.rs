@@ -55,7 +55,7 @@ fn sum_block(out: &mut [f32], parts: &[&[f32]], start: usize) {
     }
 }
 
-/// Stores `a[i] + b[i]` in `out[i]`. Panics if the lengths differ.
+/// Stores the elementwise sum of `a` and `b` in `out`. Panics if the lengths differ.
 fn store_sum(out: &mut [f32], a: &[f32], b: &[f32]) {
     assert!(out.len() == a.len() && out.len() == b.len(), "addends must be equally long");
     for ((o, a), b) in out.iter_mut().zip(a).zip(b) {
@@ -63,7 +63,7 @@ fn store_sum(out: &mut [f32], a: &[f32], b: &[f32]) {
     }
 }
 
-/// Adds `b[i]` to `out[i]`. Panics if the lengths differ.
+/// Adds the elements of `b` to those of `out`. Panics if the lengths differ.
 fn add_to_slice(out: &mut [f32], b: &[f32]) {
     assert!(out.len() == b.len(), "addends must be equally long");
     for (o, b) in out.iter_mut().zip(b) {

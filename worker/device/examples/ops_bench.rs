@@ -68,7 +68,8 @@ fn main() {
     }
 }
 
-/// Measures memcpy, 32 MiB at a time. Returns the number of bytes copied per second.
+/// Measures the memory bandwidth of memcpy, with copies of 32 MiB. Returns the number of bytes
+/// copied per second.
 fn measure_memcpy() -> f64 {
     let (a, mut b) = (make_random_buf(8 << 20), Buf::zeroed(8 << 20));
     let seconds = measure_fastest_run(|| b.host_slice_mut().copy_from_slice(a.host_slice()));
@@ -110,7 +111,7 @@ impl TrainedWeight {
     }
 }
 
-/// Parameters of one layer, and the activations that the layer's backward pass needs.
+/// Parameters of one transformer layer, and the activations that the layer's backward pass needs.
 struct TransformerLayer {
     norms: [TrainedWeight; 2],
     matrices: [TrainedWeight; 4],
@@ -349,7 +350,7 @@ impl<'a> TrainingStepBench<'a> {
     }
 }
 
-/// Creates a buffer of random numbers in −0.5..0.5.
+/// Creates a buffer of `len` random numbers in −0.5..0.5.
 fn make_random_buf(len: usize) -> Buf {
     let mut b = Buf::zeroed(len);
     let mut state = 1u32;

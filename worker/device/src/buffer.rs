@@ -10,7 +10,7 @@ use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 /// Alignment of every host buffer in bytes: the size of a cache line and of an AVX-512 register.
 pub const BUFFER_ALIGNMENT: usize = 64;
 
-/// Element type of a buffer or a view.
+/// Type of the elements of a buffer or a view: `f32`, bf16 or f16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dtype {
     /// IEEE single precision.
@@ -22,7 +22,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Returns the size of an element in bytes.
+    /// Returns the size of an element of this type in bytes.
     pub fn size(self) -> usize {
         match self {
             Dtype::F32 => 4,
@@ -61,7 +61,7 @@ impl ElementRange {
         ElementRange { ptr: unsafe { self.ptr.add(r.start * self.dtype.size()) }, len: r.len(), ..self }
     }
 
-    /// Returns the number of bytes of all elements.
+    /// Returns the size of these elements in bytes.
     fn byte_len(self) -> usize {
         self.len * self.dtype.size()
     }
@@ -140,14 +140,14 @@ impl Buf {
         Buf { elements: ElementRange { ptr: ptr.as_ptr(), len, dtype, on_host }, owner }
     }
 
-    /// Allocates `len` zeros of `f32` on the host. Aborts the process when the host's memory is
-    /// exhausted, as `Vec` does.
+    /// Allocates a buffer of `len` zeros in host memory, with elements of type `f32`. Aborts the
+    /// process when the host's memory is exhausted, as `Vec` does.
     pub fn zeroed(len: usize) -> Self {
         Self::zeroed_as(Dtype::F32, len)
     }
 
-    /// Allocates `len` zeros of the type `dtype` on the host. Aborts the process when the host's
-    /// memory is exhausted.
+    /// Allocates a buffer of `len` zeros in host memory, with elements of type `dtype`. Aborts the
+    /// process when the host's memory is exhausted.
     pub fn zeroed_as(dtype: Dtype, len: usize) -> Self {
         if len == 0 {
             return Buf::new(NonNull::<u64>::dangling().cast(), len, dtype, true, None);
@@ -213,7 +213,7 @@ impl Buf {
         Self::from_host_allocation(Arc::new(SharedOwner(owner)), ptr, dtype, len)
     }
 
-    /// Copies `src` to a new host buffer.
+    /// Copies the `f32` elements of `src` to a new buffer in host memory.
     pub fn from_slice(src: &[f32]) -> Self {
         let mut b = Self::zeroed(src.len());
         b.host_slice_mut().copy_from_slice(src);
@@ -334,7 +334,8 @@ impl<'a> View<'a> {
         unsafe { std::slice::from_raw_parts(self.elements.half_ptr(), self.len()) }
     }
 
-    /// Returns the view's elements as bytes. Panics if they are in GPU memory.
+    /// Returns the bytes of the view's elements, which must be in host memory. Panics if they are
+    /// in GPU memory.
     pub fn host_bytes(self) -> &'a [u8] {
         // SAFETY: the elements have no padding and outlive 'a.
         unsafe { std::slice::from_raw_parts(self.elements.host_ptr(), self.elements.byte_len()) }
@@ -412,8 +413,8 @@ impl<'a> ViewMut<'a> {
         unsafe { std::slice::from_raw_parts_mut(self.elements.half_ptr(), self.len()) }
     }
 
-    /// Returns the view's elements as writable bytes. Every bit pattern is a valid element. Panics
-    /// if they are in GPU memory.
+    /// Returns the bytes of the view's elements, which must be in host memory, for writing. Every
+    /// bit pattern is a valid element. Panics if they are in GPU memory.
     pub fn host_bytes_mut(self) -> &'a mut [u8] {
         // SAFETY: the elements have no padding, any bytes are valid, and the range is exclusive for
         // 'a.

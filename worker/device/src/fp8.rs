@@ -6,7 +6,7 @@
 //! `kernels/fp8.cu` implements the same conversions for GPUs. The formats are defined in
 //! Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 
-/// An 8-bit floating-point format.
+/// An 8-bit floating-point format: E4M3 or E5M2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fp8Format {
     /// 4 bits of exponent and 3 of mantissa, for weights and activations. The largest number is

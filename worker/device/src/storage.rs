@@ -41,8 +41,9 @@ pub trait Storage: Send + Sync {
     fn try_alloc_staging(&self, dtype: Dtype, len: usize) -> Result<Buf, DeviceError> {
         Ok(self.alloc_staging(dtype, len))
     }
-    /// Copies the elements of `from` to `to`. Both must have the same type and length, and either
-    /// may be on the host. A copy to or from the host is complete on return.
+    /// Copies the elements of `from` to `to`, between or within host memory and the memory of the
+    /// backend. Both must have the same type and length, and either may be on the host. A copy to
+    /// or from the host is complete on return.
     fn copy(&self, to: ViewMut, from: View);
     /// Sets every element of `x` to zero.
     fn clear(&self, x: ViewMut);
@@ -230,7 +231,7 @@ impl fmt::Display for BackendNotice {
 #[derive(Clone, Default)]
 pub struct Event(Option<Arc<dyn BackendEvent>>);
 
-/// The implementation of [`Event`] for one backend.
+/// The part of an [`Event`] (a point in the work of a stream) that each backend implements.
 pub(crate) trait BackendEvent: Send + Sync {
     /// Makes this thread's stream wait for the event before the stream's next work. The host does
     /// not block.
@@ -238,7 +239,7 @@ pub(crate) trait BackendEvent: Send + Sync {
     /// Returns whether the event is reached, or can never be reached because work before it failed.
     /// Does not block.
     fn is_reached(&self) -> bool;
-    /// Blocks until the event is reached. Fails if work before it failed.
+    /// Blocks the calling thread until the event is reached. Fails if work before it failed.
     fn synchronize(&self) -> Result<(), DeviceError>;
 }
 
@@ -267,7 +268,7 @@ impl Event {
         }
     }
 
-    /// Blocks until the event is reached. Fails if work before it failed.
+    /// Blocks the calling thread until the event is reached. Fails if work before it failed.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         self.0.as_ref().map_or(Ok(()), |event| event.synchronize())
     }

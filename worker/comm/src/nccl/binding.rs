@@ -3,15 +3,15 @@
 use cudarc::nccl::sys::*;
 use std::ffi::{c_char, c_int, c_void};
 
-/// A status code of NCCL.
+/// A status code that a function of NCCL returns.
 pub(super) type Status = c_int;
 
 /// Size in bytes of NCCL's unique id, with which the ranks of a group find each other.
 pub const ID_BYTES: usize = size_of::<ncclUniqueId>();
 
-/// The status code of a call that has completed.
+/// NCCL's status code of a call that has completed.
 pub(super) const SUCCESS: Status = ncclResult_t::ncclSuccess as Status;
-/// The status code of a non-blocking call that has not completed.
+/// NCCL's status code of a non-blocking call that has not completed.
 pub(super) const IN_PROGRESS: Status = ncclResult_t::ncclInProgress as Status;
 
 /// Returns NCCL's default options for a new communicator, except that its calls do not block.

@@ -118,10 +118,10 @@ impl NcclComm {
         self.gather_equal_parts(recv, recv.slice(me * len..(me + 1) * len), len)
     }
 
-    /// Enqueues a reduce-scatter into parts of unequal lengths. NCCL sums equal parts into
-    /// `parts_sum`. Then ranks exchange the sums of the elements by which the parts differ from
-    /// equal parts, and the summands of the remainder. Each rank adds the summands of its elements
-    /// of the remainder, in the order of the ranks.
+    /// Enqueues a reduce-scatter of parts with unequal lengths, which NCCL itself does not support.
+    /// NCCL sums equal parts into `parts_sum`. Then ranks exchange the sums of the elements by
+    /// which the parts differ from equal parts, and the summands of the remainder. Each rank adds
+    /// the summands of its elements of the remainder, in the order of the ranks.
     fn reduce_scatter_unequal_parts(
         &self,
         mut recv: ViewMut,

@@ -49,7 +49,7 @@ impl EqualParts {
         self.owned.len() * self.part_len..self.owned.last().map_or(0, |owned| owned.end)
     }
 
-    /// Returns the range of the vector that is the equal part of `rank`.
+    /// Returns the range of the vector's elements that form the equal part of `rank`.
     pub(super) fn equal_part(&self, rank: usize) -> Range<usize> {
         rank * self.part_len..(rank + 1) * self.part_len
     }

@@ -150,7 +150,7 @@ impl NcclGroup {
         }
     }
 
-    /// Sets the timeout of every later wait on this communicator.
+    /// Sets the longest time for which later calls wait for this communicator.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -260,7 +260,7 @@ impl NcclGroup {
         Ok(())
     }
 
-    /// Blocks until `is_done` returns true, which says that work on a stream of the GPU is
+    /// Blocks until `is_done` returns true, that is, until some work on a stream of the GPU is
     /// complete. `operation` names the work in errors.
     ///
     /// Fails as soon as the library reports an error, the group is aborted, or the timeout has
@@ -399,7 +399,7 @@ pub struct PeerBuffer {
     pub len: usize,
 }
 
-/// A `cudaStream_t` on which NCCL enqueues work.
+/// Pointer to a CUDA stream (`cudaStream_t`) on which NCCL enqueues work.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaStream(pub *mut c_void);
 

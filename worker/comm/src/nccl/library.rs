@@ -1,4 +1,4 @@
-//! [`NcclLibrary`]: opens the NCCL library and provides its functions.
+//! [`NcclLibrary`]: opens the NCCL library at run time and looks up its functions.
 use super::binding::{ID_BYTES, IN_PROGRESS, NcclFunctions, SUCCESS, Status};
 use crate::nccl_error::{NcclError, Result};
 use cudarc::nccl::sys::{ncclComm_t, ncclUniqueId};
@@ -69,7 +69,7 @@ impl NcclLibrary {
         self.version >= MIN_GPU_SHARING_VERSION
     }
 
-    /// Returns the version of the library, such as `2.27.3`.
+    /// Returns the version of the NCCL library, such as `2.27.3`.
     pub fn version(&self) -> String {
         format_version(self.version)
     }
@@ -84,8 +84,8 @@ impl NcclLibrary {
         format!("NCCL {} ({})", self.version(), self.path.display())
     }
 
-    /// Creates the unique id of a new group. One rank creates the id, and all ranks pass it to NCCL
-    /// to join the group.
+    /// Creates NCCL's unique id of a new group, with which ranks join the group. One rank creates
+    /// the id, and all ranks pass it to NCCL to join the group.
     pub fn create_unique_id(&self) -> Result<[u8; ID_BYTES]> {
         let mut id = ncclUniqueId { internal: [0; ID_BYTES] };
         // SAFETY: writes an id.

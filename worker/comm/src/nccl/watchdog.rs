@@ -83,8 +83,8 @@ impl Watchdog {
         Ok(Watchdog { shared, thread: Some(thread) })
     }
 
-    /// Returns `call` with the next call number of this communicator. Fails with the error that the
-    /// watchdog has found, if it has found one.
+    /// Returns the summary `call` with the next call number of this NCCL communicator. Fails with
+    /// the error that the watchdog has found, if it has found one.
     pub(super) fn assign_call_number(&self, call: CollectiveCall) -> Result<CollectiveCall> {
         let mut calls = self.shared.lock_calls();
         if let Some(error) = &calls.error {
@@ -179,7 +179,8 @@ impl WatchdogState {
 }
 
 impl WatchedCalls {
-    /// Removes the collectives that are complete. Collectives complete in their order.
+    /// Removes the collectives that are complete from the list of running collectives. Collectives
+    /// complete in their order.
     fn forget_complete_calls(&mut self) {
         while self.running.front().is_some_and(|running| running.done.is_reached()) {
             self.running.pop_front();

@@ -246,7 +246,7 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Returns all ranks except this one, starting with the next higher rank. With this order, all
+    /// Returns the ranks of all peers, starting with the rank after this one. With this order, all
     /// ranks read from different peers at the same time.
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let GroupPosition { rank, world } = self.position;

@@ -20,7 +20,8 @@ use std::ops::Range;
 /// size of its staging slot in shared memory.
 const WINDOW_FACTOR: usize = 8;
 
-/// The largest number of vectors that one rank may pass to one ordered reduce-scatter.
+/// The largest number of vectors that one rank may pass to one ordered reduce-scatter (in which the
+/// receivers sum the vectors).
 const MAX_PARTIALS: u64 = 1 << 16;
 
 /// The vectors of an ordered reduce-scatter that are exchanged together: for each rank, a range of
@@ -283,7 +284,7 @@ fn copy_from_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count
     }
 }
 
-/// Rounds `n` elements up to whole cache lines.
+/// Rounds `n`, a number of `f32` elements, up to whole cache lines.
 fn round_up_to_cache_line(n: usize) -> usize {
     n.next_multiple_of(CACHE_LINE_ELEMENTS)
 }

@@ -127,8 +127,8 @@ unsafe impl Send for FileMapping {}
 unsafe impl Sync for FileMapping {}
 
 impl FileMapping {
-    /// Maps `len` bytes of the file, starting at `position`, to read and write. `position` must be
-    /// a multiple of the page size.
+    /// Maps `len` bytes of the file into memory, starting at byte `position`, for reading and
+    /// writing. `position` must be a multiple of the page size.
     fn new(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
         use nix::sys::mman::{MapFlags, ProtFlags, mmap};
         let failed = |errno| SharedMemoryError::Os { operation: "map", bytes: len, errno };
@@ -160,7 +160,7 @@ impl WindowMapping {
         Ok(WindowMapping(FileMapping::new(fd, position, len.max(1))?))
     }
 
-    /// Returns the address of the first byte of the mapped window.
+    /// Returns the address of the first byte of the mapped shared window.
     pub(super) fn start(&self) -> NonNull<u8> {
         self.0.base.cast()
     }
@@ -197,7 +197,7 @@ impl HeaderMapping {
         Ok(mapping)
     }
 
-    /// Returns the header, the first page of the group's shared memory.
+    /// Returns the first page (header) of the group's shared memory.
     pub(super) fn header(&self) -> &SegmentHeader {
         // SAFETY: a page-aligned page of shared memory; SegmentHeader consists of atomics, all bits
         // are valid.
@@ -243,7 +243,7 @@ impl Segment {
         }
     }
 
-    /// Returns the header, the first page of the group's shared memory.
+    /// Returns the first page (header) of the group's shared memory.
     pub(super) fn header(&self) -> &SegmentHeader {
         // SAFETY: the mapping begins with a page for the header; it consists of atomics, all bits
         // are valid.
@@ -390,7 +390,7 @@ fn check_owner(fd: BorrowedFd<'_>) -> Result<()> {
     if uid == expected { Ok(()) } else { Err(SharedMemoryError::OtherOwner { uid, expected }.into()) }
 }
 
-/// Reads the size of the file in bytes.
+/// Reads the size of the group's memory file in bytes.
 fn read_file_size(fd: BorrowedFd<'_>) -> Result<usize> {
     let failed = |errno| SharedMemoryError::Os { operation: "inspect", bytes: 0, errno };
     let stat = fstat(fd).map_err(failed)?;

@@ -1,5 +1,6 @@
-//! The all-reduce and the reduce-scatter of [`ShmComm`]. Each rank reads the values of its peers in
-//! shared memory and sums them in the fixed order of a binary tree over ranks.
+//! The all-reduce and the reduce-scatter between processes of one host ([`ShmComm`]). Each rank
+//! reads the values of its peers in shared memory and sums them in the fixed order of a binary tree
+//! over ranks.
 use super::communicator::{MAX_CHUNK_BYTES, ShmCallState, ShmComm, compute_chunk_range};
 use crate::{
     Result,

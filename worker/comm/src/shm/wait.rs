@@ -150,8 +150,8 @@ impl Segment {
         self.wait_for_ranks(has_joined, false, timeout, false)
     }
 
-    /// Blocks until `has_arrived(rank)` is true for every rank. Fails if the group is aborted or
-    /// `timeout` expires. If `can_spin` is set, busy-waits briefly before it sleeps.
+    /// Blocks until `has_arrived(rank)` is true for every rank of the host. Fails if the group is
+    /// aborted or `timeout` expires. If `can_spin` is set, busy-waits briefly before it sleeps.
     ///
     /// If `fail_on_leave` is set, a rank that left without having arrived is an error.
     fn wait_for_ranks(

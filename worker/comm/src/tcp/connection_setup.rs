@@ -196,8 +196,8 @@ impl ConnectionSetup<'_> {
         }
     }
 
-    /// Reads from the stream until `buf` is full. Fails after `deadline`, or soon after the group
-    /// was aborted.
+    /// Reads from the stream until `buf` is full, at most until a deadline. Fails after `deadline`,
+    /// or soon after the group was aborted.
     fn read_exact_before(
         &self,
         stream: &mut TcpStream,
@@ -346,7 +346,7 @@ fn accept_waiting_connections(
     }
 }
 
-/// Why one attempt to connect to a peer failed.
+/// Why one attempt to connect to a peer failed, and whether another attempt may succeed.
 enum ConnectAttemptError {
     /// The peer rejected this rank for the given reason. Another attempt would fail, too.
     Rejected(RejectReason),

@@ -4,9 +4,10 @@
 //! many bytes.
 use crate::AbortReason;
 
-/// The largest size of an encoded abort reason in bytes. A longer text is cut.
+/// The largest size of an encoded abort reason in a control frame, in bytes. A longer text is cut.
 const MAX_REASON_BYTES: usize = 1024;
-/// Size of a frame's kind and length in bytes.
+/// Size in bytes of the fields at the start of a control frame: its kind and the length of its
+/// body.
 const HEADER_BYTES: usize = 3;
 /// The size of the longest control frame in bytes.
 pub(super) const MAX_FRAME_BYTES: usize = HEADER_BYTES + MAX_REASON_BYTES;
@@ -18,7 +19,8 @@ const ABORT_KIND: u8 = 2;
 /// The kind number of a farewell, a frame that a rank sends before it leaves its group cleanly.
 const FAREWELL_KIND: u8 = 3;
 
-/// A frame of a control connection.
+/// A message on the control connection between two ranks: a heartbeat, an abort, or the farewell of
+/// a rank that leaves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ControlFrame {
     /// The sending rank is alive.
@@ -43,7 +45,8 @@ pub(super) enum FrameParse {
 }
 
 impl ControlFrame {
-    /// Encodes this frame to the bytes that are sent on a control connection.
+    /// Encodes this control frame (heartbeat, abort or farewell) as the bytes that are sent to a
+    /// peer.
     pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, body) = match self {
             ControlFrame::Heartbeat => (HEARTBEAT_KIND, Vec::new()),

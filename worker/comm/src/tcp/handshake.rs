@@ -17,9 +17,11 @@ use crate::RejectReason;
 /// The first eight bytes of a connector's first message (HELLO) and of the answer (CHALLENGE),
 /// which identify the protocol.
 const HANDSHAKE_MAGIC: [u8; 8] = *b"launchtc";
-/// The version of the protocol between ranks. Ranks with different versions reject each other.
+/// The version of the handshake and of the messages between ranks, which two ranks must have in
+/// common. Ranks with different versions reject each other.
 const PROTOCOL_VERSION: u32 = 3;
-/// The value in the acceptor's answer (CHALLENGE) that accepts the connection.
+/// The number that stands for acceptance, and for no reject reason, in CHALLENGE, the acceptor's
+/// answer to a HELLO.
 const ACCEPTED_NUMBER: u32 = 0;
 
 /// Size in bytes of the key, of a nonce, and of a message authentication code (MAC).
@@ -32,7 +34,7 @@ const CHALLENGE_BYTES_WITHOUT_MAC: usize = 8 + 4 + SECRET_BYTES;
 /// Size in bytes of CHALLENGE, the answer to a HELLO, with its message authentication code (MAC).
 pub(super) const CHALLENGE_BYTES: usize = CHALLENGE_BYTES_WITHOUT_MAC + SECRET_BYTES;
 
-/// What a connection between two ranks is used for.
+/// What a connection between two ranks is used for: data of collectives, or control frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnectionKind {
     /// The data of collectives.

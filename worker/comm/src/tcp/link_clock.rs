@@ -66,8 +66,8 @@ impl LinkClock {
     }
 }
 
-/// Reads the kernel's counters of a TCP connection. Returns `None` if the kernel does not have
-/// them.
+/// Reads the kernel's counters of sent segments and unacknowledged time of a TCP connection.
+/// Returns `None` if the kernel does not have them.
 fn read_counters(stream: &TcpStream) -> Option<LinkCounters> {
     let mut info = [0u8; TCP_INFO_BYTES];
     let mut length = TCP_INFO_BYTES as libc::socklen_t;

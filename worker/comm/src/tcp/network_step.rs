@@ -50,7 +50,7 @@ impl DataConnection {
     }
 }
 
-/// Where the bytes of an outgoing message are stored.
+/// Where the bytes of an outgoing message are stored: in the receive buffer or in other memory.
 pub(super) enum SendSource<'a> {
     /// A range of the receive buffer. The step must not receive into this range.
     Buffer(Range<usize>),
@@ -175,7 +175,8 @@ impl NetworkStep<'_> {
         }
     }
 
-    /// Returns the data connection to `peer`. Fails if this rank has no connection to `peer`.
+    /// Returns the TCP connection to `peer` for the data of collectives. Fails if this rank has no
+    /// connection to `peer`.
     fn find_connection<'c>(
         &self,
         connections: &'c mut [Option<DataConnection>],
@@ -317,7 +318,7 @@ fn encode_header(number: u64, call: &CollectiveCall, len: usize) -> [u8; HEADER_
     out
 }
 
-/// Sends as many bytes of one message and its header as possible without blocking.
+/// Sends as many bytes of one message to a peer, with its header, as possible without blocking.
 fn send_available_bytes(
     connection: &DataConnection,
     buf: &[u8],

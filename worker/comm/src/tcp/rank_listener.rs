@@ -92,7 +92,7 @@ impl RankListener {
         Ok(RankListener { listener })
     }
 
-    /// Returns the address and port of the listener.
+    /// Returns the address and port at which peers can connect to the listener.
     pub fn address(&self) -> std::io::Result<SocketAddr> {
         self.listener.local_addr()
     }
@@ -183,8 +183,8 @@ impl RankListener {
     }
 }
 
-/// Joins the shared memory group of this host's ranks. Returns `None` if the host has only this
-/// rank.
+/// Joins the group of this host's ranks, which communicate through shared memory. Returns `None` if
+/// the host has only this rank.
 fn join_shared_memory(
     topology: &Topology,
     memory: Option<OwnedFd>,

@@ -60,7 +60,8 @@ pub const FAMILY_NAMES: [&str; RANDOM_FAMILY_COUNT + 2] = {
     names[RANDOM_FAMILY_COUNT + 1] = "fp8 matmul";
     names
 };
-/// The name of the family that [`compare_cudnn_attention_with_cpu`] compares.
+/// The name under which [`compare_cudnn_attention_with_cpu`] reports the comparison of cuDNN's
+/// attention with the CPU.
 pub const CUDNN_ATTENTION_FAMILY: &str = "attention by cuDNN";
 
 /// Compares every family of operations on the GPU with the CPU, each on `rounds` random shapes and
@@ -87,7 +88,8 @@ pub fn compare_family_with_cpu(cuda: &Cuda, family: usize, seed: u64, rounds: us
     cuda.properties().has_fp8().then(|| run_family(cuda, name, matmuls.chain(rounding)))
 }
 
-/// The names of the realistic shapes that [`compare_realistic_shape_with_cpu`] compares.
+/// The names of the shapes of real models on which [`compare_realistic_shape_with_cpu`] compares
+/// operations.
 pub const REALISTIC_SHAPE_NAMES: &[&str] = &realistic_cases::REALISTIC_CASE_NAMES;
 
 /// Compares operations on a shape of real models, in bf16, with the CPU, which computes on

@@ -116,15 +116,21 @@ fn gated_backward(
 }
 
 multiversion! {
+    /// Computes GELU of each element with the given instruction set: `y = gelu(x)`.
     fn gelu = compute_gelu(y: &mut [f32], x: &[f32])
 }
 multiversion! {
+    /// Computes the gradient of GELU's input with the given instruction set, and replaces `dy` by
+    /// gelu(x).
     fn gelu_gradient = compute_gelu_gradient(dx: &mut [f32], dy: &mut [f32], x: &[f32])
 }
 multiversion! {
+    /// Computes a gated linear unit for each row of `gate_up` with the given instruction set.
     fn activate_gates = activate_gate_rows(activation: Activation, y: &mut [f32], gate_up: &[f32], f: usize)
 }
 multiversion! {
+    /// Computes the gradients of a gated linear unit with respect to gate and up, with the given
+    /// instruction set, and replaces `dy` by the output of the forward pass.
     fn differentiate_gates = differentiate_gate_rows(
         activation: Activation, dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize
     )

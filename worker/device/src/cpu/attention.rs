@@ -85,9 +85,13 @@ fn compute_scratch_len(g: AttentionLayout) -> usize {
 }
 
 multiversion! {
+    /// Copies the keys and the values of one key head of one sequence into the layout that the
+    /// matmuls of attention read, with the given instruction set.
     fn pack_keys_and_values = pack_key_head(dst: &mut [f32], qkv: InputElements, g: AttentionLayout, task: usize)
 }
 multiversion! {
+    /// Computes the attention of one block of queries to all keys that they attend to, with the
+    /// given instruction set.
     fn attend = attend_tile(
         o: &OutputElements, lse: &DisjointSlices<f32>, tile: QueryTile, qkv: InputElements, starts: &[u32], kv: &[f32], scratch: &mut [f32]
     )

@@ -17,7 +17,7 @@ use super::micro_kernel::multiply_small_matrices;
 use super::simd::{LANES, MicroTile, Simd, exp, load_array, load_lanes, store_array, store_lanes};
 use crate::ops::AttentionShape;
 
-/// Inputs of attention's backward pass, with elements of any type.
+/// Inputs of attention's backward pass on the CPU, whose elements may have any type.
 #[derive(Clone, Copy)]
 pub(crate) struct AttentionBackwardInputs<'a> {
     /// Gradient of the attention output.
@@ -116,6 +116,8 @@ impl<'a> KeyHeadScratch<'a> {
 }
 
 multiversion! {
+    /// Computes the attention gradients of one key head and its value head in one sequence, and of
+    /// the query heads that use them, with the given instruction set.
     fn differentiate_key_head = differentiate_key_head_simd(
         dqkv: &DisjointSlices<f32>, inputs: AttentionBackwardInputs, g: AttentionLayout, seq: usize, kv: usize, scratch: &mut [f32]
     )

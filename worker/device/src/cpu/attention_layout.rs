@@ -119,7 +119,7 @@ pub(crate) fn copy_scaled_rows<S: Simd>(
     dst[rows.count * padded..height * padded].fill(0.0);
 }
 
-/// Writes one row, multiplied by `factor`, to `dst`.
+/// Writes one row of a head, multiplied by `factor`, to `dst` as `f32`.
 #[inline(always)]
 fn write_scaled_row<S: Simd, E: Element>(s: S, dst: &mut [f32], row: &[E], factor: S::V) {
     for j in (0..row.len()).step_by(LANES) {

@@ -33,9 +33,11 @@ pub(crate) fn add_bias_to_rows(cpu: &Cpu, y: ViewMut, bias: &[f32]) {
 }
 
 multiversion! {
+    /// Adds `bias` to every row of `y` with the given instruction set, on the calling thread.
     fn add_bias = add_bias_simd(y: &mut [f32], bias: &[f32])
 }
 multiversion! {
+    /// Adds all rows of `dy` to the row `sum` with the given instruction set.
     fn accumulate_rows = sum_rows_simd(sum: &mut [f32], dy: &[f32])
 }
 

@@ -103,7 +103,7 @@ struct LogitStatistics {
 }
 
 impl LogitStatistics {
-    /// Size of a row's statistics, in `f32` elements.
+    /// Size of the statistics of a row of logits, in `f32` elements.
     const FLOAT_COUNT: usize = size_of::<Self>() / size_of::<f32>();
     /// The statistics of a row of logits of which no logit was added yet.
     const EMPTY: Self = LogitStatistics { max: f64::NEG_INFINITY, total: 0.0, label_logit: 0.0 };
@@ -239,15 +239,22 @@ impl ClassifierChunk<'_> {
 }
 
 multiversion! {
+    /// Updates the statistics of a row of logits with further logits of the row, with the given
+    /// instruction set.
     fn update_row_statistics = update_row_statistics_simd(statistics: &mut LogitStatistics, logits: &[f32])
 }
 multiversion! {
+    /// Replaces each element `x` by `e^(x − shift)·factor` with the given instruction set.
     fn exponentiate = exponentiate_logits(x: &mut [f32], shift: f32, factor: f32)
 }
 multiversion! {
+    /// Applies the softcap `cap·tanh(x / cap)` to each logit in place, with the given instruction
+    /// set.
     fn cap_logits = softcap_each_logit(x: &mut [f32], cap: f32)
 }
 multiversion! {
+    /// Replaces each softcapped logit `x` by `e^(x − shift)·factor` times the derivative of the
+    /// softcap, with the given instruction set.
     fn exponentiate_capped = exponentiate_capped_logits(x: &mut [f32], shift: f32, factor: f32, cap: f32)
 }
 

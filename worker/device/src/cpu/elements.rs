@@ -166,9 +166,13 @@ macro_rules! with_elements {
 pub(crate) use with_elements;
 
 multiversion! {
+    /// Converts the 16-bit numbers of `from` to `f32` with the given instruction set, and writes
+    /// them to `to`.
     fn widen_to_f32 = widen_slice(format: HalfFormat, to: &mut [f32], from: &[u16])
 }
 multiversion! {
+    /// Rounds the numbers of `from` to the nearest 16-bit numbers with the given instruction set,
+    /// and writes their bits to `to`.
     fn round_to_half = round_slice(format: HalfFormat, to: &mut [u16], from: &[f32])
 }
 
@@ -252,7 +256,8 @@ impl<'a> InputElements<'a> {
         self.to_f32(cpu, 0..self.len())
     }
 
-    /// Copies all elements to `to` as `f32`. `to` must have the same length.
+    /// Copies all elements of the input to `to`, converted to `f32`. `to` must have the same
+    /// length.
     pub(crate) fn copy_to_f32(self, cpu: &Cpu, to: &mut [f32]) {
         match self {
             InputElements::F32(x) => to.copy_from_slice(x),
@@ -260,7 +265,7 @@ impl<'a> InputElements<'a> {
         }
     }
 
-    /// Returns element `i` as `f32`.
+    /// Returns the element with index `i`, converted to `f32`.
     #[inline(always)]
     pub(crate) fn get(&self, i: usize) -> f32 {
         match self {
@@ -464,7 +469,8 @@ fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: InputElements) {
 }
 
 impl Cpu {
-    /// Wraps `v`, of any element type, as an output that this backend's tasks write.
+    /// Wraps `v`, of any element type, as the output of an op whose parallel tasks run on this
+    /// backend.
     pub(super) fn as_output<'a>(&'a self, v: ViewMut<'a>) -> OutputElements<'a> {
         OutputElements::new(self, v)
     }

@@ -118,12 +118,17 @@ impl VectorOps for Cpu {
 }
 
 multiversion! {
+    /// Adds `x` to `y` elementwise with the given instruction set, on the calling thread.
     pub(super) fn add_slices = add_vectors(y: &mut [f32], x: &[f32])
 }
 multiversion! {
+    /// Multiplies every element of `y` by `factor` with the given instruction set, on the calling
+    /// thread.
     fn scale_slice = scale_vectors(y: &mut [f32], factor: f32)
 }
 multiversion! {
+    /// Returns the sum of the squares of the elements of `x` in `f64`, computed with the given
+    /// instruction set.
     fn sum_squares_of_block = sum_squares_of_block_simd(x: &[f32]) -> f64
 }
 

@@ -7,7 +7,7 @@ use super::expert_rows::copy_selected_rows;
 use crate::buffer::{View, ViewMut};
 use crate::ops::{EmbeddingOps, expect_lens};
 
-/// Number of columns of the embedding's gradient that one task of the backward pass sums.
+/// Number of columns of the embedding's gradient that one parallel task of the backward pass sums.
 const COLUMNS_PER_TASK: usize = 128;
 
 impl EmbeddingOps for Cpu {

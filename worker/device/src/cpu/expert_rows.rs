@@ -92,9 +92,12 @@ pub(crate) struct WeightedRowSum<'a> {
 }
 
 multiversion! {
+    /// Computes the weighted sum of several rows with the given instruction set, and writes it to
+    /// the row `y`.
     fn sum_selected_rows = sum_selected_rows_simd(y: &mut [f32], terms: std::ops::Range<usize>, sum: WeightedRowSum)
 }
 multiversion! {
+    /// Returns the dot product of `a` and `b`, computed with the given instruction set.
     fn dot = dot_simd(a: &[f32], b: &[f32]) -> f32
 }
 

@@ -18,7 +18,7 @@ pub(crate) enum InstructionSet {
 }
 
 impl InstructionSet {
-    /// Returns the best instruction set of this machine.
+    /// Returns the best instruction set (AVX-512, AVX2 or the baseline) that this machine supports.
     pub(crate) fn detect() -> Self {
         Self::list_available()[0]
     }
@@ -52,7 +52,8 @@ impl InstructionSet {
     }
 }
 
-/// Compiles a generic kernel for every instruction set.
+/// Defines a function that calls a generic kernel, compiled for every instruction set, with the
+/// instruction set that the caller passes.
 ///
 /// `multiversion! { fn name = body(arg: Type, …) -> Result }` defines `name(instruction_set, arg,
 /// …)`, which calls `#[inline(always)] fn body<S: Simd>(s: S, arg: Type, …)`, compiled for the

@@ -90,9 +90,13 @@ fn check_lengths(op: &str, matrices: &[(&str, usize)], stats: usize, b: usize, m
 }
 
 multiversion! {
+    /// Computes LayerNorm of each row with the given instruction set, and writes mean and
+    /// reciprocal standard deviation of the rows to `stats`.
     fn normalize = normalize_rows(y: &mut [f32], stats: &mut [f32], x: &[f32], norm: F32LayerNormParams)
 }
 multiversion! {
+    /// Computes the gradients of LayerNorm for the rows of one parallel task with the given
+    /// instruction set.
     fn differentiate = differentiate_rows(
         dx: &mut [f32], dw: &mut [f32], db: &mut [f32], inputs: LayerNormBackwardRows, write: WriteMode
     )
@@ -138,7 +142,7 @@ fn normalize_rows<S: Simd>(s: S, y: &mut [f32], stats: &mut [f32], x: &[f32], no
     }
 }
 
-/// Inputs of LayerNorm's backward pass for the rows that one task processes.
+/// Inputs of LayerNorm's backward pass for the rows that one parallel task processes.
 #[derive(Clone, Copy)]
 struct LayerNormBackwardRows<'a> {
     dy: &'a [f32],

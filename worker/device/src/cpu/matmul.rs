@@ -20,8 +20,8 @@ use crate::buffer::View;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Maximum number of terms of each sum that a matmul adds in one pass. A strip of the left operand
-/// then takes 16 KiB of the L1 cache.
+/// Maximum number of terms of each sum that a matmul adds in one pass over the operands. A strip of
+/// the left operand then takes 16 KiB of the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
 /// Number of elements of the smaller operand of a matmul that are packed (copied in the order of
 /// their use) at a time, for all tasks to read.
@@ -384,7 +384,7 @@ enum OperandSource<'a> {
     InPlace(UnpackedOperand<'a>, usize, usize),
 }
 
-/// The block of a matmul's result that one task computes.
+/// The block of a matmul's result that one parallel task computes: its address and its size.
 #[derive(Clone, Copy)]
 struct ResultBlock {
     c: *mut f32,
@@ -396,10 +396,12 @@ struct ResultBlock {
 }
 
 multiversion! {
+    /// Computes a block of a matmul's result with the given instruction set.
     fn multiply_block = multiply_block_tiles(t: ResultBlock, a: OperandSource, b: OperandSource)
 }
 
-/// Computes a block of a matmul's result, one tile of the micro-kernel after another.
+/// Computes a block of a matmul's result, one tile (as many elements as fit in registers) after
+/// another.
 #[inline(always)]
 fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: OperandSource) {
     let resident = (RESIDENT_PANELS_LEN / (t.k * S::TILE_COLUMNS)).max(1);

@@ -67,12 +67,15 @@ impl OptimizerOps for Cpu {
 }
 
 multiversion! {
+    /// Applies one AdamW update to a range of parameters with the given instruction set.
     fn adamw_range = adamw_vectors(p: &mut [f32], g: &[f32], avg: &mut [f32], avg_sq: &mut [f32], hyper: AdamWCoefficients)
 }
 multiversion! {
+    /// Applies one SGD update to a range of parameters with the given instruction set.
     fn sgd_range = sgd_vectors(p: &mut [f32], g: &[f32], buffer: &mut [f32], hyper: SgdHyperparams)
 }
 multiversion! {
+    /// Applies one Lion update to a range of parameters with the given instruction set.
     fn lion_range = lion_vectors(p: &mut [f32], g: &[f32], avg: &mut [f32], hyper: LionCoefficients)
 }
 

@@ -88,14 +88,20 @@ fn check_lengths(op: &str, matrices: &[(&str, usize)], rstd: usize, w: usize, m:
 }
 
 multiversion! {
+    /// Computes RMSNorm of each row of `x` with the given instruction set, and writes the
+    /// reciprocal root mean squares to `rstd`.
     pub(super) fn normalize = normalize_rows(y: &mut [f32], rstd: &mut [f32], x: &[f32], w: &[f32], eps: f32)
 }
 multiversion! {
+    /// Adds `delta` to `x` in place, and computes RMSNorm of each row of the sum, with the given
+    /// instruction set.
     fn add_normalize = add_normalize_rows(
         y: &mut [f32], rstd: &mut [f32], x: &mut [f32], delta: &[f32], w: &[f32], eps: f32
     )
 }
 multiversion! {
+    /// Computes the gradients of RMSNorm for the rows of one parallel task with the given
+    /// instruction set.
     pub(super) fn differentiate = differentiate_rows(dx: &mut [f32], dw: &mut [f32], inputs: RmsNormBackwardRows, write: WriteMode)
 }
 
@@ -154,7 +160,7 @@ fn write_normalized_row<S: Simd>(s: S, y: &mut [f32], x: &[f32], w: &[f32], squa
     rstd
 }
 
-/// Inputs of RMSNorm's backward pass for the rows that one task processes.
+/// Inputs of RMSNorm's backward pass for the rows that one parallel task processes.
 #[derive(Clone, Copy)]
 pub(super) struct RmsNormBackwardRows<'a> {
     /// Gradient of the forward pass's output.

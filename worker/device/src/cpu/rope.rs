@@ -34,6 +34,8 @@ fn rotate_heads(cpu: &Cpu, x: ViewMut, cos: View, sin: View, shape: RopeShape, s
 }
 
 multiversion! {
+    /// Applies rotary position embedding to the heads of one row in place, with the given
+    /// instruction set.
     fn rotate_row = rotate_row_simd(x: &mut [f32], cos: &[f32], sin: &[f32], sign: f32)
 }
 

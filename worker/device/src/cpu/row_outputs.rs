@@ -12,7 +12,7 @@ const ROWS_PER_PARTIAL_SUM: usize = 32;
 
 /// One or more outputs of an op on the CPU, whose rows parallel tasks write.
 pub(crate) trait RowOutputs: Sync {
-    /// The type of the rows that one task writes.
+    /// The type of the output rows that one task writes.
     type Rows;
 
     /// Returns the rows of the outputs with the indices `rows`, for one task to write.
@@ -55,7 +55,7 @@ pub(crate) struct SliceRows<'a, T> {
 }
 
 impl<'a, T> SliceRows<'a, T> {
-    /// Divides `x` into rows of `width` elements.
+    /// Divides `x`, an output of an op, into rows of `width` elements.
     pub(crate) fn new(x: &'a mut [T], width: usize) -> Self {
         SliceRows { slices: DisjointSlices::new(x), width }
     }

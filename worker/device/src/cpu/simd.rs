@@ -38,16 +38,19 @@ pub(crate) struct MicroTile {
     pub(crate) accumulate: bool,
 }
 
-/// Operations on vectors of 16 `f32` lanes. A value of an implementing type exists only on machines
-/// that have the instructions.
+/// Operations on a vector of 16 `f32` lanes, which are implemented for each instruction set. A
+/// value of an implementing type exists only on machines that have the instructions.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// A vector of 16 `f32` lanes.
     type V: Copy;
-    /// Number of rows of the tile of a matmul that the micro-kernel computes in registers.
+    /// Number of rows of the block (tile) of a matmul's result that the micro-kernel computes in
+    /// registers.
     const TILE_ROWS: usize;
-    /// Number of vectors in a row of the tile that the micro-kernel computes in registers.
+    /// Number of vectors in a row of the block (tile) of a matmul's result that the micro-kernel
+    /// computes in registers.
     const TILE_ROW_VECTORS: usize;
-    /// Number of elements in a row of the tile that the micro-kernel computes in registers.
+    /// Number of elements in a row of the block (tile) of a matmul's result that the micro-kernel
+    /// computes in registers.
     const TILE_COLUMNS: usize = Self::TILE_ROW_VECTORS * LANES;
 
     /// Returns a vector whose lanes are all `x`.

@@ -9,6 +9,8 @@ use crate::philox::compute_random_words_of_16_blocks;
 const ELEMENTS_PER_DRAW: usize = 64;
 
 multiversion! {
+    /// Rounds the numbers of `from` to bf16 stochastically with the given instruction set, and
+    /// writes their bits to `to`.
     pub(super) fn round_range = round_vectors(to: &mut [u16], from: &[f32], rounding: StochasticRounding)
 }
 

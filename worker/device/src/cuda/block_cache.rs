@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Minimum size in bytes of large blocks, whose sizes are multiples of [`LARGE_GRANULARITY`].
 const MIN_LARGE_BLOCK_BYTES: usize = 1 << 20;
-/// The size of a small block is a multiple of this number of bytes.
+/// The size of a small block of GPU memory is a multiple of this number of bytes.
 const SMALL_GRANULARITY: usize = 512;
 /// The size of a large block is a multiple of this number of bytes, which is also the unit in which
 /// the driver allocates memory.
@@ -57,7 +57,7 @@ impl BlockCache {
         }
     }
 
-    /// Removes all free blocks and returns their addresses.
+    /// Removes all free blocks of GPU memory from the cache and returns their addresses.
     pub(super) fn take_free_blocks(&mut self) -> Vec<Address> {
         let free: Vec<Address> =
             std::mem::take(&mut self.free).into_values().flat_map(BTreeMap::into_values).flatten().collect();

@@ -63,13 +63,13 @@ const KERNEL_HEADERS: [(&CStr, &str); 6] = [
 ];
 /// Kernels of elementwise ops, dropout, sums of squares of blocks of elements, and optimizers.
 pub(super) const ELEMENTWISE_SOURCE: KernelSource = kernel_source!("elementwise.cu");
-/// Kernels of RMSNorm, LayerNorm, bias, and sums over rows.
+/// Source file of the kernels of RMSNorm, LayerNorm, bias, and sums over rows.
 pub(super) const NORM_SOURCE: KernelSource = kernel_source!("norm.cu");
-/// Kernels of activation functions and rotary position embedding.
+/// Source file of the kernels of activation functions and rotary position embedding.
 pub(super) const ACTIVATION_SOURCE: KernelSource = kernel_source!("activation.cu");
 /// Kernels of the token embedding, the router, and ops on the rows of tokens that experts process.
 pub(super) const EXPERT_ROWS_SOURCE: KernelSource = kernel_source!("expert_rows.cu");
-/// Kernels of the cross-entropy loss.
+/// Source file of the kernels of the cross-entropy loss.
 pub(super) const CLASSIFIER_SOURCE: KernelSource = kernel_source!("classifier.cu");
 /// Kernels of attention in f32 arithmetic, for all element types.
 pub(super) const ATTENTION_SOURCE: KernelSource = kernel_source!("attention.cu");
@@ -78,7 +78,7 @@ pub(super) const FLASH_SOURCE: KernelSource = kernel_source!("flash.cu");
 /// Kernels of attention for bf16 tensors on the tensor cores of Hopper GPUs.
 pub(super) const FLASH_HOPPER_SOURCE: KernelSource =
     KernelSource { is_for_hopper: true, ..kernel_source!("flash_hopper.cu") };
-/// Kernels that quantize the operands of matmuls to fp8.
+/// Source file of the kernels that round the operands of matmuls to fp8.
 pub(super) const FP8_SOURCE: KernelSource = kernel_source!("fp8.cu");
 /// All CUDA source files of this crate.
 pub(super) const KERNEL_SOURCES: [KernelSource; 9] = [
@@ -93,9 +93,9 @@ pub(super) const KERNEL_SOURCES: [KernelSource; 9] = [
     FP8_SOURCE,
 ];
 
-/// Options for NVRTC in addition to the architecture. Option 177 suppresses the warning about a
-/// function of a header that a source does not use. With line information, compute-sanitizer
-/// reports the line of an error.
+/// Compiler options that are passed to NVRTC in addition to the architecture. Option 177 suppresses
+/// the warning about a function of a header that a source does not use. With line information,
+/// compute-sanitizer reports the line of an error.
 const NVRTC_OPTIONS: [&CStr; 3] = [c"--std=c++17", c"--diag-suppress=177", c"--generate-line-info"];
 
 /// The opened NVRTC library, NVIDIA's compiler of CUDA kernels at run time.
@@ -299,7 +299,7 @@ impl KernelModules {
         &self.nvrtc
     }
 
-    /// Returns the kernel `name` of a source file. Compiles and loads the source first if needed.
+    /// Returns the kernel `name` of a source file, which is first compiled and loaded if necessary.
     /// The kernel can be launched with the dynamic shared memory of `config`.
     pub(super) fn get_or_load_function(
         &self,

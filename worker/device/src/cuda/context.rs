@@ -17,7 +17,7 @@ use std::{
     sync::{Mutex, atomic::AtomicU64},
 };
 
-/// The lowest supported compute capability: 8.0, Ampere. Older GPUs have no bf16.
+/// The lowest compute capability of a supported GPU: 8.0 (Ampere). Older GPUs have no bf16.
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
 /// The text with which errors name work that failed on the GPU after it was enqueued, in place of
 /// the name of a function.
@@ -58,8 +58,8 @@ thread_local! {
 }
 
 impl GpuContext {
-    /// Opens the GPU with number `index` among those that the driver shows this process. Fails if
-    /// the GPU is older than Ampere.
+    /// Opens the context of the GPU with number `index` among those that the driver shows this
+    /// process, and creates its streams. Fails if the GPU is older than Ampere.
     pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<GpuContext> {
         let (driver, version, driver_path) = open_driver(paths)?;
         let device = get_device(&driver, index)?;
@@ -110,7 +110,7 @@ impl GpuContext {
         self.driver_graphs.as_ref().map_err(Clone::clone)
     }
 
-    /// Blocks until all work of all streams is complete.
+    /// Blocks until all work on all streams of the GPU is complete.
     pub(super) fn synchronize_all_streams(&self) -> Result<()> {
         self.make_current()?;
         // SAFETY: no preconditions.

@@ -8,7 +8,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Maximum size in bytes of a cache file's content. Larger files are ignored.
+/// Maximum size in bytes of the content of a file of the kernel cache. Larger files are ignored.
 pub(super) const MAX_CONTENT_BYTES: usize = 64 << 20;
 
 /// The first bytes of a cache file, which identify what kind of content follows. The content's hash
@@ -18,8 +18,8 @@ pub(super) type Magic = [u8; 16];
 /// content's hash.
 const HEADER_BYTES: usize = size_of::<Magic>() + blake3::OUT_LEN;
 
-/// Reads the content of a cache file. Returns `None` if the file is missing or damaged, or does not
-/// begin with `magic`.
+/// Reads the content of a cache file (a compiled kernel or a chosen algorithm), after checking its
+/// hash. Returns `None` if the file is missing or damaged, or does not begin with `magic`.
 pub(super) fn read_cache_file(path: &Path, magic: &Magic) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     File::open(path).ok()?.take((HEADER_BYTES + MAX_CONTENT_BYTES) as u64).read_to_end(&mut bytes).ok()?;

@@ -152,7 +152,7 @@ pub(super) fn convert_elements(cuda: &Cuda, y: TensorArg, x: TensorArg, len: usi
     cuda.launch(ELEMENTWISE_SOURCE, c"cast", LaunchSize::ElementsBy8(len), &[&y, &x, &len]);
 }
 
-/// Scalar arguments of the kernel `dropout`. The layout is that of `DropoutScalars` in
+/// Scalar arguments of the CUDA kernel `dropout`. The layout is that of `DropoutScalars` in
 /// elementwise.cu.
 #[repr(C)]
 struct DropoutScalars {
@@ -167,8 +167,8 @@ struct DropoutScalars {
 // SAFETY: struct DropoutScalars of elementwise.cu.
 unsafe impl KernelArg for DropoutScalars {}
 
-/// Scalar arguments of the kernel `round_stochastically`. The layout is that of `RoundingScalars`
-/// in elementwise.cu.
+/// Scalar arguments of the CUDA kernel `round_stochastically`. The layout is that of
+/// `RoundingScalars` in elementwise.cu.
 #[repr(C)]
 struct RoundingScalars {
     first: u64,

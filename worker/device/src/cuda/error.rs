@@ -163,7 +163,7 @@ impl CudaError {
         matches!(self, CudaError::Call { status, .. } if *status == code as i32)
     }
 
-    /// Returns true if the error says that the GPU's memory is full.
+    /// Returns true if the GPU's memory is full according to this error.
     pub(super) fn is_out_of_memory(&self) -> bool {
         let CudaError::Call { function, status, .. } = self else {
             return matches!(self, CudaError::OutOfMemory { .. });

@@ -45,8 +45,8 @@ impl Drop for Gpu {
 }
 
 impl Gpu {
-    /// Opens the GPU with number `index` among those that the driver shows this process. Fails if
-    /// the GPU is older than Ampere.
+    /// Opens the GPU with number `index` among those that the driver shows this process, with an
+    /// empty recording of calls. Fails if the GPU is older than Ampere.
     pub(super) fn open(paths: &LibrarySearchPaths, index: usize) -> Result<Arc<Gpu>> {
         Ok(Arc::new(Gpu {
             context: GpuContext::open(paths, index)?,
@@ -182,8 +182,8 @@ impl Gpu {
         })
     }
 
-    /// Blocks until all work of this thread's stream is complete. Errors of that work are returned
-    /// here at the latest.
+    /// Blocks until all work that was enqueued on this thread's stream is complete. Errors of that
+    /// work are returned here at the latest.
     pub(super) fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream lives.
         self.with_flushed_stream(|stream| unsafe { self.driver.cuStreamSynchronize(stream) })?

@@ -179,8 +179,8 @@ impl GraphState {
         GraphStats { enabled: self.is_enabled(), cached_graphs: self.graphs.len(), ..self.stats }
     }
 
-    /// Issues every recorded GPU call to the main stream. Fails with the error of a call, or with
-    /// an error that an earlier flush deferred.
+    /// Issues all recorded GPU calls to the main stream. Fails with the error of a call, or with an
+    /// error that an earlier flush deferred.
     pub(super) fn flush_batch(&mut self, gpu: &GpuContext) -> Result<()> {
         let issued = match self.deferred_error.take() {
             Some(error) => Err(error),
@@ -297,8 +297,8 @@ impl GraphState {
         false
     }
 
-    /// Launches the CUDA graph of the batch with the hash `hash`. If the driver cannot launch it,
-    /// turns graphs off and returns false.
+    /// Launches the cached CUDA graph that replaces the batch of calls with the hash `hash`. If the
+    /// driver cannot launch it, turns graphs off and returns false.
     fn launch_graph(&mut self, gpu: &GpuContext, hash: u64) -> bool {
         let Some(cached) = self.graphs.get_mut(&hash) else { return false };
         if let Err(error) = cached.graph.launch(gpu) {
@@ -387,7 +387,7 @@ impl GraphState {
         }
     }
 
-    /// Returns true if graphs are on.
+    /// Returns true if CUDA graphs are on.
     pub(super) fn is_enabled(&self) -> bool {
         self.on.load(Relaxed)
     }

@@ -73,7 +73,7 @@ impl Cuda {
     }
 }
 
-/// Queries the resources of a kernel from the driver.
+/// Queries from the driver which resources (registers, memory) a kernel uses.
 fn describe_kernel(
     gpu: &Gpu,
     name: &str,

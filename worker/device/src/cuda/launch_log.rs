@@ -21,7 +21,7 @@ use std::{
 
 /// The number of entries of the launch log, in which a new entry overwrites the oldest one.
 const ENTRY_COUNT: usize = 64;
-/// The number of 64-bit words of an entry of the launch log.
+/// The number of 64-bit words of an entry (one GPU call) of the launch log.
 const ENTRY_WORDS: usize = 64;
 /// The number of 64-bit words of an entry of the launch log that contain the call's name.
 const NAME_WORDS: usize = 8;
@@ -53,7 +53,7 @@ pub fn log_launches_to(file: &File) -> io::Result<()> {
 }
 
 impl LaunchLog {
-    /// Returns the 64-bit words of all entries of the launch log, as they are stored in its file.
+    /// Returns the 64-bit words of all entries of the launch log, as stored in its file.
     fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping has this size, is aligned to pages, and lives as long as self. It is
         // only accessed with atomic operations.

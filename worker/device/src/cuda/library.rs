@@ -2,7 +2,7 @@
 //! the reasons for rejecting a library file.
 use std::{fmt, path::PathBuf};
 
-/// A library of CUDA that this program opens at run time.
+/// One of CUDA's libraries that this program opens at run time, such as cuBLASLt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CudaLibrary {
     /// The driver API, part of the NVIDIA driver.
@@ -62,7 +62,7 @@ impl CudaLibrary {
     }
 }
 
-/// A library file that exists but cannot be used.
+/// A file of a CUDA library that exists but cannot be used, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectedLibrary {
     /// Path of the library file.
@@ -71,7 +71,7 @@ pub struct RejectedLibrary {
     pub reason: RejectReason,
 }
 
-/// Reason why a library file cannot be used.
+/// Why a file of a CUDA library cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RejectReason {
     /// The dynamic loader could not load the file. The value is its message.

@@ -206,7 +206,7 @@ fn preload_nvrtc_builtins(path: &Path) {
     }
 }
 
-/// Returns the dynamic loader's own message about `error`.
+/// Returns the dynamic loader's own message about `error`, the failure to open a library.
 fn format_loader_error(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }

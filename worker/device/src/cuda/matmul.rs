@@ -1,5 +1,5 @@
-//! Matmuls on a GPU by cuBLASLt. The algorithm for each shape is chosen once, by the library's
-//! heuristic or by timing.
+//! Computes matmuls on a GPU with NVIDIA's library cuBLASLt ([`CublasLt`]). The algorithm for each
+//! shape is chosen once, by the library's heuristic or by timing.
 //!
 //! cuBLASLt is column-major. A row-major matmul is requested as its transpose, with the operands
 //! exchanged.
@@ -86,8 +86,8 @@ impl CublasLt {
         self.search.get_or_init(|| AlgorithmSearch::new(directory, &gpu.properties, self.version));
     }
 
-    /// Enqueues a matmul on this thread's stream. `m`, `n` and `k` must be above 0. Fails if the
-    /// library has no algorithm for the matmul.
+    /// Enqueues a matmul by cuBLASLt on this thread's stream. `m`, `n` and `k` must be above 0.
+    /// Fails if the library has no algorithm for the matmul.
     pub(super) fn enqueue(&self, gpu: &Arc<Gpu>, matmul: &Matmul) -> Result<()> {
         gpu.make_current()?; // the heuristic answers for the current GPU
         let prepared = gpu.retry_if_out_of_memory(|| self.prepare(gpu, matmul))?;

@@ -1,5 +1,5 @@
-//! [`MatmulOperand`], and matmuls of operands with any element types. Chooses the type that
-//! cuBLASLt computes with, and converts operands and results.
+//! Matmuls on a GPU whose operands may have any element types ([`MatmulOperand`]). Chooses the type
+//! that cuBLASLt computes with, and converts operands and results.
 use super::backend::Cuda;
 use super::bindings::Address;
 use super::elementwise::convert_elements;

@@ -1,4 +1,4 @@
-//! Implementations of [`MatmulOps`] and [`GroupedMatmulOps`] on a GPU.
+//! The ops for matmuls and grouped matmuls on a GPU ([`MatmulOps`] and [`GroupedMatmulOps`]).
 use super::backend::Cuda;
 use super::matmul::VaryingSize;
 use super::matmul_operand::{MatmulOperand, matmul, matmul_with_bias, matmul_with_varying_size};

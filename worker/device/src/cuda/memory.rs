@@ -98,12 +98,12 @@ pub(super) struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Returns the GPU address of the range. It is 0 if there are no bytes.
+    /// Returns the GPU address of this range of memory. It is 0 if there are no bytes.
     pub(super) fn address(&self) -> Address {
         self.at
     }
 
-    /// Returns the number of bytes of the range.
+    /// Returns the number of bytes of this range of memory.
     pub(super) fn len(&self) -> usize {
         self.bytes
     }

@@ -34,7 +34,7 @@ struct RowLayout {
 unsafe impl KernelArg for RowLayout {}
 
 impl RowLayout {
-    /// Returns the layout of contiguous rows of `d` elements.
+    /// Returns the layout of `rows` rows of `d` elements that follow one another without gaps.
     fn from_contiguous_rows(rows: usize, d: usize) -> Self {
         RowLayout { count: rows, d, heads_per_row: 1, stride: d, first: 0 }
     }

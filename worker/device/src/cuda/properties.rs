@@ -14,7 +14,7 @@ use std::{
 
 /// The oldest supported version of the CUDA driver, 12.0, as `cuDriverGetVersion` reports it.
 const MIN_DRIVER_VERSION: i32 = 12000;
-/// Lowest compute capability with fp8 tensor cores: Ada.
+/// Lowest compute capability of GPUs with fp8 tensor cores: 8.9 (Ada).
 const MIN_FP8_CAPABILITY: (u32, u32) = (8, 9);
 
 /// Properties of a GPU that its driver reports.
@@ -108,7 +108,7 @@ pub(super) fn get_device(driver: &DriverApi, index: usize) -> Result<CUdevice> {
     Ok(device)
 }
 
-/// Returns the value of an attribute of a GPU.
+/// Returns the value of an attribute of a GPU, as the driver reports it.
 pub(super) fn query_attribute(
     driver: &DriverApi,
     device: CUdevice,

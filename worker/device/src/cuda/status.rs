@@ -16,7 +16,7 @@ pub(super) struct DeviceStatus {
 }
 
 impl DeviceStatus {
-    /// Returns true if a GPU call has failed.
+    /// Returns true if a failure of a GPU call is recorded.
     pub(super) fn has_failed(&self) -> bool {
         self.has_failed.load(Relaxed)
     }

@@ -48,15 +48,15 @@ pub(super) fn dtype_code(dtype: Dtype) -> i64 {
     }
 }
 
-/// Returns the GPU address of a view. Panics if the view is in host memory.
+/// Returns the GPU address of the first element of a view. Panics if the view is in host memory.
 #[track_caller]
 pub(super) fn gpu_address(v: View) -> Address {
     assert!(!v.is_on_host() || v.is_empty(), "a buffer in host memory is used as GPU memory");
     v.address()
 }
 
-/// Returns the GPU address of a view of `f32`. Panics if the view has another element type or is in
-/// host memory.
+/// Returns the GPU address of the first element of a view of `f32`. Panics if the view has another
+/// element type or is in host memory.
 #[track_caller]
 pub(super) fn f32_gpu_address(v: View) -> Address {
     assert!(v.dtype() == Dtype::F32, "a buffer of {:?} is used as f32", v.dtype());

@@ -70,7 +70,7 @@ pub trait MatmulOps {
 
 /// Ops for matmuls whose operands are rounded to fp8.
 pub trait Fp8Ops {
-    /// Computes an fp8 matmul: `c[m,n] (=|+=) a[m,k] · b[k,n]`.
+    /// Computes a matmul whose operands are rounded to fp8: `c[m,n] (=|+=) a[m,k] · b[k,n]`.
     ///
     /// Each operand is divided by its scale and rounded to its format. The scale is
     /// [`Fp8Format::compute_scale`] of the largest finite magnitude of the operand. The terms are

@@ -112,10 +112,10 @@ impl SampleDropout {
     }
 }
 
-/// The source of random numbers for the stochastic rounding of a range of a tensor. A value between
-/// two neighbouring bf16 numbers becomes the number with the larger magnitude with a probability of
-/// `(|value| − |lower|) / (|upper| − |lower|)`, where `|lower|` and `|upper|` are the magnitudes of
-/// the two numbers.
+/// Where the random numbers for the stochastic rounding of a range of a tensor come from: key,
+/// first element and step. A value between two neighbouring bf16 numbers becomes the number with
+/// the larger magnitude with a probability of `(|value| − |lower|) / (|upper| − |lower|)`, where
+/// `|lower|` and `|upper|` are the magnitudes of the two numbers.
 ///
 /// Element `i` of the tensor takes the upper 16 bits of word `i mod 4` of the Philox block `⌊i /
 /// 4⌋` at the sample 0 and the step `step` ([`crate::philox::compute_random_words`]). The result

@@ -10,7 +10,7 @@ use std::{
     ptr,
 };
 
-/// An address in GPU memory.
+/// An address in GPU memory, as the CUDA driver represents it.
 pub(in crate::cuda) type Address = CUdeviceptr;
 
 cuda_library! {

@@ -65,8 +65,8 @@ pub(in crate::cuda) enum CaptureInfoFn {
 }
 
 impl CaptureInfoFn {
-    /// Looks up the driver's function that reports the state of a graph capture. Returns `None` if
-    /// the driver has no known version of it.
+    /// Looks up the driver's function that reports the state of a graph capture
+    /// (`cuStreamGetCaptureInfo`). Returns `None` if the driver has no known version of it.
     pub(in crate::cuda) fn look_up(paths: &LibrarySearchPaths) -> Option<CaptureInfoFn> {
         let library = std::mem::ManuallyDrop::new(paths.open(CudaLibrary::Driver).ok()?.library);
         // SAFETY: cuda.h declares the functions with these types.

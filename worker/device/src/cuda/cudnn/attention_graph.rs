@@ -216,7 +216,8 @@ impl AttentionPass {
         tensors
     }
 
-    /// Returns the temporary tensors that cuDNN needs for the pass in addition to its operands.
+    /// Returns the temporary tensors that cuDNN needs for this attention pass in addition to its
+    /// operands.
     pub(super) fn list_extra_tensors(&self) -> Vec<ExtraTensor> {
         let s = self.shape;
         let queries = s.b * s.heads * s.t;
@@ -369,7 +370,8 @@ fn add_transposed_qkv_tensor(
     g.add_tensor(TensorLocation::Device(id), CUDNN_DATA_BFLOAT16, [b, h, d, t], [x, y, w, z])
 }
 
-/// Adds the tensor of the attention output, or of the output's gradient, to the graph.
+/// Adds the tensor of the attention output, or of the output's gradient, to the graph of cuDNN
+/// operations.
 fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(
         TensorLocation::Device(id),
@@ -437,8 +439,8 @@ fn add_forward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     g.add_matmul(probabilities, v, o)
 }
 
-/// Adds the backward pass of attention to the graph. With p the probabilities and dP = dO·vᵀ: dV =
-/// pᵀ·dO, dS = p·(dP − Σ dO·O)·scale, dQ = dS·k, and dK = dSᵀ·q.
+/// Adds the backward pass of attention to the graph of cuDNN operations. With p the probabilities
+/// and dP = dO·vᵀ: dV = pᵀ·dO, dS = p·(dP − Σ dO·O)·scale, dQ = dS·k, and dK = dSᵀ·q.
 fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let l = AttentionTensorLayout::new(pass.shape);
     let (d_o, o) = (add_output(g, D_O_ID, &l)?, add_output(g, O_ID, &l)?);
@@ -488,8 +490,9 @@ fn add_backward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     g.add_pointwise(CUDNN_POINTWISE_IDENTITY, sums, None, d_q)
 }
 
-/// Adds the gradient of keys or values to the graph. Computes `a · b` for each query head, and sums
-/// over the query heads that share a key head.
+/// Adds the operations that compute the gradient of keys or values to the graph of cuDNN
+/// operations. Computes `a · b` for each query head, and sums over the query heads that share a key
+/// head.
 fn add_kv_gradient(
     g: &mut OperationGraph,
     l: &AttentionTensorLayout,

@@ -19,7 +19,7 @@ const MAX_ENGINE_CONFIGS: i64 = 4;
 ///
 /// Values must have the memory layout that cuDNN expects for [`AttributeValue::TYPE`].
 pub(super) unsafe trait AttributeValue {
-    /// The number by which cuDNN identifies the type.
+    /// The number by which cuDNN identifies this type of attribute values.
     const TYPE: cudnnBackendAttributeType_t;
 }
 
@@ -78,7 +78,7 @@ impl Descriptor {
         Ok(descriptor)
     }
 
-    /// Returns cuDNN's handle of this object.
+    /// Returns cuDNN's handle (pointer) of this descriptor.
     pub(super) fn handle(&self) -> cudnnBackendDescriptor_t {
         self.handle
     }

@@ -22,7 +22,7 @@ pub(super) enum PlanTarget {
     Properties(Descriptor),
 }
 
-/// A graph of operations that cuDNN has compiled for one GPU.
+/// An execution plan: a graph of operations that cuDNN has compiled for one GPU.
 pub(super) struct ExecutionPlan {
     plan: Descriptor,
     /// Size in bytes of the workspace that the plan needs in GPU memory.

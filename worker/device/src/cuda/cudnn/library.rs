@@ -70,7 +70,7 @@ impl Cudnn {
         Ok(cudnn)
     }
 
-    /// Formats cuDNN's version, such as `9.19.0`.
+    /// Formats the version of the opened cuDNN library, such as `9.19.0`.
     pub(super) fn format_version(&self) -> String {
         let v = self.version;
         format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100)

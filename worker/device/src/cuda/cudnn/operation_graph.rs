@@ -138,8 +138,8 @@ impl OperationGraph {
         self.add_operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, descriptor, tensors)
     }
 
-    /// Adds the elementwise operation `y = mode(x, b)` to the graph. Modes with one operand have no
-    /// `b`.
+    /// Adds the elementwise operation `y = mode(x, b)`, such as an addition, to the graph of cuDNN
+    /// operations. Modes with one operand have no `b`.
     pub(super) fn add_pointwise(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -155,8 +155,9 @@ impl OperationGraph {
         self.add_elementwise(mode, precision, None, &tensors)
     }
 
-    /// Adds the elementwise operation `mode(x, b)` to the graph, and returns its result. The result
-    /// is a virtual tensor with the dimensions of `x`.
+    /// Adds the elementwise operation `mode(x, b)`, such as an addition, to the graph of cuDNN
+    /// operations, and returns its result. The result is a virtual tensor with the dimensions of
+    /// `x`.
     pub(super) fn add_pointwise_result(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -197,8 +198,8 @@ impl OperationGraph {
         Ok(y)
     }
 
-    /// Adds the matmul `c = a · b` over the last two dimensions to the graph. If `b` has fewer
-    /// heads than `a`, several heads of `a` share one head of `b`.
+    /// Adds the matmul `c = a · b` over the last two dimensions to the graph of cuDNN operations.
+    /// If `b` has fewer heads than `a`, several heads of `a` share one head of `b`.
     pub(super) fn add_matmul(&mut self, a: GraphTensor, b: GraphTensor, c: GraphTensor) -> Result<()> {
         let descriptor = Descriptor::new(&self.library, CUDNN_BACKEND_MATMUL_DESCRIPTOR)?
             .set_attribute(CUDNN_ATTR_MATMUL_COMP_TYPE, &[CUDNN_DATA_FLOAT])?;

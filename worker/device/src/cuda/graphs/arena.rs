@@ -5,8 +5,8 @@
 //! immediately, because the stream executes calls in order.
 use super::super::bindings::Address;
 
-/// Alignment in bytes of every range that the arena allocates. The driver's own allocations have
-/// the same alignment.
+/// Alignment in bytes of every range of scratch memory that the arena allocates. The driver's own
+/// allocations have the same alignment.
 const ALIGNMENT: usize = 256;
 
 /// The address and the size of a block of GPU memory that came from the driver's memory pool.

@@ -47,19 +47,19 @@ pub(in super::super) struct CallBatch {
 }
 
 impl CallBatch {
-    /// Returns the number of recorded calls.
+    /// Returns the number of recorded GPU calls.
     pub(super) fn len(&self) -> usize {
         self.calls.len()
     }
 
-    /// Removes all recorded calls without issuing them.
+    /// Removes all recorded GPU calls without issuing them.
     pub(super) fn clear(&mut self) {
         self.calls.clear();
         self.words.clear();
         self.starts.clear();
     }
 
-    /// Records a kernel with a copy of its arguments.
+    /// Records a kernel launch with a copy of its arguments.
     ///
     /// # Safety
     ///

@@ -17,7 +17,7 @@ pub(super) struct ExecutableGraph {
 }
 
 impl ExecutableGraph {
-    /// Captures the recorded calls of `batch` as a CUDA graph, without executing them.
+    /// Captures the recorded GPU calls of `batch` as a CUDA graph, without executing them.
     pub(super) fn capture(gpu: &GpuContext, batch: &CallBatch) -> Result<ExecutableGraph> {
         let driver = gpu.driver_graphs()?;
         // In relaxed mode a library may load a kernel at its first call.

@@ -77,8 +77,8 @@ pub(super) struct AlgorithmPreference<'a> {
 }
 
 impl<'a> AlgorithmPreference<'a> {
-    /// Creates a descriptor of limits on cuBLASLt's choice of an algorithm. It contains no limits
-    /// yet.
+    /// Creates the descriptor of limits on the algorithms that cuBLASLt's heuristic may suggest. It
+    /// contains no limits yet.
     pub(super) fn new(library: &'a CublasLtApi) -> Result<Self> {
         let mut handle = ptr::null_mut();
         // SAFETY: writes one handle.
@@ -86,7 +86,8 @@ impl<'a> AlgorithmPreference<'a> {
         Ok(AlgorithmPreference { library, handle })
     }
 
-    /// Sets an attribute of this descriptor, such as the maximum size of the workspace.
+    /// Sets a limit on cuBLASLt's choice of an algorithm, such as the maximum size of the
+    /// workspace.
     pub(super) fn set_attribute(
         &self,
         attribute: cublasLtMatmulPreferenceAttributes_t,

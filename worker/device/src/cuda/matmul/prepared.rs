@@ -10,7 +10,8 @@ use super::descriptors::MatmulDescriptor;
 use super::request::Matmul;
 use std::{ffi::c_void, ptr, sync::Arc};
 
-/// A handle of the cuBLASLt library for one GPU. Dropping it closes the handle.
+/// A handle of the cuBLASLt library (`cublasLtHandle_t`) for one GPU. Dropping it closes the
+/// handle.
 pub(super) struct LtHandle {
     pub(super) library: Arc<CublasLtApi>,
     pub(super) handle: cublasLtHandle_t,

@@ -78,9 +78,10 @@ impl Matmul {
         [self.m, self.n, self.k]
     }
 
-    /// Returns the key under which the plan (algorithm and descriptors) of this matmul is stored.
-    /// It contains the size bucket in place of a varying size. The rows of an expert begin
-    /// anywhere, so the key then contains no alignment above 16 bytes.
+    /// Returns the key under which the plan (chosen algorithm and descriptors) of this matmul is
+    /// stored, and which similar matmuls share. It contains the size bucket in place of a varying
+    /// size. The rows of an expert begin anywhere, so the key then contains no alignment above 16
+    /// bytes.
     pub(super) fn plan_key(&self) -> Key {
         let key = self.exact_key();
         let [m, n, k, strides @ ..] = key.sizes;
