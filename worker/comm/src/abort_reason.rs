@@ -143,7 +143,7 @@ impl AbortReason {
         bytes
     }
 
-    /// Decodes an abort reason that a peer wrote with [`AbortReason::encode`]. Returns
+    /// Decodes an abort reason that a peer encoded with [`AbortReason::encode`]. Returns
     /// [`AbortReason::Lost`] if the bytes are not valid.
     pub(crate) fn decode(bytes: &[u8]) -> Self {
         let Some((fixed, text)) = bytes.split_first_chunk::<FIXED_FIELDS_BYTES>() else {

@@ -139,13 +139,14 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()))
     }
 
-    /// Summarizes a call of all-reduce on `len` elements, for comparison with the peers' calls.
+    /// Summarizes this rank's call of all-reduce on `len` elements, so that ranks can detect that
+    /// they made different calls.
     pub(crate) fn describe_all_reduce(len: usize) -> Self {
         CollectiveCall::new(CollectiveKind::AllReduce, len, [])
     }
 
-    /// Summarizes a call of broadcast of `len` elements from rank `root`, for comparison with the
-    /// peers' calls. Fails if the group has no rank `root`.
+    /// Summarizes this rank's call of broadcast of `len` elements from rank `root`, so that ranks
+    /// can detect that they made different calls. Fails if the group has no rank `root`.
     pub(crate) fn describe_broadcast(position: GroupPosition, len: usize, root: usize) -> Result<Self> {
         let (collective, world) = (CollectiveKind::Broadcast, position.world);
         if root >= world {
@@ -177,8 +178,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, 0, []).with_element_size(recv.element_bytes))
     }
 
-    /// Summarizes a call of all-gather in which this rank passes `len` bytes, for comparison with
-    /// the peers' calls. Fails if `len` exceeds [`crate::MAX_GATHER_BYTES`].
+    /// Summarizes this rank's call of all-gather with `len` bytes, so that ranks can detect that
+    /// they made different calls. Fails if `len` exceeds [`crate::MAX_GATHER_BYTES`].
     pub(crate) fn describe_all_gather_bytes(len: usize) -> Result<Self> {
         let (collective, limit) = (CollectiveKind::AllGatherBytes, crate::MAX_GATHER_BYTES);
         if len > limit {
@@ -200,7 +201,8 @@ impl CollectiveCall {
         Ok(CollectiveCall::new(kind, total, counts.iter().copied()).with_element_size(element_bytes))
     }
 
-    /// Summarizes a call of barrier, which has no arguments, for comparison with the peers' calls.
+    /// Summarizes this rank's call of barrier, which has no arguments, so that ranks can detect
+    /// that they made different calls.
     pub(crate) fn describe_barrier() -> Self {
         CollectiveCall::new(CollectiveKind::Barrier, 0, [])
     }
@@ -228,8 +230,8 @@ impl CollectiveCall {
     }
 
     /// Fails if `sent`, the number of bytes that rank `from` sends to rank `to`, differs from
-    /// `expected`, the number that `to` waits for. The error states numbers of elements if these
-    /// differ, and numbers of bytes otherwise.
+    /// `expected`, the number of bytes that rank `to` expects. The error states numbers of elements
+    /// if these differ, and numbers of bytes otherwise.
     pub(crate) fn check_byte_transfer(
         &self,
         from: usize,
@@ -257,7 +259,7 @@ fn decode_call_summary(words: [u64; 3]) -> CallSummary {
 }
 
 /// Fails if `sent`, the number of elements that rank `from` sends to rank `to`, differs from
-/// `expected`, the number that `to` waits for.
+/// `expected`, the number of elements that rank `to` expects.
 pub(crate) fn check_transfer_lengths(
     from: usize,
     to: usize,
@@ -316,8 +318,9 @@ fn sum_counts(
         .ok_or(ArgumentError::CountsOverflow { collective, counts: name })
 }
 
-/// Fails if a buffer has `len` elements instead of `expected`. The error uses the name `buffer`,
-/// and `required` as the formula of the expected length, such as `counts[rank]`.
+/// Fails if the length `len` of a buffer differs from `expected`, the length that the other
+/// arguments require. The error uses the name `buffer`, and `required` as the formula of the
+/// expected length, such as `counts[rank]`.
 fn check_buffer_len(
     collective: CollectiveKind,
     buffer: &'static str,
@@ -331,7 +334,7 @@ fn check_buffer_len(
     Err(ArgumentError::BufferLength { collective, buffer, len, required, expected })
 }
 
-/// Fails if the elements of `recv` and `send` differ in size.
+/// Fails if the elements of the buffers `recv` and `send` have different sizes in bytes.
 fn check_equal_element_sizes(collective: CollectiveKind, recv: BufferShape, send: BufferShape) -> Result<()> {
     let (send_bytes, recv_bytes) = (send.element_bytes, recv.element_bytes);
     if send_bytes == recv_bytes {

@@ -52,9 +52,9 @@ pub trait Comm: Send + Sync {
     /// ranks, unless [`Comm::has_native_reduce_scatter`].
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Returns whether [`Comm::reduce_scatter`] transfers less data than
-    /// [`Comm::reduce_scatter_ordered`], because the transport sums on the way. The order of its
-    /// additions then depends on the number of ranks and on the transport.
+    /// Returns whether the transport sums on the way, so that [`Comm::reduce_scatter`] transfers
+    /// less data than [`Comm::reduce_scatter_ordered`]. The order of its additions then depends on
+    /// the number of ranks and on the transport.
     fn has_native_reduce_scatter(&self) -> bool {
         false
     }

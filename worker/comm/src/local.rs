@@ -33,8 +33,9 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// it, so that deadlines do not overflow.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// The largest number of elements for which every rank of an all-reduce computes the whole sum, in
-/// one exchange. A larger all-reduce takes two exchanges, and each rank sums only its share.
+/// The largest number of elements of an all-reduce in which every rank computes the whole sum
+/// itself, after one exchange. A larger all-reduce takes two exchanges, and each rank sums only its
+/// share.
 const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 
 /// Creates a group of `world` ranks in this process and returns their communicators, indexed by

@@ -34,8 +34,8 @@ struct PinnedBuffers {
 }
 
 impl PinnedBuffers {
-    /// Returns a pinned buffer of `len` elements with arbitrary content. Replaces the buffer by a
-    /// larger one if necessary.
+    /// Returns pinned host memory for `len` elements, with arbitrary content. Replaces the buffer
+    /// by a larger one if necessary.
     fn reserve(&mut self, storage: &dyn Storage, dtype: Dtype, len: usize) -> ViewMut<'_> {
         let buf = if dtype == Dtype::F32 { &mut self.floats } else { &mut self.halves };
         if buf.len() < len || buf.dtype() != dtype {

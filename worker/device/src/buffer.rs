@@ -34,7 +34,8 @@ impl Dtype {
 /// Owner of memory that does not come from the Rust allocator, such as GPU memory. It frees the
 /// memory of a dropped [`Buf`].
 pub(crate) trait MemoryOwner: Send + Sync {
-    /// Frees the memory of a dropped buffer: `bytes` bytes at `address`.
+    /// Frees `bytes` bytes of memory at `address`, after the buffer to which they belonged was
+    /// dropped.
     fn release(&self, address: u64, bytes: usize);
 }
 
@@ -382,7 +383,8 @@ impl<'a> ViewMut<'a> {
         self.reborrow().slice(r)
     }
 
-    /// Borrows the whole view to write, so that the view can be used again afterwards.
+    /// Borrows the whole view for reading and writing, so that the view can be used again when the
+    /// borrow ends.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         ViewMut { elements: self.elements, life: PhantomData }
     }

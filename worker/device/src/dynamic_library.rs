@@ -6,8 +6,8 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MissingFunction(pub &'static str);
 
-/// Defines a struct with the functions of a library, and the function `resolve`, which looks them
-/// up by name in an opened library.
+/// Defines a struct with functions of a C library, and its function `resolve`, which looks the
+/// functions up by name in an opened library.
 ///
 /// After the struct's name follow cudarc's module of the library and the type of the library's
 /// status codes in that module. A function without a result type returns a status code. The

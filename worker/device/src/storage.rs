@@ -55,8 +55,8 @@ pub trait Storage: Send + Sync {
     fn synchronize(&self) -> Result<(), DeviceError> {
         self.status()
     }
-    /// Runs `work` with a separate stream for this thread's calls, and blocks until that stream's
-    /// work is complete.
+    /// Runs `work` with a separate stream for this thread's calls, and blocks until the work on
+    /// that stream is complete.
     ///
     /// If two streams access the same memory, the caller must order the accesses with events. This
     /// also applies to memory that is freed in another stream than the one that used the memory.
@@ -68,8 +68,8 @@ pub trait Storage: Send + Sync {
     fn record_event(&self) -> Event {
         Event::default()
     }
-    /// Makes this thread's stream wait for an event, and adds the time of the wait to the sum that
-    /// [`Storage::take_stall_seconds`] returns.
+    /// Makes this thread's stream wait for an event, and adds the time for which the stream waits
+    /// to the total that [`Storage::take_stall_seconds`] returns.
     fn wait_event_timed(&self, event: &Event) {
         event.make_stream_wait();
     }
@@ -79,8 +79,8 @@ pub trait Storage: Send + Sync {
     fn take_stall_seconds(&self) -> f64 {
         0.0
     }
-    /// Starts a copy between the host and the backend that runs concurrently with later calls, and
-    /// returns the event of its completion.
+    /// Starts a copy between host memory and the backend's memory that runs concurrently with later
+    /// calls, and returns the event of its completion.
     ///
     /// The copy starts after all earlier calls of this thread and after the events `after`. Until
     /// the returned event is reached, `from` must not be written, `to` must not be accessed, and
@@ -91,9 +91,9 @@ pub trait Storage: Send + Sync {
         Event::default()
     }
     /// Starts a copy of each view in `from` to the host buffer with the same index in `to`, which
-    /// must have the same type and length. The returned value owns the buffers while the copies
-    /// run. The views `from` must not be written or freed before the copies are complete, as in
-    /// [`Storage::copy_async`].
+    /// must have the same type and length, and returns a handle to wait for the copies. The
+    /// returned value owns the buffers while the copies run. The views `from` must not be written
+    /// or freed before the copies are complete, as in [`Storage::copy_async`].
     fn start_download(&self, from: &[View], mut to: Vec<Buf>) -> Download {
         assert!(from.len() == to.len(), "download: {} views into {} buffers", from.len(), to.len());
         let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_async(to.view_mut(), *from, &[]));
@@ -119,7 +119,7 @@ pub trait Storage: Send + Sync {
         buf
     }
 
-    /// Allocates a buffer on the host, and copies `from` to it.
+    /// Allocates a buffer in host memory, and copies `from` to it.
     fn clone_to_host(&self, from: View) -> Buf {
         let mut buf = Buf::zeroed_as(from.dtype(), from.len());
         self.copy(buf.view_mut(), from);

@@ -147,8 +147,8 @@ impl LocalComm {
         Err(error)
     }
 
-    /// Builds the timeout error of this rank's `call`, for which the ranks in `missing` did not
-    /// arrive.
+    /// Builds the error that the ranks in `missing` did not enter the collective `call` of this
+    /// rank in time.
     fn build_timeout_error(&self, call: &CollectiveCall, missing: Vec<usize>) -> CommError {
         let GroupPosition { rank, world } = self.position;
         let (collective, call_number, timeout) = (call.kind, call.number, self.group.timeout);

@@ -63,7 +63,7 @@ impl LocalGroup {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sleeps until another rank changes the group's state, at most until `deadline`. The lock
+    /// Sleeps until another rank changes the state of the group, or until `deadline`. The lock
     /// `state` is released meanwhile, and returned locked again.
     pub(super) fn wait_for_change<'a>(
         &self,
@@ -74,8 +74,8 @@ impl LocalGroup {
         self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Aborts the group for `reason` and wakes all waiting ranks. Keeps the first reason if the
-    /// group is already aborted.
+    /// Aborts the group for `reason`, so that its collectives fail, and wakes all waiting ranks.
+    /// Keeps the first reason if the group is already aborted.
     pub(super) fn abort(&self, reason: AbortReason) {
         self.lock_state().aborted.get_or_insert(reason);
         self.changed.notify_all();

@@ -68,8 +68,8 @@ impl NcclComm {
         Ok(CudaStream(self.cuda.flush_and_get_stream()?))
     }
 
-    /// Enqueues several sends to peers and receives from peers, all of elements of type `dtype`.
-    /// NCCL runs all of them at the same time.
+    /// Enqueues an operation of NCCL that sends parts to peers and receives parts from them, all
+    /// with elements of type `dtype`. NCCL runs all of them at the same time.
     fn exchange_parts(&self, sends: &[PeerBuffer], receives: &[PeerBuffer], dtype: Dtype) -> Result<()> {
         if sends.is_empty() && receives.is_empty() {
             return Ok(());

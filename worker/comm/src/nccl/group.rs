@@ -14,13 +14,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The duration for which a wait polls a communicator without sleeping. From NCCL 2.23 on, every
-/// call of a non-blocking communicator is completed by another thread, in some tens of
+/// How long a thread that waits for an NCCL communicator polls it without sleeping. From NCCL 2.23
+/// on, every call of a non-blocking communicator is completed by another thread, in some tens of
 /// microseconds.
 const SPIN_TIME: Duration = Duration::from_micros(500);
-/// The first delay between two polls of a communicator, which grows with every poll.
+/// How long a thread sleeps between the first two polls of an NCCL communicator for which it waits;
+/// later delays are longer.
 const MIN_POLL_DELAY: Duration = Duration::from_micros(20);
-/// The upper limit of the delay between two polls of a communicator, which grows with every poll.
+/// The longest time for which a thread sleeps between two polls of an NCCL communicator for which
+/// it waits.
 const MAX_POLL_DELAY: Duration = Duration::from_millis(2);
 
 /// Waits between two polls of a communicator: yields the CPU at first, then sleeps, longer each
@@ -38,8 +40,8 @@ impl PollBackoff {
         PollBackoff { spin_until: now + SPIN_TIME, deadline: now + timeout, timeout, delay: MIN_POLL_DELAY }
     }
 
-    /// Yields or sleeps before the next poll of the communicator. Fails once the timeout has
-    /// expired; `operation` names the unfinished operation in the error.
+    /// Yields the CPU or sleeps until the communicator is to be polled again. Fails once the
+    /// timeout has expired; `operation` names the unfinished operation in the error.
     fn wait_for_next_poll(&mut self, operation: &str) -> Result<()> {
         let now = Instant::now();
         if now >= self.deadline {
@@ -408,8 +410,8 @@ fn to_pointer(address: u64) -> *mut c_void {
     address as *mut c_void
 }
 
-/// Combines the statuses of two NCCL calls: returns the first one that is an error. Without an
-/// error, returns "in progress" if a call is in progress, otherwise success.
+/// Returns the first of the statuses of two NCCL calls that is an error. Without an error, returns
+/// "in progress" if a call is in progress, otherwise success.
 fn select_failed_status(first: Status, second: Status) -> Status {
     match first {
         SUCCESS | IN_PROGRESS if second != SUCCESS => second,

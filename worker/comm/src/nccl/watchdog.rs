@@ -166,8 +166,8 @@ impl WatchdogState {
         }
     }
 
-    /// Records `error`, with which NCCL's communicator was aborted, and aborts the group of ranks.
-    /// An abort that another rank or the caller requested is no error of this rank.
+    /// Stores `error`, with which NCCL's communicator was aborted, and aborts the group of ranks
+    /// because of it. An abort that another rank or the caller requested is no error of this rank.
     fn record_error_and_abort(&self, error: NcclError) {
         if matches!(error, NcclError::Aborted(_)) {
             return;

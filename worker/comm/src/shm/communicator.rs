@@ -182,8 +182,8 @@ impl ShmComm {
         ranks.into_iter().map(|rank| self.to_job_rank(rank)).collect()
     }
 
-    /// Aborts the group because the wait for peers to join failed with `error`. Returns the error
-    /// for the caller.
+    /// Aborts the group because not all peers have joined, for the reason `error`. Returns the
+    /// error for the caller.
     pub(super) fn abort_on_failed_join(&self, error: WaitError) -> CommError {
         match error {
             WaitError::Aborted(reason) => CommError::Aborted(reason),
@@ -198,7 +198,7 @@ impl ShmComm {
         }
     }
 
-    /// Aborts the group because the wait for peers in the collective `call` failed with `error`.
+    /// Aborts the group because waiting for peers in the collective `call` failed with `error`.
     /// Returns the error for the caller.
     pub(super) fn abort_on_failed_wait(&self, error: WaitError, call: &CollectiveCall) -> CommError {
         match error {
@@ -215,8 +215,8 @@ impl ShmComm {
         }
     }
 
-    /// Aborts the group because the peer `rank` left while `collective` needed it, and returns the
-    /// error of the collective.
+    /// Aborts the group because the peer `rank` left during the collective `collective`, and
+    /// returns the error of the collective.
     pub(super) fn abort_on_departed_peer(&self, rank: usize, collective: String) -> CommError {
         let reason = AbortReason::PeerLeft { rank: self.to_job_rank(rank), collective };
         self.abort_on_error(CommError::Aborted(reason))

@@ -91,8 +91,8 @@ impl ShmComm {
         }
     }
 
-    /// Completes `buf` on all ranks of the host: each rank r initially has only the bytes
-    /// `ranges[r]`, and every rank then has all ranges.
+    /// Completes `buf` on all ranks of the host: each rank r has only the bytes `ranges[r]` at
+    /// first, and all ranges in the end.
     ///
     /// All ranks pass the same `ranges`.
     pub(crate) fn replicate_ranges(
@@ -207,9 +207,9 @@ impl ShmComm {
     }
 }
 
-/// Calls `visit(position in the chunk, range)` for each contiguous range of memory in a chunk of a
-/// byte stream. The stream consists of `ranges`, one after another, and the chunk is its `len`
-/// bytes starting at `offset`.
+/// Calls `visit(position in the chunk, range)` for each contiguous memory range of a chunk of a
+/// byte stream, which consists of several ranges. The stream consists of `ranges`, one after
+/// another, and the chunk is its `len` bytes starting at `offset`.
 fn visit_chunk_ranges(
     ranges: &[Range<usize>],
     offset: usize,

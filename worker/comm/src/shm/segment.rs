@@ -230,9 +230,8 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Compares this rank's world size and staging size with the values that its peers stored in
-    /// the header. The first rank stores the values. Fails if a value or the size of the file
-    /// differs from that of the peers.
+    /// Fails if this rank's world size, staging size or file size differs from that of its peers,
+    /// which the header of the shared memory contains. The first rank stores the values.
     fn check_group_identity(&self, fd: BorrowedFd<'_>) -> Result<()> {
         let SegmentLayout { world, staging_bytes, size, .. } = self.layout;
         set_or_compare_word(&self.header().world, world as u64, "world size")?;
@@ -397,8 +396,8 @@ fn read_file_size(fd: BorrowedFd<'_>) -> Result<usize> {
     Ok(usize::try_from(stat.st_size).map_err(|_| failed(Errno::EINVAL))?)
 }
 
-/// Stores `value` in a word of the shared header, or checks that a peer has stored the same value.
-/// Fails if a peer has stored another value, and names `field` in the error.
+/// Stores `value` in a word of the shared memory's header, or fails if a peer has stored another
+/// value there. The error names `field`.
 fn set_or_compare_word(
     word: &AtomicU64,
     value: u64,

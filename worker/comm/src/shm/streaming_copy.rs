@@ -8,7 +8,7 @@
 /// faster.
 pub(super) const MIN_STREAMING_BYTES: usize = 24 << 20;
 
-/// Copies `from` to `to`, which must have the same length. Bypasses the processor caches if
+/// Copies `from` to `to`, which must have the same length, and bypasses the processor caches if
 /// `bypass_cache` is set and the processor supports such copies.
 pub(super) fn copy_bytes_streaming(to: &mut [u8], from: &[u8], bypass_cache: bool) {
     assert_eq!(to.len(), from.len(), "a copy has one length");

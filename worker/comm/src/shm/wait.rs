@@ -41,8 +41,8 @@ use std::{
 /// timeout.
 const MAX_SLEEP: Duration = Duration::from_millis(100);
 
-/// The longest time for which a waiting rank busy-waits before it sleeps, if every rank can have a
-/// separate processor. A sleep and a wake-up take about as long.
+/// The longest time for which a waiting rank busy-waits before it sleeps, if the machine has a
+/// processor for every rank. A sleep and a wake-up take about as long.
 const MAX_SPIN: Duration = Duration::from_micros(20);
 
 /// Why a rank stopped waiting for other ranks of its host. Ranks are numbered within the host.
@@ -222,8 +222,8 @@ fn spin_until(is_ready: &mut impl FnMut() -> bool) -> bool {
     false
 }
 
-/// Sleeps on a futex while `word` is `value`, for at most `timeout`. May also wake up without a
-/// reason.
+/// Sleeps on a futex as long as `word` is `value` and no thread wakes it, for at most `timeout`.
+/// May also wake up without a reason.
 fn futex_wait(word: &AtomicU32, value: u32, timeout: Duration) {
     let timeout = libc::timespec {
         tv_sec: timeout.as_secs() as libc::time_t,

@@ -145,8 +145,8 @@ impl TcpComm {
         step.run(connections, buf, transfers).map_err(|error| self.abort_on_error(error))
     }
 
-    /// Completes `buf` on all ranks over the network: each rank r initially has only the bytes
-    /// `parts[r]`, and every rank then has all parts.
+    /// Completes `buf` on all ranks over the network: each rank r has only the bytes `parts[r]` at
+    /// first, and all parts in the end.
     pub(super) fn replicate_parts(
         &self,
         connections: &mut [Option<DataConnection>],

@@ -23,7 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Limit on the number of connections that are accepted in a row, before the handshakes of accepted
+/// Limit on the number of connections that are accepted before the handshakes of accepted
 /// connections continue.
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
 /// The largest number of unauthenticated connections from addresses that belong to no known peer. A
@@ -59,9 +59,9 @@ pub(super) struct ConnectionSetup<'a> {
 }
 
 impl ConnectionSetup<'_> {
-    /// Opens the data connection and the control connection to every rank on another host. Connects
-    /// to lower ranks and accepts the connections of higher ranks at the same time. The returned
-    /// streams are non-blocking.
+    /// Opens two connections to every rank on another host: one for the data of collectives, and
+    /// one for control messages. Connects to lower ranks and accepts the connections of higher
+    /// ranks at the same time. The returned streams are non-blocking.
     pub(super) fn connect_to_all_peers(&self, listener: &TcpListener) -> Result<AuthenticatedStreams> {
         let deadline = Instant::now() + self.timeout;
         let stop = AtomicBool::new(false);

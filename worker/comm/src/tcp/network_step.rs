@@ -44,7 +44,8 @@ pub(super) struct DataConnection {
 }
 
 impl DataConnection {
-    /// Wraps a non-blocking stream as a connection on which no message was sent yet.
+    /// Wraps a non-blocking TCP stream as a connection on which no message was sent or received
+    /// yet.
     pub(super) fn new(stream: TcpStream) -> Self {
         DataConnection { stream, sent: 0, received: 0 }
     }
@@ -130,8 +131,8 @@ pub(super) struct NetworkStep<'a> {
 }
 
 impl NetworkStep<'_> {
-    /// Sends and receives the messages of all `transfers`, and blocks until all are complete or one
-    /// fails. After an error the caller must abort the group.
+    /// Sends and receives the messages of all `transfers` (one per peer), and blocks until all are
+    /// complete or one fails. After an error the caller must abort the group.
     pub(super) fn run(
         &self,
         connections: &mut [Option<DataConnection>],
@@ -270,8 +271,9 @@ impl NetworkStep<'_> {
         self.call.check_byte_transfer(peer, rank, word(4), len as u64)
     }
 
-    /// Blocks until a connection with an unfinished transfer is ready or the group is aborted, for
-    /// at most `timeout` or [`TIMEOUT_CHECK_INTERVAL`], whichever is shorter.
+    /// Blocks until data can be sent or received on a connection with an unfinished transfer, or
+    /// the group is aborted, for at most `timeout` or [`TIMEOUT_CHECK_INTERVAL`], whichever is
+    /// shorter.
     fn wait_until_ready(
         &self,
         connections: &[Option<DataConnection>],

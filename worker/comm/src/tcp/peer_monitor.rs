@@ -33,7 +33,8 @@ const ABORTED_LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a rank waits for a farewell (clean leave) or an abort after the peer's data connection
 /// has ended.
 const FAREWELL_DELAY: Duration = Duration::from_millis(200);
-/// The number of heartbeats that are sent within the silence timeout.
+/// The number of heartbeats that are sent within the silence timeout, after which a silent peer
+/// counts as lost.
 const HEARTBEATS_PER_TIMEOUT: u32 = 5;
 
 /// One rank's knowledge of its group: whether the group was aborted, which ranks have left, and
@@ -135,7 +136,7 @@ impl GroupHealth {
         self.last_heard_ms[rank].store(self.elapsed_ms(), SeqCst);
     }
 
-    /// Returns 1 plus the number of milliseconds since this state was created, so that the result
+    /// Returns the number of milliseconds since this state was created, plus 1 so that the result
     /// is never 0.
     fn elapsed_ms(&self) -> u64 {
         self.start.elapsed().as_millis() as u64 + 1

@@ -27,7 +27,8 @@ impl std::ops::AddAssign for MaxErrors {
 /// the comparison failed.
 pub(super) type CaseResult = Result<MaxErrors, ConformanceError>;
 
-/// The values with which one input or output buffer is filled on both backends before an op runs.
+/// The values with which one input or output buffer of an op is filled, on the CPU and on the GPU,
+/// before the op runs.
 pub(super) struct CaseBuffer {
     values: Vec<f32>,
     /// True if the buffer has the element type under test. False if the buffer is always `f32`.
@@ -83,9 +84,9 @@ pub(super) struct Backends<'a> {
 }
 
 impl Backends<'_> {
-    /// Runs operations on the CPU and on the GPU, and then compares all buffers. The CPU computes
-    /// in `f32` on values that were rounded to the GPU's element type. `case` names the case in
-    /// errors.
+    /// Runs operations on the CPU and on the GPU, and then compares the contents of all their
+    /// buffers. The CPU computes in `f32` on values that were rounded to the GPU's element type.
+    /// `case` names the case in errors.
     pub(super) fn compare<const N: usize>(
         &self,
         case: &str,

@@ -29,8 +29,8 @@ pub(super) fn compare_expert_ops(
     Ok(errors)
 }
 
-/// Compares both passes of the router on the GPU with the CPU as the reference. Both must choose
-/// the same experts.
+/// Compares the forward and the backward pass of a mixture-of-experts router on the GPU with the
+/// CPU as the reference. Both must choose the same experts.
 fn compare_router(backends: &Backends, rng: &mut CaseRng, shape: RouterShape) -> CaseResult {
     let RouterShape { m, experts, experts_per_token, .. } = shape;
     let (balance, z) = (rng.draw_vector(experts), 0.3);

@@ -128,8 +128,8 @@ fn list_vectorised_cases() -> Vec<(u64, FixedCase)> {
     ]
 }
 
-/// Returns conformance cases of attention over several tiles, which are entirely, partly or not
-/// visible. Each case has the seed of its values.
+/// Returns conformance cases of attention whose tiles of queries and keys are entirely, partly or
+/// not visible. Each case has the seed of its values.
 ///
 /// The heads have every size for which a kernel exists and sizes between them. The cases cover
 /// groups of 1 to 8 heads, softcap and dropout. With windows of 95 and 79, the mask must hide

@@ -70,8 +70,8 @@ pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<Family
     (0..FAMILY_NAMES.len()).filter_map(|family| compare_family_with_cpu(cuda, family, seed, rounds)).collect()
 }
 
-/// Compares one family of operations on the GPU with the CPU. `family` is its position in
-/// [`FAMILY_NAMES`]. Returns `None` if the GPU does not support the operations.
+/// Compares one family of operations (such as norms) on the GPU with the CPU. `family` is its
+/// position in [`FAMILY_NAMES`]. Returns `None` if the GPU does not support the operations.
 pub fn compare_family_with_cpu(cuda: &Cuda, family: usize, seed: u64, rounds: usize) -> Option<FamilyReport> {
     let backends = &Backends { cpu: Cpu::new(1), cuda, runs: &RUN_SETTINGS };
     let name = FAMILY_NAMES[family];

@@ -82,8 +82,8 @@ struct LargeTensor {
     is_output: bool,
 }
 
-/// Compares operations on tensors of more than 2³¹ bytes, whose last rows alone are not zero.
-/// Kernels that compute with 32-bit offsets read or write other rows.
+/// Compares operations on tensors of more than 2³¹ bytes, all rows of which are zero except the
+/// last ones. Kernels that compute with 32-bit offsets read or write other rows.
 fn compare_large_tensors(backends: &Backends, divisor: usize) -> CaseResult {
     let rows = |n: usize| (n / divisor).max(TAIL_ROWS);
     let tensor = |dtype, row| LargeTensor { dtype, row, is_small: false, is_output: false };

@@ -92,8 +92,8 @@ fn gated_forward(cpu: &Cpu, op: &str, activation: Activation, y: ViewMut, gate_u
     );
 }
 
-/// Computes the gradient of the gated linear unit [`gated_forward`], and writes it to `dgate_up`.
-/// Recomputes the output `y` of the forward pass in place of `dy`.
+/// Computes the gradients of a gated linear unit with respect to gate and up, and writes them to
+/// `dgate_up`. Recomputes the output `y` of the forward pass in place of `dy`.
 fn gated_backward(
     cpu: &Cpu,
     op: &str,

@@ -146,8 +146,8 @@ impl Element for F16 {
     }
 }
 
-/// Evaluates `body` with `x` bound to the typed slice that an [`InputElements`] contains:
-/// `with_elements!(input, x => body)`.
+/// Evaluates an expression for the typed slice (`f32`, bf16 or f16) that an [`InputElements`]
+/// contains: `with_elements!(input, x => body)`.
 macro_rules! with_elements {
     ($in:expr, $x:ident => $body:expr) => {
         match $in {

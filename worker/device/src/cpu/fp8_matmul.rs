@@ -12,7 +12,7 @@ use super::row_outputs::SliceRows;
 use crate::buffer::ViewMut;
 use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
-/// Number of elements among which one task finds the largest magnitude.
+/// Number of elements among which one parallel task finds the largest magnitude.
 const ELEMENTS_PER_TASK: usize = 16 << 10;
 
 impl Fp8Ops for Cpu {

@@ -457,9 +457,9 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
     }
 }
 
-/// Computes a tile of the result and writes a part of it to `t.c`: `rows` rows from row
-/// `rows_above` of the tile, and the first `columns` elements of each. A tile that is not written
-/// completely is first computed in a buffer.
+/// Computes a tile of a matmul's result in registers and writes a part of it to `t.c`: `rows` rows
+/// from row `rows_above` of the tile, and the first `columns` elements of each. A tile that is not
+/// written completely is first computed in a buffer.
 ///
 /// # Safety
 ///

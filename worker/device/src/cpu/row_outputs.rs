@@ -6,8 +6,8 @@ use crate::buffer::ViewMut;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Number of rows in each partial sum of an op that sums over all rows. The partial sums are then
-/// added in the order of the rows.
+/// Number of rows in each partial sum of an op on the CPU that sums over all rows. The partial sums
+/// are then added in the order of the rows.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
 /// One or more outputs of an op on the CPU, whose rows parallel tasks write.

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 
-/// Number of times that a thread polls for work, or for the end of work, before it blocks. The
-/// polling takes some 10 µs.
+/// Number of times that a thread of the pool polls for work, or for the end of work, before it
+/// blocks. The polling takes some 10 µs.
 const SPIN_ITERATIONS: usize = 1000;
 
 /// The threads of the CPU backend. They run the tasks of an op together with the calling thread.

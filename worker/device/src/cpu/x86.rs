@@ -51,8 +51,8 @@ impl Avx2 {
     }
 }
 
-/// Calls an intrinsic in a method whose `self` proves that the machine has the instruction. Callers
-/// of the method must pass valid pointers.
+/// Calls a CPU intrinsic in a method of a type whose values exist only on machines that have the
+/// instruction. Callers of the method must pass valid pointers.
 macro_rules! intrinsic {
     ($e:expr) => {
         // SAFETY: `Avx512` and `Avx2` exist only on machines with these instructions, and the

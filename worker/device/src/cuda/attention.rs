@@ -10,8 +10,8 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ffi::CStr;
 
-/// Number of queries or keys that one block of a kernel of attention.cu processes at a time. This
-/// is `TILE` of attention.cu.
+/// Number of queries or keys that one thread block of a kernel of attention.cu processes at a time.
+/// This is `TILE` of attention.cu.
 const TILE_ROWS: usize = 32;
 /// Number of threads per block of a kernel of attention.cu.
 const THREADS_PER_BLOCK: u32 = 128;
@@ -91,8 +91,8 @@ fn compute_tiled_launch_size(
     LaunchSize::Config(LaunchConfig { grid, block: [THREADS_PER_BLOCK, 1, 1], shared })
 }
 
-/// Kernel argument with the order in which the blocks of a kernel process heads and tiles. The
-/// layout is that of `BlockOrder` in blocks.cuh.
+/// Kernel argument that determines the order in which the blocks of an attention kernel process
+/// heads and tiles. The layout is that of `BlockOrder` in blocks.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct BlockOrder {
@@ -176,17 +176,17 @@ impl FlashKernel {
         cuda.launch(FLASH_SOURCE, self.names[dim_index][variant], LaunchSize::Config(config), &arguments);
     }
 
-    /// Returns the order in which the kernel's blocks process heads and tiles for the attention
-    /// shape `s`.
+    /// Chooses the order in which the thread blocks of this kernel process heads and tiles for the
+    /// attention shape `s`.
     fn compute_block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
         BlockOrder::new(s, FLASH_TILE_ROWS, self.is_by_keys, l2_cache_bytes)
     }
 }
 
 impl BlockOrder {
-    /// Returns the order in which blocks process heads and tiles of `tile_rows` rows for the
-    /// attention shape `s`. All blocks of a head read the same rows, so heads are scheduled in
-    /// groups whose rows fit into half of the L2 cache.
+    /// Chooses the order in which the thread blocks of an attention kernel process heads and tiles
+    /// of `tile_rows` rows for the shape `s`. All blocks of a head read the same rows, so heads are
+    /// scheduled in groups whose rows fit into half of the L2 cache.
     fn new(s: AttentionShape, tile_rows: usize, is_by_keys: bool, l2_cache_bytes: usize) -> BlockOrder {
         let tiles = s.t.div_ceil(tile_rows);
         let group = s.heads / s.kv_heads;
@@ -374,9 +374,9 @@ impl AttentionOps for Cuda {
 }
 
 /// Enqueues a pass of attention on cuDNN and returns true, or returns false if the built-in kernels
-/// must compute it. Returns false if cuDNN is not used or was not selected for this shape. The
-/// caller must then launch the built-in kernels, also if this call ran them with `run_built_in` to
-/// time them.
+/// must compute the pass. Returns false if cuDNN is not used or was not selected for this shape.
+/// The caller must then launch the built-in kernels, also if this call ran them with `run_built_in`
+/// to time them.
 fn try_run_on_cudnn(
     cuda: &Cuda,
     is_bf16: bool,

@@ -193,8 +193,9 @@ impl Cuda {
         Ok(self.gpu.with_flushed_stream(CUstream::cast)?)
     }
 
-    /// Returns the first failure of a GPU call and clears it. Until it is cleared, all later calls
-    /// are skipped. The conformance comparison uses this to continue after a failure.
+    /// Returns the first failure of a GPU call as an error and clears it, so that later calls are
+    /// made again. Until it is cleared, all later calls are skipped. The conformance comparison
+    /// uses this to continue after a failure.
     pub fn take_status(&self) -> std::result::Result<(), DeviceError> {
         self.gpu.status.take_failure()
     }
@@ -242,8 +243,8 @@ impl Cuda {
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues the kernel `name` on this thread's stream, with as many blocks and threads as
-    /// `work` needs. Without work, launches nothing.
+    /// Enqueues the kernel `name` of `source` on this thread's stream, with as many blocks and
+    /// threads as `work` needs. Without work, launches nothing.
     pub(super) fn launch(
         &self,
         source: KernelSource,
@@ -290,7 +291,8 @@ pub(super) fn choose_threads_per_row(width: usize) -> u32 {
     width.div_ceil(8).next_multiple_of(32).clamp(32, THREADS_PER_BLOCK) as u32
 }
 
-/// The amount of work of a kernel launch, which determines the numbers of blocks and threads.
+/// The amount of work of a kernel launch, from which the numbers of thread blocks and threads are
+/// chosen.
 pub(super) enum LaunchSize {
     /// Work on this number of elements, of which each thread processes one at a time.
     Elements(usize),

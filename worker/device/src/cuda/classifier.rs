@@ -22,7 +22,8 @@ const ROW_ALIGNMENT: usize = 64;
 /// A vocabulary of 16-bit weights is padded if its size is not a multiple of this number of
 /// elements (16 bytes), because matmuls would be several times slower.
 const VOCABULARY_ALIGNMENT: usize = 8;
-/// With a padded vocabulary, the number of rows of a chunk is a multiple of this number.
+/// With a padded vocabulary, the number of rows whose logits are in memory at a time is a multiple
+/// of this number.
 const CHUNK_ROW_ALIGNMENT: usize = 128;
 
 /// How the classifier divides rows and vocabulary among matmuls: the rows whose logits are in

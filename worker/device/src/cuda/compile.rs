@@ -44,8 +44,8 @@ impl KernelSource {
     }
 }
 
-/// Creates a [`KernelSource`] with the text of a file in `kernels/`, which is included at compile
-/// time.
+/// Creates a [`KernelSource`] with the name and the text of a file in `kernels/`, which is included
+/// at compile time.
 macro_rules! kernel_source {
     ($file:literal) => {
         KernelSource { file: $file, text: include_str!(concat!("kernels/", $file)), is_for_hopper: false }
@@ -61,21 +61,23 @@ const KERNEL_HEADERS: [(&CStr, &str); 6] = [
     (c"hopper.cuh", include_str!("kernels/hopper.cuh")),
     (c"flash_hopper.cuh", include_str!("kernels/flash_hopper.cuh")),
 ];
-/// Kernels of elementwise ops, dropout, sums of squares of blocks of elements, and optimizers.
+/// Source file of the kernels of elementwise ops, dropout, sums of squares of blocks of elements,
+/// and optimizers.
 pub(super) const ELEMENTWISE_SOURCE: KernelSource = kernel_source!("elementwise.cu");
 /// Source file of the kernels of RMSNorm, LayerNorm, bias, and sums over rows.
 pub(super) const NORM_SOURCE: KernelSource = kernel_source!("norm.cu");
 /// Source file of the kernels of activation functions and rotary position embedding.
 pub(super) const ACTIVATION_SOURCE: KernelSource = kernel_source!("activation.cu");
-/// Kernels of the token embedding, the router, and ops on the rows of tokens that experts process.
+/// Source file of the kernels of the token embedding, the router, and ops on the rows of tokens
+/// that experts process.
 pub(super) const EXPERT_ROWS_SOURCE: KernelSource = kernel_source!("expert_rows.cu");
 /// Source file of the kernels of the cross-entropy loss.
 pub(super) const CLASSIFIER_SOURCE: KernelSource = kernel_source!("classifier.cu");
-/// Kernels of attention in f32 arithmetic, for all element types.
+/// Source file of the kernels of attention in f32 arithmetic, for all element types.
 pub(super) const ATTENTION_SOURCE: KernelSource = kernel_source!("attention.cu");
-/// Kernels of attention for bf16 tensors, which use tensor cores.
+/// Source file of the kernels of attention for bf16 tensors, which use tensor cores.
 pub(super) const FLASH_SOURCE: KernelSource = kernel_source!("flash.cu");
-/// Kernels of attention for bf16 tensors on the tensor cores of Hopper GPUs.
+/// Source file of the kernels of attention for bf16 tensors on the tensor cores of Hopper GPUs.
 pub(super) const FLASH_HOPPER_SOURCE: KernelSource =
     KernelSource { is_for_hopper: true, ..kernel_source!("flash_hopper.cu") };
 /// Source file of the kernels that round the operands of matmuls to fp8.

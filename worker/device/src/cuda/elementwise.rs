@@ -124,7 +124,8 @@ impl VectorOps for Cuda {
     }
 }
 
-/// Returns the number of blocks of [`NORM_BLOCK_LEN`] elements of several vectors.
+/// Returns the number of blocks of [`NORM_BLOCK_LEN`] elements in several vectors, each of which
+/// has its own last block.
 fn count_norm_blocks(vectors: &[View]) -> usize {
     vectors.iter().map(|x| x.len().div_ceil(NORM_BLOCK_LEN)).sum()
 }

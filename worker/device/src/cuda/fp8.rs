@@ -18,11 +18,11 @@ const ALIGNMENT: usize = 16;
 /// Maximum number of threads per block of the kernels that quantize to fp8. The kernel that
 /// transposes a tile has exactly this number of threads.
 const MAX_THREADS_PER_BLOCK: usize = 256;
-/// Number of elements, along the summed dimension, of the tiles in which a matrix is transposed.
-/// This is `TILE_DEPTH` of fp8.cu.
+/// Number of elements, along the summed dimension, of the tiles in which a matrix is transposed
+/// while it is rounded to fp8. This is `TILE_DEPTH` of fp8.cu.
 const TILE_DEPTH: usize = 128;
-/// Number of elements, across the summed dimension, of the tiles in which a matrix is transposed.
-/// This is `TILE_WIDTH` of fp8.cu.
+/// Number of elements, across the summed dimension, of the tiles in which a matrix is transposed
+/// while it is rounded to fp8. This is `TILE_WIDTH` of fp8.cu.
 const TILE_WIDTH: usize = 32;
 
 impl Fp8Ops for Cuda {

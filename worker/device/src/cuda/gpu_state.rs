@@ -69,9 +69,10 @@ pub enum GpuStateError {
     Driver(#[from] CudaError),
 }
 
-/// A function of NVML that queries one number of a device.
+/// Type of a function of NVML that queries one number of a GPU, such as its power.
 type GetUintFn = unsafe extern "C" fn(*mut c_void, *mut c_uint) -> c_int;
-/// A function of NVML that queries one number of a numbered part of a device, such as a clock.
+/// Type of a function of NVML that queries one number of a numbered part of a GPU, such as one of
+/// its clocks.
 type GetNumberedUintFn = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) -> c_int;
 
 impl Cuda {

@@ -12,8 +12,8 @@ use std::{
 };
 
 impl Cuda {
-    /// Turns CUDA graphs on or off for the main stream. No other thread may use the stream
-    /// meanwhile.
+    /// Turns CUDA graphs on or off for the GPU calls on the main stream. No other thread may use
+    /// the stream meanwhile.
     pub fn set_graphs_enabled(&self, on: bool) {
         self.gpu.call_recording_failure(|| self.gpu.set_graphs_enabled(on));
     }
@@ -24,8 +24,8 @@ impl Cuda {
         *self.lock_graph_tuner() = Some(GraphAutotuner::default());
     }
 
-    /// Returns how many CUDA graphs were launched and how many GPU calls were issued one by one, so
-    /// far.
+    /// Returns statistics of CUDA graphs: how many were launched, and how many GPU calls were
+    /// issued one by one.
     pub fn graph_stats(&self) -> GraphStats {
         self.gpu.graphs.lock().stats()
     }

@@ -1,4 +1,5 @@
-//! Records GPU calls in batches, and issues a batch that repeats as one launch of a CUDA graph.
+//! Records GPU calls in batches. A batch that occurs again is issued with a single launch of a CUDA
+//! graph.
 //!
 //! With graphs on, kernels, matmuls, fills and copies within the GPU are recorded into a
 //! [`CallBatch`] instead of being issued. A batch ends at [`MAX_BATCH_CALLS`] calls, or at anything
@@ -159,8 +160,8 @@ impl GraphState {
         flushed
     }
 
-    /// Drops the recorded calls and the CUDA graphs, because the GPU is closed. Recorded calls are
-    /// not issued, because the memory to which they would write has been freed.
+    /// Drops the recorded GPU calls and the CUDA graphs, because the GPU is closed. Recorded calls
+    /// are not issued, because the memory to which they would write has been freed.
     pub(super) fn discard_calls_and_graphs(&mut self, gpu: &GpuContext) {
         self.batch.clear();
         self.destroy_graphs(gpu);
@@ -173,8 +174,8 @@ impl GraphState {
         self.disable_reason.take()
     }
 
-    /// Returns how many CUDA graphs were launched and how many GPU calls were issued one by one, so
-    /// far.
+    /// Returns statistics of CUDA graphs: how many were launched, and how many GPU calls were
+    /// issued one by one.
     pub(super) fn stats(&self) -> GraphStats {
         GraphStats { enabled: self.is_enabled(), cached_graphs: self.graphs.len(), ..self.stats }
     }
@@ -194,8 +195,8 @@ impl GraphState {
         issued
     }
 
-    /// Issues every recorded GPU call to the main stream, for callers that cannot return an error.
-    /// The next flush returns the error.
+    /// Issues every recorded GPU call to the main stream, and stores an error for the next caller
+    /// that can return it. The next flush returns the error.
     pub(super) fn flush_deferring_error(&mut self, gpu: &GpuContext) {
         if let Err(error) = self.flush_batch(gpu) {
             self.deferred_error = Some(error);

@@ -18,7 +18,8 @@ const MAX_SLOTS_PER_INPUT: usize = 4;
 /// Number of consecutive uploads, each of which brings back the input that the previous one
 /// overwrote, after which one more copy is kept on the GPU.
 const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
-/// Minimum size in bytes of the GPU memory for one input. Sizes are powers of two.
+/// Minimum size in bytes of the GPU memory in which a copy of one kernel input is kept. Sizes are
+/// powers of two.
 const MIN_SLOT_BYTES: usize = 256;
 
 /// The integer inputs that one thread uploaded for kernels in one stream, and their copies on the

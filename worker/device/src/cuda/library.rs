@@ -40,7 +40,7 @@ impl CudaLibrary {
         }
     }
 
-    /// Returns instructions to install the library, which are the help text of errors.
+    /// Returns instructions for the user to install the library, which errors show as help.
     pub(super) fn install_help(self) -> &'static str {
         match self {
             CudaLibrary::Driver => {

@@ -67,8 +67,8 @@ impl LibrarySearchPaths {
         LibrarySearchPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
 
-    /// Returns two lists of the library's file names, best first: names of versions that the driver
-    /// can use, and names of versions that are too new for the driver.
+    /// Divides the library's file names into those of versions that the driver can use and those of
+    /// versions that are too new for it, each list best first.
     fn partition_file_names(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
         let newest = Some(self.driver_cuda_major.unwrap_or(u32::MAX));
         library.file_names().iter().partition(|name| parse_major_version(name) <= newest)
@@ -188,8 +188,8 @@ fn open_library_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option
     }
 }
 
-/// Opens the library `libnvrtc-builtins`, which NVRTC needs, from the directory of `path` if `path`
-/// is NVRTC. The library stays open as long as the process lives.
+/// Opens the library `libnvrtc-builtins` from the directory of `path` if `path` is NVRTC, which
+/// needs that library. The library stays open as long as the process lives.
 ///
 /// NVRTC opens `libnvrtc-builtins` by its bare file name. If the library is not in a directory of
 /// the dynamic loader, this only works if the library is already open.

@@ -176,8 +176,8 @@ pub(super) fn finish_empty_matmul(
     len == 0 || k == 0
 }
 
-/// Runs `run`, a matmul that can write only f32, and stores its `len` elements in `c`, which may
-/// have another type.
+/// Runs `run`, a matmul that can write only f32, and stores the `len` elements of its result in
+/// `c`, which may have another type.
 ///
 /// `run` receives f32 scratch memory with the layout of `c`, and the flag `add`. If `add` is false,
 /// `run` must overwrite the scratch memory with the matmul. If `add` is true, the scratch memory
@@ -199,10 +199,10 @@ pub(super) fn run_with_f32_result(
     convert_elements(cuda, c.to_tensor_arg(), sum.to_tensor_arg(), len);
 }
 
-/// Converts the matmul operand `x` to the element type `dtype`, in new GPU memory if necessary.
-/// Returns the converted operand, and the GPU memory that contains the converted elements. The
-/// caller must keep that memory until the matmul is enqueued. Returns `x` itself and no memory if
-/// `x` has the type already.
+/// Converts the matmul operand `x` to the element type `dtype`, in new GPU memory unless it has
+/// that type already. Returns the converted operand, and the GPU memory that contains the converted
+/// elements. The caller must keep that memory until the matmul is enqueued. Returns `x` itself and
+/// no memory if `x` has the type already.
 fn convert_operand(
     cuda: &Cuda,
     x: MatmulOperand,

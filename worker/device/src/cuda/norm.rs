@@ -40,7 +40,7 @@ impl RowLayout {
     }
 
     /// Returns true if kernels can read every row as vectors of eight elements, provided that they
-    /// can read the first.
+    /// can read the first row so.
     fn are_vectorizable(&self) -> bool {
         [self.d, self.stride, self.first].iter().all(|n| n % 8 == 0)
     }
@@ -72,12 +72,12 @@ fn select_kernel(
     }
 }
 
-/// Pairs each tensor with the type bf16, as the argument of [`are_vectorizable`].
+/// Pairs each tensor with the element type bf16, as [`are_vectorizable`] takes them.
 fn pair_with_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype); N] {
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
-/// The factor by which [`sum_rows`] multiplies each row before the rows are summed.
+/// The factor by which each row is multiplied before [`sum_rows`] sums the rows.
 #[derive(Clone, Copy)]
 enum RowFactor {
     One,

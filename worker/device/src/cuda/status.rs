@@ -42,8 +42,8 @@ impl DeviceStatus {
         self.lock().clone().map_or(Ok(()), Err)
     }
 
-    /// Returns the first failure of a GPU call and clears it, so that later calls are executed
-    /// again.
+    /// Returns the first failure of a GPU call as an error and clears it, so that later calls are
+    /// made again.
     pub(super) fn take_failure(&self) -> Result<(), DeviceError> {
         self.has_failed.store(false, Relaxed);
         self.lock().take().map_or(Ok(()), Err)

@@ -138,13 +138,14 @@ pub struct AttentionDropout {
 }
 
 impl AttentionDropout {
-    /// Returns the limit below which a random 32-bit word means that its attention probability is
-    /// dropped.
+    /// Returns the limit below which the random 32-bit word of an attention probability means that
+    /// the probability is dropped.
     pub(crate) fn drop_threshold(&self) -> u32 {
         (self.probability * 4_294_967_296.0) as u32
     }
 
-    /// Returns the factor `1 / (1 − probability)` of the attention probabilities that are kept.
+    /// Returns the factor `1 / (1 − probability)` by which dropout multiplies the attention
+    /// probabilities that are kept.
     pub(crate) fn keep_scale(&self) -> f32 {
         (1.0 / (1.0 - self.probability)) as f32
     }

@@ -7,8 +7,9 @@ pub trait VectorOps {
     /// Converts the elements of `x` to the type of `y` and stores them in `y`. If `y` has fewer
     /// bits, elements are rounded to nearest, ties to even.
     fn cast(&self, y: ViewMut, x: View);
-    /// Rounds `f32` to bf16 stochastically, so that the expected value of `y` is `x`. Values that
-    /// bf16 can represent stay unchanged, including infinities and NaN. Finite values stay finite.
+    /// Rounds `f32` numbers to bf16 stochastically, so that the expected value of `y` is `x`.
+    /// Values that bf16 can represent stay unchanged, including infinities and NaN. Finite values
+    /// stay finite.
     fn round_stochastically(&self, y: ViewMut, x: View, rounding: &StochasticRounding);
     /// Adds the elements of `x` to those of `y`: `y += x`.
     fn add(&self, y: ViewMut, x: View);
@@ -23,8 +24,8 @@ pub trait VectorOps {
     fn softcap(&self, y: ViewMut, cap: f32);
     /// Transposes a matrix: `y[columns, rows] = x[rows, columns]ᵀ`.
     fn transpose(&self, y: ViewMut, x: View, rows: usize, columns: usize);
-    /// Applies dropout in place: sets dropped elements to 0 and multiplies the others by
-    /// `1 / (1 − probability)`.
+    /// Applies dropout in place: sets random elements to 0 and multiplies the others by `1 / (1 −
+    /// probability)`.
     fn dropout(&self, x: ViewMut, dropout: &SampleDropout);
     /// Returns the sum of the squares of all elements, computed in `f64`.
     fn sum_squares(&self, x: View) -> f64;

@@ -47,8 +47,8 @@ pub struct ClassifierShape {
 /// Label of a position that has no loss, such as a token of a prompt.
 pub const IGNORE_LABEL: u32 = u32::MAX;
 
-/// The gradients that [`ClassifierOps::compute_classifier_loss`] computes, and where it writes
-/// them.
+/// Where the classifier writes its gradients, those of the inputs and of the output layer's weight,
+/// and their scale.
 pub struct ClassifierGrads<'a> {
     /// Gradient of the classifier's input, `[m, d]`; overwritten.
     pub dx: ViewMut<'a>,

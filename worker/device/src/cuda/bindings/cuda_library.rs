@@ -5,9 +5,9 @@ use std::ffi::{CStr, c_char, c_int};
 /// A status code that a CUDA library returns; 0 is success.
 pub(in crate::cuda) type Status = c_int;
 
-/// Defines a struct with the functions of a CUDA library, as
-/// [`dynamic_library!`](macro@crate::dynamic_library) does. Each function that returns a status
-/// code also becomes a method that returns a `Result`.
+/// Defines a struct with the functions of a CUDA library, which are looked up when the library is
+/// opened, and methods that turn status codes into errors. Each function that returns a status code
+/// also becomes a method that returns a `Result`.
 ///
 /// The invoking module must define `describe_status`, which returns the library's own message for a
 /// status code that is an error.

@@ -76,7 +76,7 @@ impl DriverApi {
     }
 }
 
-/// A function of the driver that writes a text about a status code.
+/// Type of a function of the driver that returns a text (name or description) for a status code.
 type StatusTextFn = unsafe extern "C" fn(Status, *mut *const c_char) -> Status;
 
 /// Returns the CUDA driver's name and description of the status code `status`.

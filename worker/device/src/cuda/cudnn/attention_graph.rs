@@ -240,9 +240,9 @@ impl AttentionPass {
         cudnn.with_handle(|handle| create_attention_plans(&cudnn.library, self, PlanTarget::Handle(handle)))
     }
 
-    /// Returns how many bytes of GPU memory cuDNN's first plan for this pass needs in addition to
-    /// the operands. `properties` describes the GPU, which this machine need not have, as JSON in
-    /// cuDNN's form. Returns `None` if there is no plan.
+    /// Returns how many bytes of GPU memory cuDNN's first plan for this attention pass needs in
+    /// addition to the operands. `properties` describes the GPU, which this machine need not have,
+    /// as JSON in cuDNN's form. Returns `None` if there is no plan.
     pub(super) fn compute_plan_workspace(&self, cudnn: &Cudnn, properties: &str) -> Result<Option<usize>> {
         let kind = cudnnBackendDescriptorType_t::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR;
         let json = cudnnBackendAttributeName_t::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION;
@@ -344,8 +344,8 @@ fn create_attention_plans(
     create_graph_plans(graph, pass.list_scalars(), target)
 }
 
-/// Adds the tensor of queries, keys or values to the graph, as a part of `qkv` or of the gradient
-/// of `qkv`.
+/// Adds the tensor of queries, keys or values to the graph of cuDNN operations, as a part of `qkv`
+/// or of the gradient of `qkv`.
 fn add_qkv_tensor(
     g: &mut OperationGraph,
     id: i64,
@@ -360,7 +360,8 @@ fn add_qkv_tensor(
     )
 }
 
-/// Adds the tensor of keys or values to the graph, transposed so that tokens are columns.
+/// Adds the tensor of keys or values to the graph of cuDNN operations, transposed so that tokens
+/// are columns.
 fn add_transposed_qkv_tensor(
     g: &mut OperationGraph,
     id: i64,
@@ -381,8 +382,8 @@ fn add_output(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Res
     )
 }
 
-/// Adds to the graph a tensor that has one `f32` for each query and head, and that is stored in GPU
-/// memory.
+/// Adds to the graph of cuDNN operations a tensor in GPU memory that has one `f32` for each query
+/// and head.
 fn add_per_query_tensor(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayout) -> Result<GraphTensor> {
     g.add_tensor(
         TensorLocation::Device(id),
@@ -392,8 +393,8 @@ fn add_per_query_tensor(g: &mut OperationGraph, id: i64, l: &AttentionTensorLayo
     )
 }
 
-/// Adds operations that set the scores of keys to which a query does not attend (masked keys) to
-/// −∞. Returns the masked scores.
+/// Adds cuDNN operations that set the scores of keys to which a query does not attend (masked keys)
+/// to −∞. Returns the masked scores.
 fn add_mask(g: &mut OperationGraph, mask: AttentionMask, scores: GraphTensor) -> Result<GraphTensor> {
     let masked = g.add_host_scalar(MASK_VALUE_ID)?;
     let (query, key) = (g.add_index_along_axis(scores, 2)?, g.add_index_along_axis(scores, 3)?);
@@ -408,8 +409,8 @@ fn add_mask(g: &mut OperationGraph, mask: AttentionMask, scores: GraphTensor) ->
     g.add_select(is_in_window, scores, masked)
 }
 
-/// Adds the forward pass of attention to the graph: `o = softmax(mask(scale · q · kᵀ)) · v`, and
-/// the log-sum-exp of each row.
+/// Adds the forward pass of attention to the graph of cuDNN operations: `o = softmax(mask(scale · q
+/// · kᵀ)) · v`, and the log-sum-exp of each row.
 fn add_forward(g: &mut OperationGraph, pass: &AttentionPass) -> Result<()> {
     let l = AttentionTensorLayout::new(pass.shape);
     let (q, k, v) = (

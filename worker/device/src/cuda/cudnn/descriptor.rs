@@ -120,7 +120,7 @@ impl Descriptor {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// Reads the value of an integer attribute of the finalized descriptor.
+    /// Reads the value of an integer attribute of this finalized cuDNN descriptor.
     pub(super) fn query_int_attribute(&self, attribute: cudnnBackendAttributeName_t) -> Result<i64> {
         let mut value = [0];
         self.query_attribute(attribute, &mut value)?;

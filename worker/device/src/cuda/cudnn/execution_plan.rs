@@ -134,8 +134,8 @@ impl PartialEq for PreparedPlan {
 }
 
 impl PreparedPlan {
-    /// Issues this execution of the plan to `stream` immediately, without recording it for a CUDA
-    /// graph.
+    /// Issues this execution of a cuDNN plan to `stream` immediately, without recording it for a
+    /// CUDA graph.
     pub(in super::super) fn issue(&self, stream: CUstream) -> Result<()> {
         let on_device = |(id, at): &(i64, Address)| (*id, ptr::without_provenance(*at as usize));
         let on_host = |(id, value): &(i64, Box<f32>)| (*id, ptr::from_ref(&**value).cast::<c_void>());

@@ -84,8 +84,8 @@ impl OperationGraph {
         Ok(GraphTensor { index, dims, strides })
     }
 
-    /// Adds a contiguous tensor without memory (a virtual tensor) to the graph, for an intermediate
-    /// result.
+    /// Adds a contiguous tensor without memory (a virtual tensor), an intermediate result, to the
+    /// graph of cuDNN operations.
     pub(super) fn add_virtual_tensor(
         &mut self,
         data_type: cudnnDataType_t,
@@ -170,8 +170,8 @@ impl OperationGraph {
         Ok(y)
     }
 
-    /// Adds the operation that computes the index of each element of `x` along `axis`, and returns
-    /// its result.
+    /// Adds the cuDNN operation that computes the index of each element of `x` along `axis`, and
+    /// returns its result.
     pub(super) fn add_index_along_axis(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
         let y = self.add_virtual_tensor(CUDNN_DATA_INT32, x.dims)?;
         let tensors = [(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x), (CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y)];
@@ -214,8 +214,7 @@ impl OperationGraph {
         )
     }
 
-    /// Adds to the graph an operation that reduces `x` to `y` over the dimensions in which `y` is
-    /// smaller.
+    /// Adds a cuDNN operation that reduces `x` to `y` over the dimensions in which `y` is smaller.
     pub(super) fn add_reduce(
         &mut self,
         operator: cudnnReduceTensorOp_t,
@@ -232,8 +231,8 @@ impl OperationGraph {
         )
     }
 
-    /// Adds the operation that exchanges the last two dimensions of `x`, and returns its result
-    /// with elements of type `data_type`.
+    /// Adds the cuDNN operation that exchanges the last two dimensions of `x`, and returns its
+    /// result with elements of type `data_type`.
     pub(super) fn add_transpose(
         &mut self,
         data_type: cudnnDataType_t,

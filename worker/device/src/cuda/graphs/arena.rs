@@ -101,14 +101,15 @@ impl ScratchArena {
         self.blocks.push(ArenaBlock { block, ranges: Vec::new() });
     }
 
-    /// Removes the blocks in which nothing is allocated, and returns them.
+    /// Removes the blocks of GPU memory in which nothing is allocated from the arena, and returns
+    /// them.
     pub(in super::super) fn take_idle_blocks(&mut self) -> Vec<PoolBlock> {
         let (idle, used) = std::mem::take(&mut self.blocks).into_iter().partition(|b| b.ranges.is_empty());
         self.blocks = used;
         idle.into_iter().map(|block: ArenaBlock| block.block).collect()
     }
 
-    /// Returns the total size of the arena's blocks in bytes.
+    /// Returns the total size in bytes of the blocks of GPU memory that the arena has.
     fn capacity(&self) -> usize {
         self.blocks.iter().map(|block| block.block.bytes).sum()
     }

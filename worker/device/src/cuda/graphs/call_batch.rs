@@ -141,8 +141,8 @@ impl CallBatch {
         }
     }
 
-    /// Returns pointers to the recorded arguments of a kernel, in the form that the driver's launch
-    /// function requires.
+    /// Returns pointers to the recorded arguments of a kernel launch, in the form that the driver's
+    /// launch function requires.
     fn build_argument_pointers(&self, arguments: &Range<usize>) -> Vec<*mut c_void> {
         let start = |at: &usize| ptr::from_ref(&self.words[*at]).cast_mut().cast();
         self.starts[arguments.clone()].iter().map(start).collect()
@@ -176,7 +176,7 @@ impl CallBatch {
         Some(changed)
     }
 
-    /// Returns the recorded arguments of a kernel as 64-bit words.
+    /// Returns the recorded arguments of a kernel launch as 64-bit words.
     fn argument_words(&self, arguments: &Range<usize>) -> &[u64] {
         let start = |i: usize| self.starts.get(i).copied().unwrap_or(self.words.len());
         &self.words[start(arguments.start)..start(arguments.end)]

@@ -83,7 +83,8 @@ unsafe impl Send for MatmulPlan {}
 // SAFETY: as for Send.
 unsafe impl Sync for MatmulPlan {}
 
-/// cuBLASLt's layouts of the first and the second operand and of the result of a matmul.
+/// cuBLASLt's descriptors of the sizes, strides and types of a matmul's two operands and of its
+/// result.
 pub(super) struct MatrixLayouts {
     library: Arc<CublasLtApi>,
     pub(super) handles: [cublasLtMatrixLayout_t; 3],
