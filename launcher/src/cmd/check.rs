@@ -75,14 +75,15 @@ fn join_check(
     join_run(&load_job(request)?.job, address, node_rank)
 }
 
-/// Loads the job to check.
+/// Loads the job whose hosts `launch check` inspects, and marks it as a check for the nodes that
+/// join.
 fn load_job(request: &JobRequest) -> diagnostic::Result<LoadedJob> {
     let mut loaded = LoadedJob::load(request)?;
     loaded.job.cluster.join.checks_hosts = true;
     Ok(loaded)
 }
 
-/// Returns the exit code of a report with a failed check, and `None` for any other report.
+/// Returns the exit code of `launch check` if a check of the report failed, and `None` otherwise.
 fn find_exit_code(report: &CheckReport) -> Option<u8> {
     report.has_failed().then_some(exit::CLUSTER)
 }

@@ -12,7 +12,8 @@ use std::{
     sync::Arc,
 };
 
-/// The runs that `launch ps` lists, and runs that the command line names by their directories.
+/// The runs that the page of `launch serve` shows: those that `launch ps` lists, and those that the
+/// command line names by their directories.
 #[derive(Debug)]
 struct DashboardRuns {
     /// The directory whose `runs` directory is searched for runs.
@@ -44,12 +45,15 @@ impl RunSource for DashboardRuns {
     }
 }
 
-/// Creates a dashboard of the runs of this user and of `named` runs.
+/// Creates the data source of the page of `launch serve`, with the runs of this user and the runs
+/// `named` on the command line.
 pub(super) fn create_dashboard(named: Vec<Run>) -> Arc<Dashboard> {
     let base = std::path::absolute(".").unwrap_or_default();
     Arc::new(Dashboard::new(Box::new(DashboardRuns { base, named })))
 }
 
+/// Converts a run to the description that the dashboard shows: name, state, host, step and
+/// directory.
 fn describe_run(run: &Run) -> RunInfo {
     let record = &run.record;
     RunInfo {

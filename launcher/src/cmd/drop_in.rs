@@ -52,11 +52,12 @@ pub(crate) const DEEPSPEED_HELP: &str = "The options after the name of the comma
     come before the name: `launch --json deepspeed …`. An option that launch cannot honour is an error.\n`deepspeed --help` of the original program describes the options; \
     docs/cli.md#drop-in-commands lists the differences.";
 
-/// The directory of the files that `deepspeed --save_pid` writes.
+/// The directory of the files with process IDs that `deepspeed --save_pid` writes.
 const PID_FILE_DIRECTORY: &str = "/tmp";
-/// The name of the file with variables for workers on several hosts, unless `DS_ENV_FILE` is set.
+/// The name of the file with environment variables for workers that `deepspeed` reads, unless
+/// `DS_ENV_FILE` names another one.
 const DEEPSPEED_ENV_FILE: &str = ".deepspeed_env";
-/// The largest size of a file with variables for workers, in bytes.
+/// The largest size of a file with environment variables for workers, in bytes.
 const MAX_VARIABLE_FILE_BYTES: u64 = 1 << 20;
 
 /// Returns whether `program`, the first word of a command line, is the name or path of another
@@ -110,8 +111,8 @@ pub(crate) fn run(
     code
 }
 
-/// Converts the nodes that the command line of another launcher describes to the options of `launch
-/// run` for nodes.
+/// Converts the number of nodes, node rank and rendezvous on another launcher's command line to the
+/// options of `launch run`.
 fn build_node_args(nodes: Option<ImportedNodes>) -> NodeArgs {
     nodes.map_or_else(NodeArgs::default, |nodes| NodeArgs {
         nodes: Some(nodes.count),
@@ -121,8 +122,8 @@ fn build_node_args(nodes: Option<ImportedNodes>) -> NodeArgs {
     })
 }
 
-/// Returns the arguments of a command line that starts a job. Returns `None` if the original
-/// program has to run the command line.
+/// Returns the part of another launcher's command line that describes a job, such as the words
+/// after `accelerate launch`. Returns `None` if the original program has to run the command line.
 fn select_job_arguments(launcher: OtherLauncher, arguments: &[OsString]) -> Option<&[OsString]> {
     match launcher {
         OtherLauncher::Accelerate => match arguments.first().and_then(|first| first.to_str()) {
@@ -195,8 +196,8 @@ fn build_drop_in_context<'a>(
     }
 }
 
-/// Converts the arguments of a command line to a job. Reads the files that the other launcher would
-/// read.
+/// Converts the arguments of another launcher's command line to a job. Reads the files that the
+/// other launcher would read.
 fn convert_to_job(
     launcher: OtherLauncher,
     words: &[String],
@@ -219,7 +220,7 @@ fn convert_to_job(
     }
 }
 
-/// Combines the reasons for which a command line was rejected into one error.
+/// Combines the reasons why a command line of another launcher cannot be converted into one error.
 fn combine_rejections(launcher: OtherLauncher, mut mistakes: Vec<Diagnostic>) -> Diagnostic {
     match mistakes.len() {
         1 => mistakes.remove(0).with_category(Category::Usage),
@@ -230,7 +231,7 @@ fn combine_rejections(launcher: OtherLauncher, mut mistakes: Vec<Diagnostic>) ->
     }
 }
 
-/// Reads the first existing file of `files`, and parses it as a configuration of Accelerate. If
+/// Reads and parses the first existing file of `files` as a configuration file of Accelerate. If
 /// `is_required` is true, a missing file is an error.
 fn read_accelerate_config(files: &[PathBuf], is_required: bool) -> diagnostic::Result<Option<Document>> {
     let Some(file) = files.iter().find(|file| is_required || file.is_file()) else { return Ok(None) };
@@ -259,7 +260,8 @@ fn read_deepspeed_files(hostfile: &Path, machine: &DropInContext<'_>) -> diagnos
     Ok(files)
 }
 
-/// Reads a file with variables for workers. Fails if the file is too large or not UTF-8 text.
+/// Reads a file with environment variables for workers, as `deepspeed` does. Fails if the file is
+/// too large or not UTF-8 text.
 fn read_variable_file(path: &Path) -> diagnostic::Result<String> {
     let rejected = |problem: &str| {
         let message = format!("{problem} {}", path.display());
@@ -286,7 +288,7 @@ struct PidFile {
 }
 
 impl PidFile {
-    /// Creates the file. Fails if it exists.
+    /// Creates the file and writes the process ID of this process to it. Fails if it exists.
     fn create() -> diagnostic::Result<PidFile> {
         let pid = std::process::id();
         let path = Path::new(PID_FILE_DIRECTORY).join(format!("{pid}.deepspeed"));

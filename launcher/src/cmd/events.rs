@@ -67,9 +67,11 @@ fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::R
     }
 }
 
-/// Converts a line of the journal to the event schema in `format`, and adds a line end. A line that
-/// this version cannot read, such as half a line after a crash, stays unchanged.
+/// Converts a line of the journal (the events of a run on disk) to version `format` of the event
+/// schema, and adds a line end. A line that this version cannot read, such as half a line after a
+/// crash, stays unchanged.
 fn convert_json_line(line: &str, format: OutputFormat) -> String {
+    /// The members of a journal line that its conversion to another schema needs.
     #[derive(Deserialize)]
     struct StoredEvent {
         #[serde(default = "default_schema")]
@@ -91,8 +93,8 @@ fn default_schema() -> u8 {
     1
 }
 
-/// Formats a line of the journal as text: the time since the start of the run, and the event. A
-/// line that cannot be parsed is printed without a time.
+/// Formats an event, given as a line of a run's journal, as text: the time since the start of the
+/// run, and the event. A line that cannot be parsed is printed without a time.
 ///
 /// `began_ms` is the start of the run in milliseconds since 1970.
 fn format_event_line(line: &str, began_ms: u64) -> String {

@@ -87,7 +87,7 @@ pub(crate) fn run(args: ExecArgs, _context: &CommandContext) -> diagnostic::Resu
     }
 }
 
-/// Builds the error that the controller has closed the connection.
+/// Builds the error of `launch exec` that the controller of the run has closed the connection.
 fn build_connection_closed_error(run: &str) -> Diagnostic {
     let message = format!("the controller of run {run} has ended, and the command with it");
     Diagnostic::error(command::EXEC_INTERRUPTED, message).with_subject(run).with_remedy()
@@ -123,7 +123,7 @@ async fn run_command(stream: StdStream, request: ExecRequest) -> Result<ExecRepl
     }
 }
 
-/// Sends a request to the controller.
+/// Sends the request of `launch exec` to the controller of the run.
 async fn send_request(writer: &mut OwnedWriteHalf, request: &ExecRequest) -> Result<(), ExecError> {
     let frame = encode_frame(request).map_err(ExecError::Request)?;
     // The error of a connection that the controller has closed is in its last reply.

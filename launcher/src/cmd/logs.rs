@@ -100,8 +100,8 @@ struct LogViewer<'a> {
 }
 
 impl<'a> LogViewer<'a> {
-    /// Creates a viewer for a run, without open log files. Fails if the pattern of `--grep` is
-    /// invalid, or if the run does not have a rank of `--rank`.
+    /// Creates a viewer for the log files of a run, which has not opened any file yet. Fails if the
+    /// pattern of `--grep` is invalid, or if the run does not have a rank of `--rank`.
     fn new(run: &'a Run, args: &LogsArgs) -> diagnostic::Result<Self> {
         let pattern = args.grep.as_deref().map(Regex::new).transpose();
         let pattern = pattern.map_err(|e| {
@@ -190,6 +190,8 @@ impl<'a> LogViewer<'a> {
         }
     }
 
+    /// Returns whether the user has selected this rank with `--rank`; without `--rank`, all ranks
+    /// are selected.
     fn is_selected(&self, rank: Rank) -> bool {
         self.ranks.as_ref().is_none_or(|ranks| ranks.contains(&rank))
     }

@@ -137,8 +137,9 @@ struct NodeSettings {
 }
 
 impl NodeSettings {
-    /// Collects the settings of a node. Options take precedence over environment variables, and
-    /// these over the job.
+    /// Collects the settings of this node (address of node 0, node rank, number of nodes, key) from
+    /// options, environment variables and the job. Options take precedence over environment
+    /// variables, and these over the job.
     fn collect(
         args: &NodeArgs,
         found: Option<NodeEnvironment>,
@@ -182,8 +183,8 @@ impl NodeSettings {
         Ok(NodeSettings { nodes, node_rank, rendezvous, key_file })
     }
 
-    /// Determines the role of a node from its settings, and adds the settings to the overrides of
-    /// `request`.
+    /// Determines from the settings whether this process controls the nodes that join or is one of
+    /// these nodes, and adds the settings to the overrides of `request`.
     fn into_role(self, mut request: JobRequest) -> diagnostic::Result<NodeRole> {
         let NodeSettings { nodes, node_rank, rendezvous, key_file } = self;
         let mut set = |key: &str, value: String| request.set.push(format!("{key}={value}"));
@@ -215,7 +216,7 @@ impl NodeSettings {
     }
 }
 
-/// Describes this node in messages, such as `this is node 1 of 4 (PET_NNODES)`.
+/// Describes this node for messages to the user, such as `this is node 1 of 4 (PET_NNODES)`.
 fn describe_node(nodes: Option<NodeCount>, rank: Option<u32>, source: Option<&str>) -> String {
     let source = source.map(|source| format!(" ({source})")).unwrap_or_default();
     match (rank, nodes) {

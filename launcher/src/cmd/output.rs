@@ -18,7 +18,7 @@ pub(crate) struct OutputFormat {
     pub(crate) schema: EventSchema,
 }
 
-/// Returns the exit code of a command from its result. If the command failed, prints its error with
+/// Returns the exit code of a command from its result. If the command failed, prints the error with
 /// [`report_error`].
 pub(crate) fn report_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
     result.unwrap_or_else(|error| report_error(&error, format))
@@ -73,7 +73,7 @@ pub(crate) fn print_file_text(text: &str) -> diagnostic::Result<u8> {
     convert_write_result(command_output::write_file_text(text))
 }
 
-/// Returns the exit code 0, or the error of a failed write.
+/// Converts the result of a write to stdout to the exit code 0 or the error to report.
 fn convert_write_result(result: io::Result<()>) -> diagnostic::Result<u8> {
     result.map_err(|error| output_error(&error))?;
     Ok(protocol::exit::DONE)

@@ -25,7 +25,8 @@ use protocol::{
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
-/// Runs `launch plan`: prints the plan of a job and returns the exit code.
+/// Runs `launch plan`: prints which worker of a job would run where, with which CPUs, GPUs and
+/// environment, and returns the exit code.
 pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let prepared = prepare_job(&args.to_request(), &placeholder_run_id(), context.preflight)?;
     print_plan(&prepared, context, false)
@@ -194,8 +195,8 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
     text
 }
 
-/// Computes what the copies of the training state in memory (`checkpoint.memory`) cost, or returns
-/// `None` for a job without such copies.
+/// Computes the host memory and network traffic that the copies of the training state in other
+/// hosts' memory (`checkpoint.memory`) cost, or returns `None` for a job without such copies.
 fn compute_memory_copy_cost(p: &PreparedJob) -> Option<MemoryCopyCost> {
     let workers: Vec<usize> = p.plan.host_plans.iter().map(|plan| plan.workers.len()).collect();
     MemoryCopyCost::compute(&p.job, &workers, &p.preflight.as_ref()?.state_bytes)
@@ -274,7 +275,7 @@ fn format_environment(p: &PreparedJob) -> String {
     text
 }
 
-/// Returns the environment of a worker, with `MASTER_ADDR` and `MASTER_PORT` added.
+/// Returns the environment variables of a worker, completed by `MASTER_ADDR` and `MASTER_PORT`.
 fn add_master_variables(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, String)> {
     let mut env = worker.env.clone();
     p.plan.insert_rendezvous(&mut env);

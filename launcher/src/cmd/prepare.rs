@@ -33,13 +33,14 @@ pub(crate) struct JobArgs {
 }
 
 impl JobArgs {
-    /// Returns a request to load the job file with the overrides.
+    /// Returns a request to load the job file of the command line with the overrides (`--set`) of
+    /// the command line.
     pub(crate) fn to_request(&self) -> JobRequest {
         JobRequest { source: JobSource::File(self.job.clone()), set: self.set.clone() }
     }
 }
 
-/// A request to load a job, with overrides.
+/// A request to load a job: the job file or the text of the job, and overrides of keys (`--set`).
 #[derive(Debug)]
 pub(crate) struct JobRequest {
     /// The file or text from which the job is read.
@@ -48,7 +49,8 @@ pub(crate) struct JobRequest {
     pub(crate) set: Vec<String>,
 }
 
-/// A job that passed all checks on this machine, with the plan and inputs for the controller.
+/// A job that passed all checks on this machine, with its plan and everything else that the
+/// controller needs to run it.
 #[derive(Debug)]
 pub(crate) struct PreparedJob {
     pub(crate) job: JobSpec,
@@ -67,8 +69,8 @@ pub(crate) struct PreparedJob {
     pub(crate) warnings: Vec<Diagnostic>,
 }
 
-/// A loaded job with its source text, from which mistakes that are found later get their line and
-/// column.
+/// A loaded job with its source text, which gives mistakes that are found later their line and
+/// column in the job file.
 pub(super) struct LoadedJob {
     pub(super) job: JobSpec,
     file: String,
@@ -87,12 +89,14 @@ impl LoadedJob {
         }
     }
 
-    /// Combines mistakes in the job into one error, which has each mistake as a detail.
+    /// Combines several mistakes in the job file into one error, which has each mistake as a
+    /// detail.
     pub(super) fn create_invalid_job_error(&self, mistakes: Vec<Diagnostic>) -> Diagnostic {
         invalid_job_error(&self.file, self.locate_mistakes(mistakes))
     }
 
-    /// Converts an error of a provider of hosts to a diagnostic.
+    /// Converts the error of determining the hosts of the job (from a hostfile, Slurm or other
+    /// source) to a diagnostic.
     pub(super) fn cluster_error(&self, error: ClusterError) -> Diagnostic {
         error.into_diagnostic(|mistakes| self.create_invalid_job_error(mistakes))
     }
@@ -167,8 +171,9 @@ pub(super) fn discover_inventory() -> diagnostic::Result<HostInventory> {
     })
 }
 
-/// Describes the host `target` for a plan that is made before the agents run. At that time, only
-/// the inventory of this machine is known, so the inventory of any other host is empty.
+/// Describes the host `target` for a plan that is made before any agent has reported the hardware
+/// of its host. At that time, only the inventory of this machine is known, so the inventory of any
+/// other host is empty.
 pub(super) fn build_planning_host(target: &HostTarget, local: &HostInventory) -> JobHost {
     let inventory = if target.local { local.clone() } else { HostInventory::unknown(&target.name) };
     let (name, selected_slots) = (target.name.clone(), target.selected_slots.clone());

@@ -13,21 +13,22 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The job of the example in the repository, which trains on the files of the repository.
+/// The text of the example job in the repository, which trains on the files of the repository.
 const EXAMPLE_JOB_TEXT: &str = include_str!("../../../configs/quickstart.yaml");
-/// The first key of the job, before which there are only comments.
+/// The first key of the example job. Only comments precede the key.
 const FIRST_KEY: &str = "name: quickstart\n";
-/// The beginning of the line that names the training files.
+/// The beginning of the line of the example job that names the training files.
 const FILES_KEY: &str = "    files: ";
-/// The beginning of the line with the share of the text for evaluations.
+/// The beginning of the line of the example job with the share of the text that is held out for
+/// evaluations.
 const HELD_OUT_KEY: &str = "    held_out: ";
-/// The name of the job file.
+/// The name of the job file that `launch quickstart` writes.
 const JOB_FILE: &str = "job.yaml";
-/// The name of the file with the training text.
+/// The name of the file with training text that `launch quickstart` writes.
 const TEXT_FILE: &str = "corpus.jsonl";
-/// The permissions of the files, which contain no secrets.
+/// The permissions of the files that `launch quickstart` writes.
 const FILE_MODE: u32 = 0o644;
-/// The comment at the beginning of the job file.
+/// The comment at the beginning of the job file that `launch quickstart` writes.
 const JOB_FILE_HEADER: &str = "\
 # Trains a small byte-level Llama on the descriptions of launch's errors, sharded over two workers. The
 # job takes less than a minute on two cores:
@@ -55,8 +56,9 @@ pub(crate) fn run(args: QuickstartArgs, context: &CommandContext) -> diagnostic:
     print_line(format!("to train: cd {directory} && launch {JOB_FILE}"))
 }
 
-/// Writes the files of the quick start to `dir`, and returns their paths. Keeps files that have the
-/// same content. Fails before anything is written if a file with other content exists.
+/// Writes the job file and the training text of `launch quickstart` to `dir`, and returns their
+/// paths. Keeps files that have the same content. Fails before anything is written if a file with
+/// other content exists.
 fn write_files(dir: &Path) -> diagnostic::Result<Vec<PathBuf>> {
     let contents = [(JOB_FILE, build_job_text()), (TEXT_FILE, build_training_text())];
     let failed =
@@ -88,7 +90,8 @@ fn build_file_exists_error(path: &Path) -> Diagnostic {
         .with_help("name another directory: `launch quickstart DIR`")
 }
 
-/// Returns the text of the job: the example of the repository, changed to train on [`TEXT_FILE`].
+/// Returns the text of the job file of `launch quickstart`: the example of the repository, changed
+/// to train on [`TEXT_FILE`].
 fn build_job_text() -> String {
     let start = EXAMPLE_JOB_TEXT.find(FIRST_KEY).unwrap_or(0);
     let lines = EXAMPLE_JOB_TEXT[start..].lines().map(|line| {
@@ -104,7 +107,8 @@ fn build_job_text() -> String {
     format!("{JOB_FILE_HEADER}{}", lines.collect::<String>())
 }
 
-/// Returns the training text: one record with the explanation of each diagnostic code of launch.
+/// Returns the training text of `launch quickstart`: one record with the explanation of each
+/// diagnostic code of launch.
 fn build_training_text() -> String {
     let record = |code| {
         let text = format!("{}\n", diagnostic::render_code_entry(code).trim());

@@ -35,7 +35,8 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The function that prepares the checkpoint from which a program resumes.
+/// The function by which `launch run` prepares the checkpoint from which the program of a job
+/// resumes.
 pub(super) const PREPARE_RESUME: controller::ResumePreparer = super::ckpt::resume::prepare_program_resume;
 
 /// Arguments of `launch run`.
@@ -308,8 +309,9 @@ fn start_detached(
     }
 }
 
-/// Returns the command-line arguments of a detached controller. `fd` is the descriptor of the pipe
-/// through which the controller reports that the job has started.
+/// Returns the command-line arguments for the process of a detached controller (`launch run
+/// --detach`). `fd` is the descriptor of the pipe through which the controller reports that the job
+/// has started.
 fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32, verbosity: u8) -> Vec<OsString> {
     let mut words: Vec<OsString> = vec!["run".into()];
     words.extend((0..verbosity).map(|_| "--verbose".into()));
@@ -415,12 +417,12 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
     Ok(controller::run_job(request, options))
 }
 
-/// Finds the provider of the hosts of a job.
+/// Finds the module that knows the hosts of a job: a list of hosts, Slurm, or nodes that join.
 pub(super) fn find_cluster(job: &JobSpec) -> diagnostic::Result<&'static dyn Cluster> {
     cluster::find_host_provider(job).map_err(build_hosts_error)
 }
 
-/// Converts an error about the hosts of a job to a diagnostic.
+/// Converts an error of determining the hosts of a job to a diagnostic.
 pub(super) fn build_hosts_error(error: ClusterError) -> Diagnostic {
     error.into_diagnostic(|mistakes| {
         output::invalid_job_error("the list of hosts", mistakes).with_category(Category::Cluster)

@@ -18,10 +18,10 @@ use std::{
     time::Duration,
 };
 
-/// The interval at which the file of metrics is written.
+/// The interval at which `launch serve` rewrites its file of Prometheus metrics.
 const TEXTFILE_INTERVAL: Duration = Duration::from_secs(15);
 
-/// The permissions of the file of metrics, which a node exporter of another user reads.
+/// The permissions of the file of Prometheus metrics, which a node exporter of another user reads.
 const TEXTFILE_MODE: u32 = 0o644;
 
 /// Arguments of `launch serve`.
@@ -64,7 +64,7 @@ pub(crate) fn run(args: ServeArgs, context: &CommandContext) -> diagnostic::Resu
     Ok(protocol::exit::DONE)
 }
 
-/// Creates the error that a port could not be served.
+/// Creates the error that `launch serve` cannot listen on a port.
 fn serve_error(port: u16, error: &io::Error) -> Diagnostic {
     let port_text = if port == 0 { "a free port".to_owned() } else { format!("port {port}") };
     Diagnostic::error(command::SERVE_FAILED, format!("cannot serve on {port_text} of 127.0.0.1"))
@@ -74,7 +74,7 @@ fn serve_error(port: u16, error: &io::Error) -> Diagnostic {
         .with_help("choose another port, or leave out `--port`")
 }
 
-/// Writes the file of metrics, and starts a thread that updates the file every
+/// Writes the file of Prometheus metrics, and starts a thread that updates the file every
 /// [`TEXTFILE_INTERVAL`]. Fails if the file cannot be written the first time.
 fn start_textfile_writer(dashboard: Arc<Dashboard>, file: PathBuf) -> diagnostic::Result<()> {
     let file = std::path::absolute(&file).unwrap_or(file);
@@ -95,10 +95,12 @@ fn start_textfile_writer(dashboard: Arc<Dashboard>, file: PathBuf) -> diagnostic
     Ok(())
 }
 
+/// Writes the metrics of all runs to the file of Prometheus metrics, which is replaced atomically.
 fn write_textfile(dashboard: &Dashboard, file: &Path) -> io::Result<()> {
     replace_output_file(file, format_metrics_textfile(dashboard).as_bytes(), TEXTFILE_MODE)
 }
 
+/// Creates the error that the file of Prometheus metrics cannot be written.
 fn textfile_error(file: &Path, error: &io::Error) -> Diagnostic {
     super::output::path_error(command::OUTPUT_FILE_FAILED, "cannot write", file, error)
 }

@@ -1,4 +1,5 @@
-//! `launch shims`: creates links to launch with the names of other launchers.
+//! `launch shims`: creates links to the executable `launch` under the names of other launchers,
+//! such as `torchrun`.
 use super::{
     context::CommandContext,
     drop_in::OtherLauncher,
@@ -21,7 +22,8 @@ pub(crate) struct ShimsArgs {
     dir: PathBuf,
 }
 
-/// Runs `launch shims`: creates the links, and prints how to use them.
+/// Runs `launch shims`: creates links to launch under the names of other launchers, and prints how
+/// to use them.
 pub(crate) fn run(args: ShimsArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let executable = std::env::current_exe().map_err(|error| {
         Diagnostic::error(command::EXECUTABLE_UNKNOWN, "cannot determine the path of launch")
@@ -38,9 +40,9 @@ pub(crate) fn run(args: ShimsArgs, context: &CommandContext) -> diagnostic::Resu
     print_line(format!("to use them: export PATH={}:$PATH", directory.display()))
 }
 
-/// Creates links with the names `names` to `executable` in `dir`. Existing links to `executable`,
-/// or to a file of the same name, are replaced. Fails before anything is created if another file
-/// has one of the names.
+/// Creates, in `dir`, links to `executable` with the names `names` of other launchers. Existing
+/// links to `executable`, or to a file of the same name, are replaced. Fails before anything is
+/// created if another file has one of the names.
 fn create_links(executable: &Path, dir: &Path, names: &[&str]) -> diagnostic::Result<Vec<PathBuf>> {
     let links: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
     if let Some(other) = links.iter().find(|link| !is_replaceable(link, executable)) {
@@ -62,8 +64,8 @@ fn create_links(executable: &Path, dir: &Path, names: &[&str]) -> diagnostic::Re
     Ok(links)
 }
 
-/// Returns whether a link may be created at `link`: nothing is there, or a symbolic link to a file
-/// with the name of `executable`.
+/// Returns whether `launch shims` may create a link at `link`: nothing exists there, or a symbolic
+/// link to a file with the name of `executable`.
 fn is_replaceable(link: &Path, executable: &Path) -> bool {
     match fs::symlink_metadata(link) {
         Err(error) => error.kind() == io::ErrorKind::NotFound,

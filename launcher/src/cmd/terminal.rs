@@ -1,4 +1,5 @@
-//! [`check_terminal`]: checks that a rank can get the terminal of this process (`run.terminal`).
+//! [`check_terminal`]: checks that the rank that `run.terminal` names can use the terminal of this
+//! process.
 use crate::{cluster::HostTarget, plan::Plan, report::command_output};
 use diagnostic::{Diagnostic, codes::host, quantity::format_count};
 use jobspec::JobSpec;

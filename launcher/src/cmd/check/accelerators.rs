@@ -18,6 +18,7 @@ pub(super) fn check_accelerators(
     first: &HostInspection,
     slots: Option<u32>,
 ) -> Option<CheckResult> {
+    /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "accelerators";
     let kinds = list_accelerator_kinds(&host.accelerators);
     let found = describe_accelerators(&host.accelerators);

@@ -13,10 +13,11 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-/// The time between two attempts to reap the child processes of the transport.
+/// The time between two attempts to reap the child processes that start or reach the agents, such
+/// as `ssh`.
 const REAP_INTERVAL: Duration = Duration::from_millis(20);
-/// The time that the child processes of the transport have to end after the agents have ended. A
-/// process that still runs after this time is killed.
+/// How long the child processes that started or reached the agents, such as `ssh`, may take to exit
+/// after the agents have ended. A process that still runs after this time is killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A host with the agent that `launch check` started there, or with the error of the start. If the
@@ -27,8 +28,8 @@ pub(super) struct StartedAgent {
 }
 
 impl StartedAgent {
-    /// Returns the connection to the agent. Returns `None` if the agent is a child process or could
-    /// not be started.
+    /// Returns the connection to the remote host on which the agent was started. Returns `None` if
+    /// the agent is a child process or could not be started.
     pub(super) fn connection(&self) -> Option<&dyn RemoteConnection> {
         match self.agent.as_ref().ok().map(|agent| &agent.handle) {
             Some(AgentHandle::Connection(connection)) => Some(connection.as_ref()),
@@ -71,15 +72,17 @@ pub(super) fn start_agents(
     (started, TransportReaper { transport, task })
 }
 
-/// The transport that has started the agents, and the task that reaps its child processes.
+/// The means by which the agents were started (the transport, such as SSH), and the task that reaps
+/// its child processes.
 pub(super) struct TransportReaper {
     transport: Rc<RefCell<Box<dyn Transport>>>,
     task: JoinHandle<()>,
 }
 
 impl TransportReaper {
-    /// Waits until all child processes of the transport have ended. Kills the processes that still
-    /// run after [`EXIT_TIMEOUT`], and continues to wait for their end.
+    /// Waits until all child processes through which the agents were started, such as `ssh`, have
+    /// ended. Kills the processes that still run after [`EXIT_TIMEOUT`], and continues to wait for
+    /// their end.
     pub(super) async fn wait_or_kill(self) {
         self.task.abort();
         let limit = Instant::now() + EXIT_TIMEOUT;
@@ -100,8 +103,8 @@ impl TransportReaper {
     }
 }
 
-/// Reaps the child processes of the transport that have ended, and passes their exit statuses to
-/// the transport.
+/// Reaps the ended child processes through which the agents were started, and passes their exit
+/// statuses to the transport that created them.
 fn reap_child_processes(transport: &RefCell<Box<dyn Transport>>) {
     let mut transport = transport.borrow_mut();
     let _lock = lock_children();

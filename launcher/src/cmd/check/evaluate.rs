@@ -29,9 +29,9 @@ const MIN_SHM_BYTES: u64 = 1 << 30;
 /// need disk space.
 const MIN_DISK_BYTES: u64 = 1 << 30;
 
-/// Converts the probe results of all hosts to the report of `launch check`. `hosts` are the hosts
-/// of the job, in the order of `probes`, and `preflight` states how the provider of the hosts is
-/// checked.
+/// Builds the report of `launch check` from the answers of the agents of all hosts. `hosts` are the
+/// hosts of the job, in the order of `probes`, and `preflight` states how the provider of the hosts
+/// is checked.
 pub(super) fn evaluate_probes(
     job: &JobSpec,
     hosts: &[HostTarget],
@@ -54,8 +54,9 @@ pub(super) fn evaluate_probes(
     CheckReport { name: job.name.clone(), hosts: reports.collect(), checks, network: None }
 }
 
-/// Returns one check result for each stage of connecting to a host, and a warning if the login
-/// shell printed text. The stages after a failed stage count as skipped.
+/// Returns one check result for each stage of connecting to a host, such as name resolution and
+/// authentication, and a warning if the login shell printed text. The stages after a failed stage
+/// count as skipped.
 fn check_connection(probe: &ProbeResult, stages: &[(ConnectionStage, &'static str)]) -> Vec<CheckResult> {
     let reached = if probe.inspection.is_some() { ConnectionStage::Agent } else { probe.stage };
     let mut checks = Vec::new();
@@ -87,7 +88,7 @@ fn check_connection(probe: &ProbeResult, stages: &[(ConnectionStage, &'static st
     checks
 }
 
-/// Checks the inspection that the agent of one host has reported: directories, architecture,
+/// Derives the check results of one host from what its agent has found: directories, architecture,
 /// version, GPUs and limits.
 ///
 /// Architecture, version and GPUs are compared with those of `first`, the first host that answered.
@@ -205,6 +206,7 @@ fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
             false => CheckResult::ok("locked memory", found),
         });
     }
+    /// The name of the check of /dev/shm in the report of `launch check`.
     const SHM_CHECK_NAME: &str = "/dev/shm";
     checks.push(match host.shm_size_and_free {
         Some((size, _)) if size < MIN_SHM_BYTES => CheckResult::warn(
@@ -240,8 +242,9 @@ fn check_clock(probe: &ProbeResult) -> Option<CheckResult> {
     })
 }
 
-/// Checks the TCP connections from a host to its peers. Returns one failed check for each
-/// unreachable peer, one passed check if the host reached all peers, and no check without peers.
+/// Checks the TCP connections that a host has opened, as a test, to other hosts of the job. Returns
+/// one failed check for each unreachable peer, one passed check if the host reached all peers, and
+/// no check without peers.
 fn check_ports(probe: &ProbeResult) -> Vec<CheckResult> {
     if probe.peers.is_empty() {
         return Vec::new();

@@ -35,10 +35,11 @@ pub(super) fn check_gpus(
     checks
 }
 
-/// Compares the number of a host's GPUs with the slots of the host, and with the number on `first`,
-/// the first host that answered. Warns if there are fewer GPUs than slots, if the numbers differ,
-/// or if the GPU driver does not work.
+/// Compares the number of a host's GPUs with the number of workers that the host is to run (its
+/// slots), and with the number of GPUs of `first`, the first host that answered. Warns if there are
+/// fewer GPUs than slots, if the numbers differ, or if the GPU driver does not work.
 fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> CheckResult {
+    /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "gpus";
     let (count, first_count) = (gpus.gpus.len() as u32, first.gpus.gpus.len());
     let model = gpus.gpus.first().map_or("", |g| g.name.as_str());
@@ -85,6 +86,7 @@ fn check_nccl(gpus: &GpuReport, first: &HostInspection) -> CheckResult {
 /// A required library that cannot be loaded is a failure. Another version than on `first`, the
 /// first host that answered, is a warning.
 fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult> {
+    /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "cuda";
     let first_version = |name: &str| {
         let library = first.gpus.libraries.iter().find(|library| library.name == name)?;
@@ -118,7 +120,8 @@ fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult>
     gpus.libraries.iter().map(check).collect()
 }
 
-/// Joins the help texts of an error and the text `advice` with semicolons.
+/// Joins the help texts of an error and the additional text `advice` to one text, separated by
+/// semicolons.
 fn join_help(error: &Diagnostic, advice: &str) -> String {
     let help = error.help().iter().map(String::as_str).chain([advice]);
     help.collect::<Vec<_>>().join("; ")
@@ -128,6 +131,7 @@ fn join_help(error: &Diagnostic, advice: &str) -> String {
 /// Returns one warning for each problem, or one passed check if the GPUs have no problem. Returns
 /// no checks for a host without GPUs.
 fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
+    /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "gpu health";
     let mut checks = Vec::new();
     for (index, gpu) in gpus.gpus.iter().enumerate() {
@@ -180,6 +184,7 @@ fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
 /// Warns if GPUs of a host cannot access each other's memory, or have different numbers of active
 /// NVLinks. Returns `None` if the host has fewer than two GPUs.
 fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
+    /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "gpu links";
     let (first, _) = (gpus.gpus.first()?, gpus.gpus.get(1)?);
     // Every pair of GPUs is listed once, under the lower index.
@@ -207,6 +212,7 @@ fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
 /// Checks whether processes already use GPUs of a host. Returns one warning for each GPU in use. If
 /// no GPU is in use, returns one passed check with the free memory of the fullest GPU.
 fn check_gpu_memory(gpus: &GpuReport) -> Vec<CheckResult> {
+    /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "gpu memory";
     let fullest = gpus.gpus.iter().min_by_key(|g| g.memory_free);
     if let Some(gpu) = fullest.filter(|_| gpus.gpus.iter().all(|g| g.processes.is_empty())) {

@@ -23,18 +23,20 @@ use tokio::{task::spawn_local, time::Instant};
 
 pub(super) use network_checks::add_network_checks;
 
-/// The time after which no further round of measurements begins.
+/// How long after its start `launch check --network` may still begin a round of measurements.
 const MAX_MEASURING_TIME: Duration = Duration::from_secs(180);
-/// The largest number of rounds that search the host at fault, after the first rounds.
+/// The largest number of additional rounds in which `launch check --network` searches for the host
+/// at fault, after the rounds that it plans at first.
 const MAX_SEARCH_ROUNDS: usize = 12;
-/// The time for which data are sent in each direction, in milliseconds.
+/// For how long a measurement sends data in each direction between two hosts, in milliseconds.
 const TRANSFER_MS: u64 = 300;
-/// The time that an agent has for a measurement, in addition to its connections.
+/// The time limit for an agent's answer to a request to inspect or measure the network, in addition
+/// to the time limits of the connections that the agent opens.
 const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(15);
 /// How many connections an agent opens one after another in a measurement: one to all ports at the
 /// same time, one for each direction, and one with small segments for each direction.
 const CONNECTIONS_IN_SEQUENCE: u32 = 5;
-/// The number of CPUs of a host for each parallel connection of a transfer.
+/// The number of a host's CPUs for which a transfer gets one parallel TCP connection.
 const CPUS_PER_STREAM: u32 = 2;
 
 /// The options with which `launch check --network` measures the network of a job.
@@ -70,7 +72,8 @@ impl NetworkCheckOptions {
     }
 }
 
-/// The sessions with the agents of all hosts; `None` for a host that is in a measurement.
+/// The sessions of `launch check` with the agents of all hosts, by host index; `None` for a host
+/// that takes part in a measurement at the moment.
 type AgentSessions = Vec<Option<ProbeSession>>;
 
 /// Measures the connections between the hosts of `sessions`, so that each host takes part in only
@@ -146,7 +149,8 @@ fn choose_search_round(pairs: &PairMeasurements, count: usize, hosts: &[usize]) 
     select_disjoint_pairs(wanted.collect::<Vec<_>>())
 }
 
-/// Measures the pairs of one round at the same time.
+/// Measures the connections of several pairs of hosts at the same time, and adds the results to the
+/// report. A host is in at most one pair.
 async fn measure_round(
     sessions: &mut AgentSessions,
     round: &[(usize, usize)],
@@ -205,7 +209,8 @@ async fn inspect_network(
     (session, inspection)
 }
 
-/// Requests a measurement from an agent. Returns `None` if the agent does not answer in time.
+/// Requests that an agent measure the connections to another host, and waits for the result.
+/// Returns `None` if the agent does not answer in time.
 async fn request_measurement(session: &mut ProbeSession, request: MeasureRequest) -> Option<Measurement> {
     let connections = Duration::from_millis(request.timeout_ms) * CONNECTIONS_IN_SEQUENCE;
     ask_agent(session, ProbeRequest::Measure(request), connections + MEASUREMENT_TIMEOUT, |answer| {

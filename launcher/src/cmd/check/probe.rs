@@ -1,5 +1,5 @@
-//! [`probe_hosts`]: sends the probes to the agents of all hosts in parallel and collects the
-//! answers.
+//! [`probe_hosts`]: sends the requests of `launch check` (probes) to the agents of all hosts in
+//! parallel and collects the answers.
 use super::agents::StartedAgent;
 use crate::{
     cluster::ConnectionStage,
@@ -25,7 +25,8 @@ use tokio::{
 
 /// How long `launch check` waits for an agent's answer to an inspection request.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long `launch check` waits for the end of the agents of nodes that join.
+/// How long node 0 waits at the end of `launch check` until the agents of the nodes that joined
+/// have ended.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
 /// ignored. An error about the agent contains the text.
@@ -49,7 +50,8 @@ pub(super) struct ProbeTargets {
     pub(super) ports: PortSelection,
 }
 
-/// The answers of one host to the probes of `launch check`, or the error that prevented them.
+/// The answers of one host's agent to the requests (probes) of `launch check`, or the error that
+/// prevented them.
 #[derive(Debug)]
 pub(super) struct ProbeResult {
     pub(super) name: String,
@@ -76,8 +78,8 @@ pub(super) struct ProbeResult {
     pub(super) client: Option<String>,
 }
 
-/// Probes the hosts of all `agents` in parallel and returns the sessions in the order of `agents`,
-/// with the results. Dropping a session ends its agent.
+/// Sends the requests of `launch check` (probes) to all `agents` in parallel, and returns the
+/// sessions in the order of `agents`, with the answers. Dropping a session ends its agent.
 ///
 /// `nonce` is the beginning of the nonces of all hosts. `connect_timeout_ms` limits each TCP
 /// connection between two hosts, in milliseconds. The caller must run in a
@@ -116,7 +118,7 @@ pub(super) async fn probe_hosts(
     sessions
 }
 
-/// A host that is being probed: the results so far, the agent on the host and the control
+/// A host that `launch check` inspects: the results so far, the agent on the host and the control
 /// connection to the agent.
 pub(super) struct ProbeSession {
     pub(super) probe: ProbeResult,
@@ -131,16 +133,18 @@ impl ProbeSession {
     }
 }
 
-/// An agent that has answered the probes, with its control connection. Dropping it ends the agent.
+/// An agent that has answered the requests of `launch check`, with its control connection. Dropping
+/// it ends the agent.
 pub(super) type ProbedAgent = (StartedAgent, Option<AgentConnection>);
 
-/// Splits sessions into their results and their agents.
+/// Splits the sessions of `launch check` with its hosts into the results and the agents that still
+/// run, both in the order of the sessions.
 pub(super) fn split_sessions(sessions: Vec<ProbeSession>) -> (Vec<ProbeResult>, Vec<ProbedAgent>) {
     sessions.into_iter().map(|session| (session.probe, (session.host, session.connection))).unzip()
 }
 
-/// Informs all agents that the check has ended with an exit code, and waits until they have ended,
-/// at most for [`END_TIMEOUT`].
+/// Informs all agents that `launch check` has ended with an exit code, and waits until they have
+/// ended, at most for [`END_TIMEOUT`].
 pub(super) async fn end_probed_agents(mut agents: Vec<ProbedAgent>, exit_code: u8) {
     for (_, connection) in &mut agents {
         if let Some(connection) = connection {
@@ -207,8 +211,8 @@ impl AgentConnection {
     }
 }
 
-/// Requests an inspection from the agent of a host. Stores the inspection, or the error if the
-/// request fails, in the probe result of the returned session.
+/// Requests that the agent of a host inspect the host, and waits for the answer. Stores the
+/// inspection, or the error if the request fails, in the probe result of the returned session.
 async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: String) -> ProbeSession {
     let mut probe = ProbeResult {
         name: host.name.clone(),
@@ -334,8 +338,8 @@ fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
     Some(PeerListener { name: probe.name.clone(), addresses, greeting: inspection.greeting.clone() })
 }
 
-/// Selects the hosts to which host `index` connects as a test, and returns where their agents
-/// listen.
+/// Selects the other hosts to which host `index` opens test connections, and returns where their
+/// agents listen.
 ///
 /// These are all other hosts or, if the job has more than [`MAX_FULL_MESH_HOSTS`] hosts, the first
 /// host and the [`NEIGHBOUR_COUNT`] hosts after host `index`. Omits hosts that have no listener.

@@ -151,6 +151,7 @@ pub(super) fn render_json(report: &CheckReport) -> Value {
     })
 }
 
+/// Returns a check result as a JSON object for the report of `launch check --json`.
 fn check_to_json(check: &CheckResult) -> Value {
     let result = match check.level {
         CheckLevel::Ok => "ok",

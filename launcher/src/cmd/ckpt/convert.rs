@@ -160,8 +160,8 @@ fn assign_groups(
     Ok(assigned.into_iter().map(|(name, rule)| (name, rule.group)).collect())
 }
 
-/// Creates the error that `option` contradicts other options or the checkpoint, as `message`
-/// describes.
+/// Creates the error that `option` contradicts another option or does not fit the checkpoint, as
+/// `message` describes.
 fn option_error(code: Code, option: &str, message: String) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(option)
 }

@@ -103,8 +103,8 @@ pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
     join_sections(&lines, &facts.groups, &tensors)
 }
 
-/// Describes an external checkpoint as text: a list of properties, and tables of the optimizer
-/// groups, tensors and RNG streams.
+/// Describes a checkpoint that another program has written as text: a list of properties, and
+/// tables of the optimizer groups, tensors and RNG streams (random generators).
 pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> String {
     let facts = checkpoint.facts();
     let tensors = checkpoint.tensors();
@@ -137,8 +137,8 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
     join_sections(&lines, &json!(facts.state.groups), &tensors) + &format_rng_stream_table(checkpoint)
 }
 
-/// Formats the update counts of all weights as one number or, if the counts differ, as a range.
-/// Returns `unknown` if there are no counts.
+/// Formats the number of optimizer updates that the weights of a checkpoint had: one number or, if
+/// the weights differ, a range. Returns `unknown` if there are no counts.
 fn format_update_counts<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     let distinct: std::collections::BTreeSet<u64> = steps.copied().collect();
     match (distinct.first(), distinct.last()) {
@@ -148,8 +148,9 @@ fn format_update_counts<'a>(steps: impl Iterator<Item = &'a u64>) -> String {
     }
 }
 
-/// Formats a table with a row for each RNG stream of each rank, or the error of reading the RNG
-/// files. The result is empty if the checkpoint has no RNG files.
+/// Formats a table with a row for each RNG stream (random generator) of each rank of a checkpoint,
+/// or the error of reading the files with their states. The result is empty if the checkpoint has
+/// no RNG files.
 ///
 /// Two streams whose digests in the table are equal produce equal random numbers.
 fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
@@ -172,8 +173,8 @@ fn format_rng_stream_table(checkpoint: &ExternalCheckpoint) -> String {
     format!("\n{}", format_table(&table))
 }
 
-/// Computes the digests of a checkpoint's RNG streams from the RNG files in the checkpoint's
-/// directory or, if there are no RNG files, in the parent directory.
+/// Computes the digests of the states of a checkpoint's RNG streams (random generators) from the
+/// RNG files in the checkpoint's directory or, if there are no RNG files, in the parent directory.
 fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<RngStateDigest>> {
     if checkpoint.facts().rng_files.is_empty() {
         return Ok(Vec::new());
@@ -184,8 +185,8 @@ fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<R
     if digests.is_empty() { Ok(rank_files::compute_rng_state_digests(parent)?) } else { Ok(digests) }
 }
 
-/// Describes an external checkpoint as a JSON object with properties, files, tensors and RNG
-/// streams.
+/// Describes a checkpoint that another program has written as a JSON object with properties, files,
+/// tensors and RNG streams (random generators).
 pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Value {
     let mut value = serde_json::to_value(checkpoint.facts()).unwrap_or(Value::Null);
     let files: Vec<Value> =

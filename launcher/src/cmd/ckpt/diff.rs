@@ -46,7 +46,8 @@ pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
     Ok(if report.is_equal() { exit::DONE } else { exit::FAILED })
 }
 
-/// Converts a checkpoint to the input of the comparison: its tensors and tied weights.
+/// Converts a checkpoint to one side of a comparison of two checkpoints: its tensors and tied
+/// weights.
 fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     let ties: &[TiedWeight] = match found {
         OpenedCheckpoint::Native(newest) => &newest.checkpoint.run_facts().model.ties,

@@ -17,7 +17,8 @@ pub(super) fn log_line(line: fmt::Arguments<'_>) {
     command_output::write_message(&format!("{}\n", filter_line(&line.to_string())));
 }
 
-/// Returns a report of crate `ckpt` as JSON.
+/// Serializes the result of an operation on a checkpoint, such as the report of a verification, as
+/// JSON.
 pub(super) fn report_to_json(report: &impl Serialize) -> Value {
     serde_json::to_value(report).unwrap_or(Value::Null)
 }

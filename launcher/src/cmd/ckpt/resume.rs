@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 /// the beginning, an empty text replaces the placeholder.
 const RESUME_PLACEHOLDER: &str = "{resume}";
 
-/// Finds and prepares the checkpoint directory that a program resumes from (`resume.from`), and
-/// adds it to `plan`.
+/// Finds the checkpoint from which the job's program resumes (`resume.from`), prepares it for the
+/// job's world size, and adds its path to the workers of `plan`.
 ///
 /// Adds the path to the environment of each planned worker, replaces `{resume}` in each worker's
 /// command, and adds notes to the warnings of the plan. Leaves plans of built-in training
@@ -43,7 +43,8 @@ pub(crate) fn prepare_program_resume(job: &JobSpec, plan: &mut Plan) -> diagnost
     Ok(())
 }
 
-/// Finds the checkpoint directory and prepares the RNG streams of the checkpoint for `world`
+/// Finds the checkpoint directory that `resume.from` selects. If the job has another world size
+/// than the checkpoint, writes a directory with random generator states (RNG streams) for `world`
 /// workers.
 ///
 /// Returns the absolute path, or `None` if the program starts without a checkpoint. Also returns

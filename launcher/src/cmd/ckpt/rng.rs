@@ -1,4 +1,5 @@
-//! `launch ckpt rng`: reconciles the RNG streams in a program's checkpoint for another world size.
+//! `launch ckpt rng`: converts the states of the random generators (RNG streams) in a program's
+//! checkpoint to another world size.
 use super::output::log_line;
 use crate::cmd::output::{print_json, print_line};
 use ckpt::rng_files::{
@@ -47,7 +48,8 @@ pub(super) struct RngArgs {
     pub(super) per_rank: Vec<StreamKindOption>,
 }
 
-/// The kind of RNG stream that `--replicated` and `--per-rank` name.
+/// The library and device of a random generator, such as `torch_cuda`, that the options
+/// `--replicated` and `--per-rank` name.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum StreamKindOption {
     Python,
@@ -59,6 +61,7 @@ pub(super) enum StreamKindOption {
 }
 
 impl StreamKindOption {
+    /// Converts the value of the option to the type of crate `ckpt`.
     fn to_stream_kind(self) -> RngStreamKind {
         match self {
             StreamKindOption::Python => RngStreamKind::Python,
@@ -69,8 +72,8 @@ impl StreamKindOption {
     }
 }
 
-/// Runs `launch ckpt rng`: writes a directory with the reconciled RNG streams and prints the path
-/// of the directory.
+/// Runs `launch ckpt rng`: writes a directory with the random generator states (RNG streams) for
+/// the requested world size, and prints the path of the directory.
 pub(super) fn run(args: RngArgs, json: bool) -> diagnostic::Result<u8> {
     let policy = match (args.strict, args.reseed) {
         (true, _) => ReconcilePolicy::Strict,

@@ -14,10 +14,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// The time between two scans of the watched directory while checkpoints are being written.
+/// The time between two scans of the directory that `launch ckpt watch` watches, while checkpoints
+/// are being written there.
 const SCAN_INTERVAL: Duration = Duration::from_secs(1);
-/// The longest time between two scans of the watched directory. The scans find changes that the
-/// operating system does not report.
+/// The longest time between two scans of the directory that `launch ckpt watch` watches. The scans
+/// find changes that the operating system does not report.
 const IDLE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Arguments of `launch ckpt watch`.
@@ -55,7 +56,8 @@ pub(super) fn run(args: WatchArgs, json: bool) -> diagnostic::Result<u8> {
     code
 }
 
-/// Returns the error that the event loop of `launch ckpt watch` cannot be started.
+/// Builds the error that `launch ckpt watch` cannot start its asynchronous runtime, which waits for
+/// signals and changes.
 fn event_loop_error(error: &std::io::Error) -> Diagnostic {
     Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop")
         .with_category(Category::Failed)

@@ -31,7 +31,8 @@ impl OtherLauncher {
         OtherLauncher::ALL.into_iter().find(|launcher| name == launcher.name())
     }
 
-    /// Returns the launcher whose name is the file name of the path `program`.
+    /// Returns the launcher that the path `program` names by its file name, such as torchrun for
+    /// `/usr/bin/torchrun`.
     pub(crate) fn from_program_name(program: &OsStr) -> Option<OtherLauncher> {
         OtherLauncher::from_name(Path::new(program).file_name()?)
     }

@@ -80,7 +80,8 @@ pub(super) struct KubernetesArgs {
     workdir: Option<String>,
 }
 
-/// Builds the objects of a job. Draws a new key. Fails if the job cannot run in pods.
+/// Builds the Kubernetes objects that run a job: a JobSet or an Indexed Job, and the Secret,
+/// ConfigMap and Service that its pods need. Draws a new key. Fails if the job cannot run in pods.
 pub(super) fn build_objects(args: &KubernetesArgs, job: &JobSpec) -> diagnostic::Result<Vec<Value>> {
     if !matches!(job.cluster.hosts, HostSelection::Auto | HostSelection::Join) {
         let message = "the pods of a job join each other, but `cluster.hosts` selects other hosts";
@@ -138,7 +139,8 @@ fn make_object_name(name: &str) -> String {
     }
 }
 
-/// The inputs from which the Kubernetes objects of one job are built.
+/// The inputs from which the Kubernetes objects of one job are built: the job, its name, its nodes
+/// and the options of the command.
 struct KubernetesManifest<'a> {
     args: &'a KubernetesArgs,
     job: &'a JobSpec,
@@ -148,7 +150,8 @@ struct KubernetesManifest<'a> {
 }
 
 impl KubernetesManifest<'_> {
-    /// Builds an object with the name of the job and `suffix`. `content` has the other keys.
+    /// Builds a Kubernetes object of the kind `kind`. Its name is that of the job with `suffix`,
+    /// and its members are those of `content`.
     fn build_object(&self, version: &str, kind: &str, suffix: &str, content: Value) -> Value {
         let mut metadata = json!({"name": format!("{}{suffix}", self.name), "labels": self.build_labels()});
         if let Some(namespace) = &self.args.namespace {
@@ -161,12 +164,13 @@ impl KubernetesManifest<'_> {
         object
     }
 
-    /// Returns the labels that each of the objects gets.
+    /// Returns the labels of the Kubernetes objects of the job.
     fn build_labels(&self) -> Value {
         json!({"app.kubernetes.io/instance": self.name, "app.kubernetes.io/managed-by": "launch"})
     }
 
-    /// Builds the Secret with a new key.
+    /// Builds the Kubernetes Secret with a new random key, with which the nodes of the job
+    /// authenticate each other.
     fn build_secret(&self) -> diagnostic::Result<Value> {
         let mut bytes = [0u8; 32];
         getrandom::fill(&mut bytes).map_err(|error| {
@@ -177,7 +181,7 @@ impl KubernetesManifest<'_> {
         Ok(self.build_object("v1", "Secret", "-key", json!({"type": "Opaque", "stringData": {"key": key}})))
     }
 
-    /// Builds the ConfigMap with the job file.
+    /// Builds the Kubernetes ConfigMap that contains the job file.
     fn build_config_map(&self, text: &str) -> Value {
         self.build_object("v1", "ConfigMap", "-job", json!({"data": {"job.yaml": text}}))
     }
@@ -194,7 +198,8 @@ impl KubernetesManifest<'_> {
         self.build_object("v1", "Service", "", json!({"spec": spec}))
     }
 
-    /// Builds the JobSet of a Job with this spec. The JobSet's controller creates the Service.
+    /// Builds the Kubernetes JobSet that runs one Job with the spec `job_spec`. The JobSet's
+    /// controller creates the Service.
     fn build_job_set(&self, job_spec: Value) -> Value {
         let rule = json!({
             "name": "no-retry",
@@ -209,7 +214,7 @@ impl KubernetesManifest<'_> {
         self.build_object("jobset.x-k8s.io/v1alpha2", "JobSet", "", json!({"spec": spec}))
     }
 
-    /// Builds the spec of the Job: one pod for each node.
+    /// Builds the spec of the Kubernetes Job, which has one pod for each node of the job.
     fn build_job_spec(&self) -> diagnostic::Result<Value> {
         let pods = self.nodes.max;
         // A lost node 0 ends the pods of all nodes. Kubernetes stores the limit in 32 bits.

@@ -14,7 +14,7 @@ pub(super) fn format_yaml_documents(values: &[Value]) -> String {
     text
 }
 
-/// Appends the lines of a mapping or a list with this indentation.
+/// Appends the YAML lines of a mapping or a list, indented by `indent` columns.
 fn write_block(value: &Value, indent: usize, text: &mut String) {
     let pad = " ".repeat(indent);
     match value {
@@ -78,7 +78,7 @@ fn can_be_literal_block(text: &str) -> bool {
             .all(|c| c == '\n' || !c.is_control() && !matches!(c, '\u{2028}' | '\u{2029}' | '\u{feff}'))
 }
 
-/// Formats a text, number, boolean or null.
+/// Formats a string, number, boolean or null as YAML.
 fn format_scalar(value: &Value) -> String {
     match value {
         Value::String(text) => quote_yaml(text),

@@ -7,8 +7,9 @@ use std::{
     fmt::Write,
 };
 
-/// Formats the changes as text, with one line for each variable: `+` before an added one, `~`
-/// before a changed one, and `-` before a removed one. Secret values are redacted.
+/// Formats the changes of environment variables as text, with one line for each variable: `+`
+/// before an added one, `~` before a changed one, and `-` before a removed one. Secret values are
+/// redacted.
 pub(super) fn format_changes(changes: &EnvironmentChanges, host: &str) -> String {
     let mut text = format!("\nchanges of the environment by run.activate on {host}:\n");
     for (mark, variables) in [('+', &changes.added), ('~', &changes.changed)] {
@@ -27,7 +28,8 @@ pub(super) fn format_changes(changes: &EnvironmentChanges, host: &str) -> String
     text
 }
 
-/// Returns the changes as a JSON object. Secret values are redacted.
+/// Returns the changes of environment variables by `run.activate` as a JSON object. Secret values
+/// are redacted.
 pub(super) fn changes_to_json(changes: &EnvironmentChanges) -> Value {
     let object = |variables: &BTreeMap<OsString, OsString>| -> Map<String, Value> {
         variables.iter().map(|(name, value)| (to_printable_text(name), redact(name, value).into())).collect()
@@ -36,12 +38,12 @@ pub(super) fn changes_to_json(changes: &EnvironmentChanges) -> Value {
     json!({"added": object(&changes.added), "changed": object(&changes.changed), "removed": removed})
 }
 
-/// Returns a name or value as printable text.
+/// Returns the name or value of an environment variable as printable text.
 fn to_printable_text(text: &OsStr) -> String {
     text.to_string_lossy().into_owned()
 }
 
-/// Replaces control characters, so that the text fits into a line.
+/// Replaces the control characters in `text`, so that the text fits into one line.
 fn to_single_line(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
 }

@@ -8,12 +8,14 @@
 //! work, each of them is tested with a host that is.
 use std::collections::BTreeMap;
 
-/// The number of bad transfers with different working partners from which on a host counts as
-/// faulty.
+/// The number of bad transfers with different partners, all of which work with other hosts, that
+/// shows that a host is faulty.
 const MIN_CONVICTING_TRANSFERS: usize = 2;
-/// How often a bad transfer is tested before it counts, because another load can disturb one test.
+/// How many tests a bad transfer between two hosts needs before it counts, because another load can
+/// disturb one test.
 const TESTS_OF_BAD_TRANSFER: u32 = 2;
-/// How often a bad transfer is tested if neither its sender nor its receiver is found to be faulty.
+/// How many tests a bad transfer between two hosts needs before the path counts as faulty, if
+/// neither host is found to be faulty.
 const TESTS_OF_BAD_PATH: u32 = 3;
 
 /// The results of all tested transfers between hosts, from which the faulty hosts and paths are
@@ -30,14 +32,14 @@ struct TestedTransfer {
     tests: u32,
 }
 
-/// One of the two roles of a host in a transfer.
+/// The role of a host in a transfer: sender or receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum TransferRole {
     Sender,
     Receiver,
 }
 
-/// A host or path that is at fault for bad transfers.
+/// What is at fault for bad transfers: a host, or the path between two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum TransferFault {
     /// The host in this role: no transfer with a working partner was good.
@@ -56,7 +58,7 @@ impl FaultSearch {
         self.transfers.insert((sender, receiver), TestedTransfer { is_bad, tests });
     }
 
-    /// Returns whether `host` took part in a good transfer in this role.
+    /// Returns whether `host` took part in a good transfer in the role `role` (sender or receiver).
     fn has_good_transfer(&self, host: usize, role: TransferRole) -> bool {
         let is_good = |(pair, transfer): (&(usize, usize), &TestedTransfer)| {
             !transfer.is_bad && select_host_by_role(*pair, role) == host
@@ -64,8 +66,8 @@ impl FaultSearch {
         self.transfers.iter().any(is_good)
     }
 
-    /// Returns the bad transfers that are evidence against `host` in this role, because their other
-    /// side is known to work.
+    /// Returns the bad transfers that are evidence against `host` in the role `role` (sender or
+    /// receiver), because their other side is known to work.
     fn list_evidence(&self, host: usize, role: TransferRole) -> Vec<(usize, usize)> {
         if self.has_good_transfer(host, role) {
             return Vec::new();
@@ -80,7 +82,8 @@ impl FaultSearch {
         evidence.map(|(pair, _)| *pair).collect()
     }
 
-    /// Returns whether enough evidence shows that `host` is at fault in this role.
+    /// Returns whether enough bad transfers show that `host` is at fault as the sender or receiver,
+    /// as `role` selects.
     fn is_convicted(&self, host: usize, role: TransferRole) -> bool {
         self.list_evidence(host, role).len() >= MIN_CONVICTING_TRANSFERS
     }
@@ -90,8 +93,8 @@ impl FaultSearch {
         self.transfers.iter().filter(|(_, transfer)| transfer.is_bad).map(|(pair, _)| *pair).collect()
     }
 
-    /// Returns everything that is at fault, in ascending order without duplicates. The result
-    /// explains every bad transfer.
+    /// Returns all hosts and paths that are at fault for bad transfers, in ascending order without
+    /// duplicates. The result explains every bad transfer.
     pub(super) fn find_faults(&self) -> Vec<TransferFault> {
         use TransferRole::{Receiver, Sender};
         let mut faults = Vec::new();
@@ -143,8 +146,9 @@ impl FaultSearch {
         chosen
     }
 
-    /// Returns the next transfer to test, to find out whether `host` works in this role: a transfer
-    /// with a new partner that is known to work, or the repetition of a bad transfer.
+    /// Returns the next transfer to test, to find out whether `host` works in the role `role`
+    /// (sender or receiver): a transfer with a new partner that is known to work, or the repetition
+    /// of a bad transfer.
     fn choose_test_of_host(
         &self,
         host: usize,
@@ -183,7 +187,8 @@ impl FaultSearch {
 }
 
 impl TransferRole {
-    /// Returns the role of the other host of a transfer.
+    /// Returns the role of the other host of a transfer: the receiver for a sender, and the sender
+    /// for a receiver.
     fn opposite(self) -> TransferRole {
         match self {
             TransferRole::Sender => TransferRole::Receiver,
@@ -192,7 +197,7 @@ impl TransferRole {
     }
 }
 
-/// Returns the host that has this role in a transfer.
+/// Returns the sender or the receiver of a transfer, as `role` selects.
 fn select_host_by_role((sender, receiver): (usize, usize), role: TransferRole) -> usize {
     match role {
         TransferRole::Sender => sender,

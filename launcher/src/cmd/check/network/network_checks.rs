@@ -12,17 +12,19 @@ use protocol::network_probe::{NetworkInspection, NetworkInterface};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// The share of retransmitted segments above which packets count as lost.
+/// The share of a host's sent TCP segments above which retransmissions count as packet loss.
 const MAX_RETRANSMIT_SHARE: f64 = 0.01;
-/// The smallest number of retransmitted segments that count as lost packets.
+/// The number of retransmitted TCP segments below which a host has no packet loss, whatever their
+/// share.
 const MIN_RETRANSMITS: u64 = 20;
 /// An interface counts as the slower one if its speed is below this share of the other interface's
 /// speed.
 const SLOWER_LINK_SHARE: f64 = 0.5;
-/// The share of the usual rate below which a path between two hosts has failed. Above it, other
-/// load can be the reason, because no second path confirms the measurement.
+/// A path between two hosts counts as failed if its transfer rate is below this share of the usual
+/// rate, which is the median of the best rates of all hosts. Above it, other load can be the
+/// reason, because no second path confirms the measurement.
 const FAILED_PATH_SHARE: f64 = 0.25;
-/// The name of the checks of whole networks.
+/// The name of the checks in the report of `launch check --network` that concern several hosts.
 const NETWORK_CHECK_NAME: &str = "network";
 
 /// Adds the checks of the network to the report of `launch check`: the interface, the RDMA devices
@@ -83,6 +85,7 @@ fn check_interface(
     known: &[Option<&NetworkInspection>],
     names: &[String],
 ) -> CheckResult {
+    /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "interface";
     if let Some(error) = &inspection.error {
         let help = error.help().first().cloned().unwrap_or_else(|| "change `cluster.interface`".to_owned());
@@ -144,7 +147,7 @@ fn check_ports(host: usize, pairs: &PairMeasurements, names: &[String]) -> Optio
     Some(CheckResult::failed("reachability", error.code(), found, help))
 }
 
-/// Warns if many segments that a host sent had to be sent again.
+/// Warns if a host had to retransmit many of the TCP segments that it sent.
 fn check_retransmits(host: usize, pairs: &PairMeasurements) -> Option<CheckResult> {
     let sent = pairs.iter().filter(|((from, _), _)| *from == host);
     let (retransmits, segments) = sent
@@ -160,8 +163,8 @@ fn check_retransmits(host: usize, pairs: &PairMeasurements) -> Option<CheckResul
     })
 }
 
-/// The measurements of one property of connections, from which faults of hosts and paths are
-/// described.
+/// The measurements of one property of the connections between hosts, such as the transfer rate,
+/// from which check results about faulty hosts and paths are built.
 struct PropertyComparison<'a> {
     property: ConnectionProperty,
     pairs: &'a PairMeasurements,
@@ -170,7 +173,8 @@ struct PropertyComparison<'a> {
 }
 
 impl PropertyComparison<'_> {
-    /// Returns the values of all measured transfers in which `host` has this role.
+    /// Returns the values of all measured transfers in which `host` has the role `role` (sender or
+    /// receiver).
     fn list_values_of_host(&self, host: usize, role: TransferRole) -> Vec<((usize, usize), f64)> {
         let mut values = self.pairs.list_values(self.property);
         values.retain(|((from, to), _)| host == if role == TransferRole::Sender { *from } else { *to });
@@ -329,8 +333,8 @@ const SLOW_HELP: &str =
 /// The advice for a host or path with long round trips.
 const LATENCY_HELP: &str = "check the route to the host, and whether its network is busy";
 
-/// Creates the check result that summarizes the measurements: the numbers of rounds and pairs, and
-/// the usual values.
+/// Creates the check result that summarizes the measurements: the number of measured rounds and
+/// pairs, and the usual value (the median of the hosts) of each property.
 fn create_summary_check(network: &NetworkReport, names: &[String]) -> CheckResult {
     let pairs: BTreeSet<(usize, usize)> =
         network.pairs.iter().map(|((a, b), _)| (a.min(b), a.max(b))).collect();

@@ -2,7 +2,8 @@
 use super::pair_measurements::PairMeasurements;
 use protocol::network_probe::NetworkInspection;
 
-/// The inspections and measurements that `launch check --network` has collected from the hosts.
+/// What `launch check --network` has found: the network inspection of each host, and the
+/// measurements between pairs of hosts.
 #[derive(Debug, Default)]
 pub(in crate::cmd::check) struct NetworkReport {
     /// For each host, its interface and devices, or the error; `None` if no agent answered.

@@ -6,10 +6,11 @@ use protocol::network_probe::{Measurement, Transfer};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// A transfer is slow if its rate is below this share of the usual rate.
+/// A transfer between two hosts is slow if its rate is below this share of the usual rate, which is
+/// the median of the best rates of all hosts.
 const MAX_SLOW_RATE_SHARE: f64 = 0.5;
-/// A round trip is long if it takes more than this multiple of the usual time, and exceeds the
-/// usual time by more than [`MIN_EXTRA_ROUND_TRIP_MS`].
+/// A round trip between two hosts is long if it takes more than this multiple of the usual time,
+/// and exceeds the usual time by more than [`MIN_EXTRA_ROUND_TRIP_MS`].
 const LONG_ROUND_TRIP_FACTOR: f64 = 5.0;
 /// A round trip is long only if it exceeds the usual time by more than this time, in milliseconds.
 const MIN_EXTRA_ROUND_TRIP_MS: f64 = 1.0;
@@ -50,6 +51,7 @@ pub(super) enum ConnectionProperty {
 }
 
 impl ConnectionProperty {
+    /// All properties by which hosts are compared.
     pub(super) const ALL: [ConnectionProperty; 3] =
         [ConnectionProperty::Reachability, ConnectionProperty::Rate, ConnectionProperty::RoundTrip];
 }
@@ -86,8 +88,8 @@ impl PairMeasurements {
         self.directions.iter().map(|(pair, direction)| (*pair, direction))
     }
 
-    /// Returns the value of a property of each direction in which it was measured. The value of the
-    /// reachability is 1 or 0.
+    /// Returns the measured values of a property, each with the pair of hosts (from, to) in whose
+    /// direction it was measured. The value of the reachability is 1 or 0.
     pub(super) fn list_values(&self, property: ConnectionProperty) -> Vec<((usize, usize), f64)> {
         let value = |direction: &DirectedMeasurement| match property {
             ConnectionProperty::Reachability => {
@@ -125,8 +127,8 @@ impl PairMeasurements {
         values.get(middle).copied()
     }
 
-    /// Creates a search for the hosts and paths at which a property is bad, from the measurements
-    /// so far.
+    /// Creates a search for the hosts and paths that are at fault for the bad measurements of a
+    /// property.
     pub(super) fn create_fault_search(&self, property: ConnectionProperty) -> FaultSearch {
         let mut search = FaultSearch::default();
         let usual = self.find_usual_value(property).unwrap_or(0.0);

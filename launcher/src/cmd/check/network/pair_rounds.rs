@@ -1,10 +1,12 @@
-//! [`plan_rounds`]: pairs the hosts of a job so that each host talks to one other host at a time.
+//! [`plan_rounds`]: plans rounds of measurements between the hosts of a job, in each of which every
+//! host is measured with at most one other host.
 
-/// The number of rounds in small jobs, if each host has enough other hosts for a new partner in
-/// every round.
+/// The number of rounds of measurements in small jobs, if each host has enough other hosts for a
+/// new partner in every round.
 const MIN_ROUNDS: usize = 3;
 
-/// Returns rounds of pairs of the hosts 0 to `hosts` - 1, each pair with its smaller host first.
+/// Plans in which rounds which pairs of the hosts 0 to `hosts` - 1 are measured. The smaller host
+/// of each pair is first.
 ///
 /// In each round, every host is in at most one pair, and no pair occurs twice. Up to four hosts are
 /// paired with all others; in larger jobs, the number of rounds is the logarithm of the number of
