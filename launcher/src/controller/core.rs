@@ -1,4 +1,5 @@
-//! The controller's decisions, as a state machine without I/O and clock.
+//! The controller's decisions, as a state machine that receives inputs with their times and returns
+//! actions. It does no I/O and reads no clock.
 //!
 //! [`ControllerCore::handle_input`] takes an input (a message of an agent, a signal, the passing of
 //! time) and returns the actions that the driver has to execute. The first failure by the
@@ -61,10 +62,10 @@ pub(crate) const RENDEZVOUS_BIND_TIMEOUT: Duration = Duration::from_secs(15);
 pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
 /// The time from aborting the collectives of built-in workers to SIGKILL.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
-/// The time in which built-in workers may leave a failed attempt, so that they take part in the
-/// next one. Workers that need longer are killed.
+/// How long built-in workers may take to leave a failed attempt, so that their processes take part
+/// in the next attempt. Workers that need longer are killed.
 pub(crate) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a failure report waits for the last output lines of the failed rank.
+/// How long the report of a failure to the user waits for the last output lines of the failed rank.
 pub(crate) const OUTPUT_TAIL_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent may take to report that its workers ended, counted from the time at which
 /// SIGKILL is due.
@@ -74,7 +75,7 @@ pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
 /// count.
 pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 
-/// The phase of the current attempt.
+/// The phase of the current attempt (one start of all workers), such as joining, running or ending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AttemptState {
     /// The controller takes over the run, whose previous controller was lost.
@@ -98,7 +99,8 @@ enum AttemptState {
     Finished,
 }
 
-/// A worker of the current attempt, as its agent reported it.
+/// The state of a worker of the current attempt (one start of all workers), as its agent has
+/// reported it.
 #[derive(Debug)]
 struct WorkerState {
     host: HostIndex,
@@ -118,7 +120,7 @@ struct WorkerState {
 }
 
 impl WorkerState {
-    /// Creates the state of a worker that is to be started on a host.
+    /// Creates the state of a worker whose process is to be started on host `host`.
     fn new(host: HostIndex, log: PathBuf) -> WorkerState {
         WorkerState { host, log, pid: None, ended: None, oom: false, final_report: None, stalled_for: None }
     }
@@ -129,7 +131,8 @@ impl WorkerState {
     }
 }
 
-/// The controller's state machine for one run.
+/// The controller's state machine for one run: receives messages, signals and the time, and returns
+/// the actions to execute.
 pub(crate) struct ControllerCore {
     setup: CoreSetup,
     state: AttemptState,
@@ -280,9 +283,9 @@ impl ControllerCore {
         }
     }
 
-    /// Creates the state machine of a controller that takes over a run. `placement` is the last
-    /// attempt and its hosts, as far as the journal records them. With `is_forced`, the run is
-    /// taken over although hosts do not answer.
+    /// Creates the state machine of a controller that takes over a run from a lost controller.
+    /// `placement` is the last attempt and its hosts, as far as the journal records them. With
+    /// `is_forced`, the run is taken over although hosts do not answer.
     pub(crate) fn new_takeover(
         setup: CoreSetup,
         placement: Option<(u32, Vec<String>)>,
@@ -292,8 +295,8 @@ impl ControllerCore {
         ControllerCore { state: AttemptState::Adopting, adoption, ..ControllerCore::new(setup) }
     }
 
-    /// Begins the run: returns the actions that send a hello to the agent of each host. The caller
-    /// must have started the agents just before.
+    /// Begins the run: returns the actions that send the first message (hello) to the agent of each
+    /// host. The caller must have started the agents just before.
     pub(crate) fn send_hellos(&mut self, now: Duration) -> Vec<ControllerAction> {
         self.next_heartbeat = now + HEARTBEAT_INTERVAL;
         for id in 0..self.hosts.len() {
@@ -304,8 +307,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Returns the time by which the driver must pass the next [`ControllerInput::Tick`], or `None`
-    /// if no deadline is pending.
+    /// Returns the time by which the state machine must be called again even if nothing happens
+    /// ([`ControllerInput::Tick`]), or `None` if no deadline is pending.
     pub(crate) fn find_next_deadline(&self) -> Option<Duration> {
         let suspect = self.suspect.as_ref().map(|(_, until)| *until);
         let tail = self.unreported_since.map(|since| since + OUTPUT_TAIL_TIMEOUT);
@@ -320,8 +323,9 @@ impl ControllerCore {
         deadlines.into_iter().flatten().min()
     }
 
-    /// Processes an input and returns the actions that the driver has to execute. `now` is the time
-    /// since the start of the driver's clock, and never decreases.
+    /// Processes an input of the controller's state machine, such as a message of an agent, and
+    /// returns the actions that must be executed. `now` is the time since the start of the driver's
+    /// clock, and never decreases.
     pub(crate) fn handle_input(&mut self, now: Duration, input: ControllerInput) -> Vec<ControllerAction> {
         match self.state {
             AttemptState::Finished => return Vec::new(),
@@ -334,7 +338,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Processes an input of a run that this controller controls.
+    /// Processes an input, such as a message or a signal, unless the controller is still taking
+    /// over the run.
     fn handle_run_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(host, message) => {
@@ -378,20 +383,20 @@ impl ControllerCore {
         }
     }
 
-    /// Sends a message to every agent that has workers of this attempt.
+    /// Sends a message to every agent that runs workers of the current attempt.
     fn broadcast_to_agents(&mut self, message: &ToAgent) {
         let active = self.members.iter().filter(|id| self.hosts[**id].active);
         self.actions.reserve(self.active_hosts);
         self.actions.extend(active.map(|id| ControllerAction::Send(*id, message.clone())));
     }
 
-    /// Adds an action that reports a notice to the user.
+    /// Adds an action that shows the notice `message` to the user and writes it to the journal.
     fn emit_notice(&mut self, message: String) {
         self.actions.push(ControllerAction::Event(Event::new_notice(None, message)));
     }
 
-    /// Processes every deadline that has passed, such as that of a lease, a heartbeat, the current
-    /// phase or the pause before the next attempt.
+    /// Processes every deadline that has passed: the time limit of a silent agent (lease), a
+    /// heartbeat, the current phase, or the pause before the next attempt.
     fn process_deadlines(&mut self, now: Duration) {
         if self.suspect.as_ref().is_some_and(|(_, until)| now >= *until) {
             self.confirm_suspected_failure(now);
@@ -410,7 +415,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes a message of a connected agent. If the message is a report, the report is
+    /// Processes a message of a connected agent, which may be a report: a message that the agent
+    /// keeps until the controller acknowledges it. If the message is a report, the report is
     /// acknowledged once the journal contains its event.
     fn handle_report_or_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         let FromAgent::Report { seq, age_ms, message } = message else {
@@ -426,7 +432,8 @@ impl ControllerCore {
         }
     }
 
-    /// Lets the agents forget the reports that the journal contains.
+    /// Informs the agents which of their reports the journal (the file of the run's events)
+    /// contains, so that the agents discard them.
     fn acknowledge_reports(&mut self, reports: &[ReportId]) {
         for (stream, seq) in reports {
             let host = self.streams.get(stream).copied();
@@ -436,8 +443,9 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the content of a message of a connected agent. Drops messages of earlier attempts,
-    /// except output lines and failures of the agent itself.
+    /// Processes the content of a message of a connected agent, such as the start or exit of a
+    /// worker. Drops messages of earlier attempts, except output lines and failures of the agent
+    /// itself.
     fn handle_agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         if let FromAgent::Hello { version, pid, stream, inventory } = message {
             self.hosts[host].stream = stream;
@@ -462,7 +470,8 @@ impl ControllerCore {
     }
 }
 
-/// Returns the attempt that a message belongs to, or `None` if the message belongs to no attempt.
+/// Returns the number of the attempt that a message of an agent belongs to, or `None` if the
+/// message belongs to no attempt.
 fn find_message_attempt(message: &FromAgent) -> Option<u32> {
     match message {
         FromAgent::Bound { attempt, .. }
@@ -493,7 +502,8 @@ fn find_message_attempt(message: &FromAgent) -> Option<u32> {
     }
 }
 
-/// Builds the description of a failed attempt from which the restart policy decides on a restart.
+/// Summarizes a failed attempt for the restart policy, which decides whether the job is restarted:
+/// exit code, last step, and whether a checkpoint was saved.
 fn build_attempt_end(cause: &RootCause, step: Option<u64>, saved: bool) -> AttemptEnd {
     AttemptEnd { exit_code: cause.exit_code, step, saved }
 }

@@ -23,7 +23,7 @@ use protocol::{
 };
 use std::{path::PathBuf, time::Duration};
 
-/// A worker in the plan of an attempt, reduced to what the controller's state machine needs.
+/// The part of a planned worker that the controller's state machine needs: its log file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PlannedWorker {
     /// The path of the worker's log.
@@ -144,7 +144,7 @@ pub(crate) enum ControllerAction {
     End(RunOutcome),
 }
 
-/// The end of a run: the exit code of `launch` and the circumstances that determine it.
+/// The result of a run: the exit code of `launch` and the circumstances that determine it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct RunOutcome {
     /// The exit code with which `launch` ends.

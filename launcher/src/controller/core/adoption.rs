@@ -1,5 +1,5 @@
-//! Takes over a run from a lost controller: adopts the agents, restores the state of the run from
-//! the newest memo and the journal, and processes the reports that the agents repeat.
+//! Takes over a run from a lost controller: begins to control its agents, restores the state of the
+//! run from the agents' copies and the journal, and processes the reports that the agents repeat.
 //!
 //! Until the journal is taken over, no order is given. So a takeover that is abandoned changes
 //! nothing.
@@ -15,7 +15,7 @@ use protocol::control::{AttachRejection, FromAgent, ToAgent};
 use std::time::Duration;
 
 impl ControllerCore {
-    /// Begins a takeover: returns the actions that ask the agent of each host to obey this
+    /// Begins to take over a run: returns the actions that ask the agent of each host to obey this
     /// controller. The caller must have started the relays to the agents just before.
     pub(crate) fn send_attach_requests(&mut self, now: Duration) -> Vec<ControllerAction> {
         self.next_heartbeat = now + HEARTBEAT_INTERVAL;
@@ -29,7 +29,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Processes an input during a takeover.
+    /// Processes an input of the state machine while the controller takes over a run from a lost
+    /// controller.
     pub(super) fn handle_adoption_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(id, message)
@@ -50,7 +51,8 @@ impl ControllerCore {
         self.try_take_over_journal();
     }
 
-    /// Processes a message of an agent during a takeover.
+    /// Processes a message of an agent while the controller takes over a run from a lost
+    /// controller.
     fn handle_adoption_message(&mut self, now: Duration, id: HostIndex, message: FromAgent) {
         let Some(adoption) = &mut self.adoption else { return };
         match message {
@@ -100,8 +102,8 @@ impl ControllerCore {
         }
     }
 
-    /// Records that the agent of a host cannot be adopted, because it has ended or cannot be
-    /// reached.
+    /// Records that this controller cannot begin to control the agent of a host, because the agent
+    /// has ended or cannot be reached.
     pub(super) fn mark_host_not_adoptable(&mut self, id: HostIndex, end: AgentEnd) {
         let Some(adoption) = &mut self.adoption else { return };
         if !matches!(adoption.hosts[id], HostAnswer::NoAgent | HostAnswer::Unreachable(_)) {
@@ -110,7 +112,8 @@ impl ControllerCore {
         }
     }
 
-    /// Gives up the takeover without changing what the agents do.
+    /// Gives up taking over a run from a lost controller, and leaves the agents and their workers
+    /// unchanged.
     fn abandon_takeover(&mut self, failure: AttachFailure) {
         if self.state == AttemptState::Adopting {
             self.state = AttemptState::Finished;
@@ -118,8 +121,8 @@ impl ControllerCore {
         }
     }
 
-    /// Requests the takeover of the journal once every host has answered. Abandons the takeover if
-    /// the run cannot be taken over.
+    /// Requests that the driver take over the run's journal (its file of events), once every host
+    /// has answered. Abandons the takeover if the run cannot be taken over.
     fn try_take_over_journal(&mut self) {
         let Some(adoption) = self.adoption.as_mut().filter(|_| self.state == AttemptState::Adopting) else {
             return;
@@ -145,7 +148,8 @@ impl ControllerCore {
         self.abandon_takeover(failure);
     }
 
-    /// Continues the run after the journal was taken over.
+    /// Continues a run of a lost controller after the run's journal (its file of events) was taken
+    /// over.
     fn finish_adoption(&mut self, now: Duration, journal: TakenJournal) {
         let Some(Adoption { hosts, reports, placement, memo: Some(stored), .. }) = self.adoption.take()
         else {
@@ -173,8 +177,8 @@ impl ControllerCore {
     }
 }
 
-/// Returns the reason why a run cannot be taken over, from the answers of its hosts, or `None` if
-/// the run can be taken over.
+/// Returns why this controller cannot take over a run, from the answers of the agents of its hosts,
+/// or `None` if it can.
 fn find_attach_failure(adoption: &Adoption, hosts: &[HostSetup]) -> Option<AttachFailure> {
     let is_unreachable = |id: &HostIndex| matches!(adoption.hosts[*id], HostAnswer::Unreachable(_));
     let adopted = adoption.adopted_agents().count();

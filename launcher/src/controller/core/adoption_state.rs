@@ -37,8 +37,8 @@ fn to_time_ms(now: Duration) -> SignedTimeMs {
     i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// A report that an agent has repeated for a new controller. It waits until the new controller has
-/// taken over the journal.
+/// A report of an agent, such as a worker's exit, that the agent has repeated for a controller that
+/// takes over the run. It waits until the new controller has taken over the journal.
 #[derive(Debug)]
 pub(super) struct ReplayedReport {
     /// The time at which the agent made the report.
@@ -49,14 +49,14 @@ pub(super) struct ReplayedReport {
 }
 
 impl ReplayedReport {
-    /// Returns the time from the report until `now`, in milliseconds.
+    /// Returns how long before `now` the agent made the report, in milliseconds.
     pub(super) fn age_ms(&self, now: Duration) -> u64 {
         u64::try_from(to_time_ms(now).saturating_sub(self.at)).unwrap_or(0)
     }
 }
 
-/// The state of taking over a run from a lost controller: the answers of the hosts, and what the
-/// journal and the memos (the state that agents keep) record.
+/// The state of taking over a run from a lost controller: the answers of the hosts' agents, and the
+/// state of the run that agents and journal contain.
 #[derive(Debug)]
 pub(super) struct Adoption {
     /// The answers of the hosts, by index.
@@ -73,13 +73,14 @@ pub(super) struct Adoption {
 }
 
 impl Adoption {
-    /// Creates the state of the takeover of a run with `hosts` hosts, before any host has answered.
+    /// Creates the state of taking over a run with `hosts` hosts, before any host has answered.
     pub(super) fn new(hosts: usize, placement: Option<(u32, Vec<String>)>, is_forced: bool) -> Adoption {
         let answers = (0..hosts).map(|_| HostAnswer::Awaited).collect();
         Adoption { hosts: answers, reports: Vec::new(), placement, is_forced, memo: None }
     }
 
-    /// Returns the agents that obey this controller, each with the index of its host.
+    /// Returns the agents that obey the controller that takes over the run, each with the index of
+    /// its host.
     pub(super) fn adopted_agents(&self) -> impl Iterator<Item = (HostIndex, &AdoptedAgent)> {
         self.hosts.iter().enumerate().filter_map(|(id, answer)| match answer {
             HostAnswer::Adopted { agent, .. } => Some((id, &**agent)),
@@ -95,8 +96,8 @@ impl Adoption {
         })
     }
 
-    /// Finds the newest memo, the state of the run that agents keep for a later controller, among
-    /// those of all agents.
+    /// Finds the newest memo (the state of the run that agents keep for a later controller) among
+    /// the answers of all agents.
     pub(super) fn find_newest_memo(&self) -> Option<StoredMemo> {
         let memos = self.adopted_agents().filter_map(|(_, agent)| agent.memo.as_deref());
         let parsed = memos.filter_map(|memo| serde_json::from_str::<StoredMemo>(memo).ok());

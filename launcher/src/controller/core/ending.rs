@@ -23,10 +23,10 @@ use std::time::Duration;
 const MISSED_HEARTBEATS_UNTIL_LOST: u32 = 3;
 
 impl ControllerCore {
-    /// Processes a request to stop the run. The first request lets running workers save and stop,
-    /// and a second request kills the workers. If no worker is running, the first request ends the
-    /// run immediately. After a request of the batch system, only Ctrl-C counts as a second
-    /// request.
+    /// Processes a request of the user, or of the batch system, to stop the run. The first request
+    /// lets running workers save and stop, and a second request kills the workers. If no worker is
+    /// running, the first request ends the run immediately. After a request of the batch system,
+    /// only Ctrl-C counts as a second request.
     pub(super) fn handle_stop_request(&mut self, now: Duration, request: StopRequest) {
         if matches!(self.state, AttemptState::Stopping(_))
             && matches!(self.stop_request, Some(StopRequest::TimeLimit | StopRequest::BatchSystem))
@@ -81,7 +81,8 @@ impl ControllerCore {
         }
     }
 
-    /// Asks the workers of a running attempt to save and stop, and reports the request to the user.
+    /// Asks the workers of the running attempt to save a checkpoint and stop, and reports the
+    /// request to the user.
     fn request_save_and_stop(&mut self, now: Duration, request: StopRequest) {
         self.state = AttemptState::Stopping(request);
         self.send_stop_to_workers(now);
@@ -100,8 +101,8 @@ impl ControllerCore {
         });
     }
 
-    /// Asks built-in workers to save and stop, without a time limit. Programs get SIGTERM, and
-    /// SIGKILL after the grace period.
+    /// Sends the request to save and stop to built-in workers, without a time limit. Programs get
+    /// SIGTERM, and SIGKILL after the grace period.
     pub(super) fn send_stop_to_workers(&mut self, now: Duration) {
         let (builtin, grace) = (self.setup.builtin, self.setup.grace);
         let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
@@ -110,8 +111,9 @@ impl ControllerCore {
         self.broadcast_to_agents(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
     }
 
-    /// Cancels a pending restart because the end of the run was requested. If the restart was
-    /// already reported, its failure is no longer the root cause of the run.
+    /// Cancels the pending restart of a failed attempt, because the user or the batch system has
+    /// requested the end of the run. If the restart was already reported, its failure is no longer
+    /// the root cause of the run.
     fn cancel_restart(&mut self) {
         if self.restart_pause.take().is_some() && self.unreported_since.is_none() {
             // The restart event has reported the cause already, and now the request ends the run.
@@ -119,21 +121,21 @@ impl ControllerCore {
         }
     }
 
-    /// Ends the attempt because of a failure, which becomes the root cause. Ignores the failure if
-    /// the attempt is ending already.
+    /// Ends the current attempt because of the failure `cause`, which becomes the root cause that
+    /// is reported. Ignores the failure if the attempt is ending already.
     pub(super) fn fail_attempt(&mut self, now: Duration, cause: RootCause) {
         self.end_failed_attempt(now, cause, false);
     }
 
-    /// Ends an attempt that hangs. The agents write the stacks of all workers to the logs before
-    /// they kill the workers.
+    /// Ends the current attempt because its workers hang (make no progress). The agents write the
+    /// stacks of all workers to the logs before they kill the workers.
     pub(super) fn fail_attempt_with_stacks(&mut self, now: Duration, cause: RootCause) {
         self.end_failed_attempt(now, cause, true);
     }
 
-    /// Records the root cause, decides whether to restart, and kills the workers. With `stacks`,
-    /// the agents first write the stacks of the workers. Ignores the failure if the attempt is
-    /// ending already.
+    /// Ends an attempt that failed: records the root cause, decides whether to restart the job, and
+    /// kills the workers. With `stacks`, the agents first write the stacks of the workers. Ignores
+    /// the failure if the attempt is ending already.
     fn end_failed_attempt(&mut self, now: Duration, cause: RootCause, stacks: bool) {
         if matches!(self.state, AttemptState::Ending | AttemptState::Backoff { .. } | AttemptState::Finished)
         {
@@ -177,11 +179,12 @@ impl ControllerCore {
         ((x ^ (x >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Orders the agents to kill the workers of the attempt, with SIGKILL after `grace`. With
-    /// `stacks`, the agents first write the stacks of the workers to the logs. Agents get the
-    /// `reason` of the kill. If another attempt follows, built-in workers may leave the attempt
-    /// instead of ending. An agent that has not reported the end of its workers is itself killed
-    /// [`AGENT_END_TIMEOUT`] after the grace period, or earlier if an earlier deadline is set.
+    /// Orders the agents to end the workers of the current attempt, with SIGKILL for those that
+    /// still run after `grace`. With `stacks`, the agents first write the stacks of the workers to
+    /// the logs. Agents get the `reason` of the kill. If another attempt follows, built-in workers
+    /// may leave the attempt instead of ending. An agent that has not reported the end of its
+    /// workers is itself killed [`AGENT_END_TIMEOUT`] after the grace period, or earlier if an
+    /// earlier deadline is set.
     pub(super) fn kill_workers(&mut self, now: Duration, reason: &str, grace: Duration, stacks: bool) {
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
         // Stacks are written if workers hang, and such workers cannot leave.
@@ -196,9 +199,10 @@ impl ControllerCore {
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));
     }
 
-    /// Reports the root cause to the user, as a failure or a restart. Does nothing while the last
-    /// output lines of the failed rank are awaited; a later call then reports the root cause. Also
-    /// does nothing if there is no root cause or it was reported already.
+    /// Reports the root cause of a failed attempt to the user: as a restart, or as the failure of
+    /// the run. Does nothing while the last output lines of the failed rank are awaited; a later
+    /// call then reports the root cause. Also does nothing if there is no root cause or it was
+    /// reported already.
     pub(super) fn report_failure(&mut self, now: Duration) {
         if self.awaits_evidence(now) {
             return;
@@ -238,8 +242,9 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Event(event));
     }
 
-    /// Processes the end of the time limit of the current phase. Rejects an attempt that is still
-    /// being prepared. In later phases, kills the agents that have not ended their workers.
+    /// Processes the end of the time limit of the attempt's current phase, such as binding the
+    /// rendezvous port or killing the workers. Rejects an attempt that is still being prepared. In
+    /// later phases, kills the agents that have not ended their workers.
     pub(super) fn handle_phase_timeout(&mut self, now: Duration) {
         if self.state == AttemptState::Preparing {
             let host = self.members.first().copied().unwrap_or(0);
@@ -256,7 +261,8 @@ impl ControllerCore {
         }
     }
 
-    /// Fails the attempt because it cannot be planned or its rendezvous cannot be bound.
+    /// Fails the attempt because it cannot be planned, or because its rendezvous port
+    /// (`MASTER_PORT`) cannot be bound.
     pub(super) fn reject_attempt(&mut self, now: Duration, diagnostic: Diagnostic) {
         let host = self.members.first().copied().unwrap_or(0);
         let reason = FailureReason::Rejected { code: diagnostic.code() };
@@ -266,8 +272,8 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Makes the suspected failure the root cause of the failed attempt or, if the failure follows
-    /// from the loss of a host, makes that loss the root cause. Does nothing without a suspected
+    /// Makes a suspected failure, whose cause was not reported in time, the root cause of the
+    /// failed attempt, unless it follows from the loss of a host. Does nothing without a suspected
     /// failure.
     pub(super) fn confirm_suspected_failure(&mut self, now: Duration) {
         let Some((cause, _)) = self.suspect.take() else { return };
@@ -280,9 +286,9 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Finds the host of the peer that an aborted rank reports as silent, if the controller has
-    /// received no heartbeats of this host either. Ranks may notice the silence of a host before
-    /// its lease expires.
+    /// Finds the host of the peer from which an aborted rank received nothing, if the controller
+    /// has received no heartbeats of this host either. Ranks may notice the silence of a host
+    /// before its lease expires.
     fn find_silent_host_of_peer(&self, now: Duration, cause: &RootCause) -> Option<HostIndex> {
         let peer = cause.diagnostics.first()?.field("peer")?.as_u64()?;
         let id = self.workers.get(peer as usize)?.host;
@@ -322,7 +328,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::End(outcome));
     }
 
-    /// Resets the state of the ended attempt and begins the pause before the next attempt.
+    /// Resets the state of the attempt that has ended, and begins the pause before the next
+    /// attempt.
     fn begin_backoff(&mut self, now: Duration, pause: Duration) {
         self.attempt += 1;
         self.last_failure = self.cause.take().map(|cause| cause.message);
@@ -333,15 +340,16 @@ impl ControllerCore {
         self.state = AttemptState::Backoff { until: self.compute_next_attempt_time(now, pause) };
     }
 
-    /// Returns whether all built-in workers finished before a request to stop reached them. Returns
-    /// `false` for programs, because their exit code 0 does not mean that the training is done.
+    /// Returns whether all built-in workers had already finished training when a request to stop
+    /// arrived. Returns `false` for programs, because their exit code 0 does not mean that the
+    /// training is done.
     fn is_training_done(&self) -> bool {
         let finished = |w: &WorkerState| matches!(w.ended, Some((ExitStatus::Code(0), _)));
         self.setup.builtin && !self.workers.is_empty() && self.workers.iter().all(finished) && !self.killed
     }
 
-    /// Builds the outcome of the run from the root cause, the stop request and the ways in which
-    /// the workers ended.
+    /// Builds the result of the run (exit code and circumstances) from the root cause, the stop
+    /// request and the ways in which the workers ended.
     fn build_outcome(&mut self) -> RunOutcome {
         let request = self.stop_request.filter(|_| !self.is_training_done());
         let (exit_code, stopped) = match (&self.cause, request) {

@@ -1,5 +1,5 @@
-//! The part of the controller's state machine that waits for the evidence of a job that hangs, and
-//! adds the verdict to the root cause.
+//! The part of the controller's state machine that waits for what agents find out about the ranks
+//! of a job that hangs, and derives which ranks hold up the job.
 use super::{ABORT_GRACE, ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause};
 use crate::controller::{hang_text::describe_verdict, hang_verdict::find_verdict};
 use protocol::{
@@ -8,12 +8,12 @@ use protocol::{
 };
 use std::time::Duration;
 
-/// How long the report of a hang waits for the evidence of all running workers.
+/// How long the report of a hang waits until the agents have examined all running workers.
 const EVIDENCE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl ControllerCore {
-    /// Stores the hang evidence that an agent has collected about a worker of its host. A later
-    /// report about the same rank is ignored.
+    /// Stores what an agent has found out about a worker of a job that hangs, such as its stack
+    /// (hang evidence). A later report about the same rank is ignored.
     pub(super) fn handle_hang_evidence(&mut self, host: HostIndex, evidence: RankEvidence) {
         let is_new = self.evidence.iter().all(|known| known.rank != evidence.rank);
         if is_new && self.find_worker(host, evidence.rank).is_some() {
@@ -21,15 +21,16 @@ impl ControllerCore {
         }
     }
 
-    /// Returns whether the root cause is a hang, and evidence of a running worker may still arrive.
+    /// Returns whether the job hangs, and agents may still send what they found out about running
+    /// workers (hang evidence).
     pub(super) fn awaits_evidence(&mut self, now: Duration) -> bool {
         let is_hang = self.cause.as_mut().is_some_and(|cause| find_verdict_field(cause).is_some());
         let is_early = self.unreported_since.is_some_and(|since| now < since + EVIDENCE_TIMEOUT);
         is_hang && is_early && self.active_hosts > 0 && self.evidence.len() < self.running
     }
 
-    /// Adds the verdict to a root cause that is a hang and was not reported yet, and writes the
-    /// evidence to a file. Does nothing without evidence.
+    /// Adds the hang verdict (which ranks hold up the job, and where) to a hang that was not
+    /// reported yet, and writes what the agents found to a file. Does nothing without evidence.
     pub(super) fn add_hang_verdict(&mut self) {
         let is_unreported = self.unreported_since.is_some() && !self.evidence.is_empty();
         let Some(cause) = self.cause.as_mut().filter(|_| is_unreported) else { return };
@@ -45,8 +46,8 @@ impl ControllerCore {
         self.repeat_kill_request(text);
     }
 
-    /// Repeats the request to kill the workers for agents that delay it until their evidence has
-    /// arrived.
+    /// Repeats the request to kill the workers to agents that wait with the kill until they have
+    /// examined their hanging workers.
     fn repeat_kill_request(&mut self, reason: String) {
         let grace = if self.setup.builtin { ABORT_GRACE } else { self.setup.grace };
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
@@ -56,7 +57,8 @@ impl ControllerCore {
     }
 }
 
-/// Returns the verdict in the reason of a root cause; `None` if the reason is not a hang.
+/// Returns the verdict (which ranks hold up the job, and where) of a root cause that is a hang;
+/// `None` for any other root cause.
 fn find_verdict_field(cause: &mut RootCause) -> Option<&mut Option<Box<HangVerdict>>> {
     match &mut cause.reason {
         FailureReason::Hang { verdict, .. } | FailureReason::Suspended { verdict, .. } => Some(verdict),

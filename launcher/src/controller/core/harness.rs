@@ -16,7 +16,7 @@ pub(super) const fn millis(n: u64) -> Duration {
     Duration::from_millis(n)
 }
 
-/// Creates the request to bind any port for an attempt of a built-in job.
+/// Creates the request to bind any free port as the rendezvous of an attempt of a built-in job.
 pub(super) fn create_rendezvous_request(attempt: u32) -> RendezvousRequest {
     RendezvousRequest {
         attempt,
@@ -30,7 +30,8 @@ pub(super) fn create_rendezvous_request(attempt: u32) -> RendezvousRequest {
     }
 }
 
-/// Creates a setup with `hosts` local hosts, all of which the job needs, and without restarts.
+/// Creates the settings of a controller with `hosts` local hosts, all of which the job needs, and
+/// without restarts.
 pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
     let host = |n: u32| HostSetup { name: format!("n{n}"), remote: false };
     CoreSetup {
@@ -108,7 +109,8 @@ impl CoreHarness {
         self.core.handle_input(self.now, input)
     }
 
-    /// Passes the hello of a host's agent to the state machine, and returns the requested actions.
+    /// Passes the first message (hello) of a host's agent to the state machine, and returns the
+    /// requested actions.
     pub(super) fn send_hello(&mut self, host: HostIndex) -> Vec<ControllerAction> {
         let inventory =
             HostInventory { host: format!("h{host}"), cpus: vec![0, 1, 2, 3], ..HostInventory::default() };
@@ -119,7 +121,7 @@ impl CoreHarness {
     }
 
     /// Reports to the state machine that the plan for the selected hosts is ready and that the
-    /// rendezvous is bound. Returns the requested actions.
+    /// rendezvous port is bound. Returns the requested actions.
     pub(super) fn report_plan_ready(&mut self) -> Vec<ControllerAction> {
         let worker = |i| PlannedWorker { log: format!("/run/{i}.log").into() };
         let workers = vec![(0..self.local).map(worker).collect(); self.core.members.len()];
@@ -190,8 +192,8 @@ impl CoreHarness {
         self.feed_input(ControllerInput::Agent(host, FromAgent::WorkersEnded { attempt: self.core.attempt }))
     }
 
-    /// Sets the time to `now`, passes a tick to the state machine, and returns the requested
-    /// actions.
+    /// Sets the time to `now`, lets the state machine process its deadlines, and returns the
+    /// requested actions.
     pub(super) fn tick_at(&mut self, now: Duration) -> Vec<ControllerAction> {
         self.now = now;
         self.feed_input(ControllerInput::Tick)
@@ -220,7 +222,7 @@ pub(super) fn find_kill_messages(actions: &[ControllerAction]) -> Vec<(HostIndex
     actions.iter().filter_map(kill).collect()
 }
 
-/// Returns the outcome of the run, if it is among the actions.
+/// Returns the result of the run, if it is among the actions.
 pub(super) fn find_outcome(actions: &[ControllerAction]) -> Option<&RunOutcome> {
     actions
         .iter()

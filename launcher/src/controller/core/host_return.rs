@@ -1,18 +1,19 @@
-//! Reaches lost hosts again while the job runs, so that they become spare hosts.
+//! Tries to reach lost hosts again while the job runs, so that they become spare hosts.
 use super::{
     AttemptState, ControllerCore,
     host_state::{AgentConnectionState, HostIndex},
 };
 use std::time::Duration;
 
-/// By how much the time between two attempts to reach a lost host may grow, as a power of two.
+/// How often the time between two attempts to reach a lost host may double.
 const MAX_DOUBLINGS: u32 = 5;
-/// How long a due connection is deferred while the job is not running.
+/// How long the controller defers an attempt to reach a lost host while the workers are not
+/// running.
 const DEFERRAL: Duration = Duration::from_secs(1);
 
 impl ControllerCore {
-    /// Schedules the next connection with a host that was lost: after its quarantine, and after
-    /// twice the previous time for each time that the host was not reached.
+    /// Schedules the next attempt to reach a lost host: after its quarantine, and after twice the
+    /// previous time for each attempt that failed.
     pub(super) fn schedule_return(&mut self, now: Duration, id: HostIndex) {
         if !self.setup.arrival.reconnects_while_running || !self.setup.hosts[id].remote {
             return;
@@ -24,8 +25,9 @@ impl ControllerCore {
         self.next_return = Some(self.next_return.map_or(host.return_at, |next| next.min(host.return_at)));
     }
 
-    /// Starts the agents of lost hosts whose time has come. Defers this while the job does not run,
-    /// because the selection of hosts for the next attempt then starts the agents that it needs.
+    /// Starts agents again on the lost hosts for which an attempt to reach them is due. Defers this
+    /// while the job does not run, because the selection of hosts for the next attempt then starts
+    /// the agents that it needs.
     pub(super) fn reconnect_lost_hosts(&mut self, now: Duration) {
         if self.next_return.is_none_or(|at| now < at) {
             return;
@@ -50,7 +52,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the hello of a host that was lost before.
+    /// Processes the first message of an agent on a host that was lost before, which makes the host
+    /// a spare host.
     pub(super) fn record_return(&mut self, id: HostIndex) {
         let host = &mut self.hosts[id];
         host.failed_returns = 0;
@@ -60,8 +63,9 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the end of an agent that was started to reach a lost host again. Returns `false`
-    /// for other agents. The user was told already that the host is lost.
+    /// Processes the end of an agent that was started to find out whether a lost host can be
+    /// reached again. Returns `false` for other agents. The user already knows that the host is
+    /// lost.
     pub(super) fn handle_failed_return(&mut self, now: Duration, id: HostIndex) -> bool {
         if !std::mem::take(&mut self.hosts[id].is_returning) {
             return false;

@@ -1,4 +1,5 @@
-//! Selects the hosts of an attempt among those whose agents have joined.
+//! Selects the hosts of the next attempt (start of all workers) among those whose agents have
+//! joined.
 use super::{
     AttemptState, ControllerAction, ControllerCore, FailureReason, MAX_HOST_FAILURES, RootCause,
     host_state::{AgentConnectionState, HostIndex, HostState},
@@ -8,8 +9,8 @@ use protocol::exit;
 use std::time::Duration;
 
 impl ControllerCore {
-    /// Begins the preparation of an attempt if as many hosts have joined as the job uses, or if no
-    /// further host can join. In the second case, fails the attempt if fewer hosts have joined than
+    /// Begins to plan an attempt if as many hosts have joined as the job uses, or if no further
+    /// host can join. In the second case, fails the attempt if fewer hosts have joined than
     /// `run.min_hosts` requires. Does nothing while hosts may still join, or if the core does not
     /// wait for agents.
     ///
@@ -67,7 +68,8 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the host at a position in the order in which hosts are examined.
+    /// Returns the host at the position `position` of the order in which hosts are considered for
+    /// an attempt.
     fn find_scanned_host(&self, position: usize) -> HostIndex {
         self.scan_order.get(position).copied().unwrap_or(position)
     }
@@ -86,9 +88,10 @@ impl ControllerCore {
         self.fail_attempt(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
     }
 
-    /// Begins the next attempt. Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail,
-    /// if the other hosts are enough. If fewer hosts have joined than the job uses, starts the
-    /// agents of the other hosts that are not excluded, except hosts in quarantine.
+    /// Begins the next attempt: starts the agents of missing hosts, and selects the hosts as soon
+    /// as enough have joined. Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail, if
+    /// the other hosts are enough. If fewer hosts have joined than the job uses, starts the agents
+    /// of the other hosts that are not excluded, except hosts in quarantine.
     pub(super) fn begin_next_attempt(&mut self, now: Duration) {
         self.state = AttemptState::Joining;
         self.exclude_failing_hosts();
@@ -130,7 +133,8 @@ impl ControllerCore {
         }
     }
 
-    /// Counts the failure of an attempt against the host `id` that caused it.
+    /// Counts a failed attempt against the host `id` that caused the failure, so that the host is
+    /// excluded after several failures.
     ///
     /// With copies in memory, a restart takes a moment. A host then only counts as failing if its
     /// attempts bring no progress: `advanced` states whether the attempt has passed all steps of

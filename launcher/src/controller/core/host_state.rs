@@ -86,21 +86,24 @@ impl HostState {
     }
 }
 
-/// The times of the next lease checks, as a queue with one valid entry per agent. When an entry is
-/// due, the check either finds that the lease has expired or schedules the next check. So a message
-/// of an agent needs no update of the queue.
+/// The times at which the controller must check whether an agent was silent for too long (lease
+/// checks), as a queue with one valid entry per agent. When an entry is due, the check either finds
+/// that the lease has expired or schedules the next check. So a message of an agent needs no update
+/// of the queue.
 #[derive(Debug, Default)]
 pub(super) struct LeaseQueue(pub(super) BinaryHeap<Reverse<(Duration, HostIndex, u32)>>);
 
 impl LeaseQueue {
-    /// Returns when the next lease check is due, or `None` if the queue is empty.
+    /// Returns when the controller must next check whether an agent was silent for too long, or
+    /// `None` if the queue is empty.
     pub(super) fn find_next_check(&self) -> Option<Duration> {
         // A lease expires when it is exceeded, not when it is reached.
         self.0.peek().map(|Reverse((at, ..))| *at + Duration::from_nanos(1))
     }
 }
 
-/// A lost host that may still have all workers of an attempt.
+/// A lost host that may still run all workers of an attempt, which could continue without the
+/// controller.
 #[derive(Debug)]
 pub(super) struct OrphanedAttempt {
     pub(super) host: HostIndex,

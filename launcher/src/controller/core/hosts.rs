@@ -19,12 +19,14 @@ use protocol::{
 };
 use std::{cmp::Reverse, time::Duration};
 
-/// How often a host's lease is checked while the host that passes on its messages is silent, too.
+/// How many times, during one lease, the controller checks a silent host again whose messages
+/// another silent host passes on.
 const CHECKS_PER_EXTENDED_LEASE: u32 = 10;
 
 impl ControllerCore {
-    /// Returns how long the agent of a host may be silent in its present state. Returns `None` if
-    /// the time is not limited, because the agent waits for its turn to be started.
+    /// Returns how long the agent of a host may be silent in its present state before the host
+    /// counts as lost (the lease). Returns `None` if the time is not limited, because the agent
+    /// waits for its turn to be started.
     fn select_host_lease(&self, id: HostIndex) -> Option<Duration> {
         let host = &self.hosts[id];
         match (host.agent, host.start_step) {
@@ -37,8 +39,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes a step of the start of a host's agent: the time limit of the agent's first message
-    /// counts from this step.
+    /// Processes the progress of starting a host's agent, such as copying the executable: the time
+    /// limit of the agent's first message counts from this step.
     pub(super) fn handle_start_step(&mut self, now: Duration, id: HostIndex, step: AgentStartStep) {
         let Some(host) = self.hosts.get_mut(id) else { return };
         if host.agent == AgentConnectionState::Starting {
@@ -47,8 +49,9 @@ impl ControllerCore {
         }
     }
 
-    /// Schedules the lease check of a host's agent for the time at which the lease will expire
-    /// without a further message. Invalidates the host's earlier entry in the queue.
+    /// Schedules the check whether a host's agent was silent for too long, for the time at which
+    /// its lease expires without a further message. Invalidates the host's earlier entry in the
+    /// queue.
     pub(super) fn schedule_lease_check(&mut self, id: HostIndex) {
         let ticket = self.hosts[id].ticket.wrapping_add(1);
         self.hosts[id].ticket = ticket;
@@ -57,14 +60,15 @@ impl ControllerCore {
         }
     }
 
-    /// Schedules the next lease check of a host's agent at the time `due`.
+    /// Schedules the next check whether a host's agent was silent for too long at the time `due`.
     fn schedule_lease_check_at(&mut self, id: HostIndex, due: Duration) {
         let host = &mut self.hosts[id];
         host.ticket = host.ticket.wrapping_add(1);
         self.leases.0.push(Reverse((due, id, host.ticket)));
     }
 
-    /// Sends the hello to an agent that was just started, and begins its lease.
+    /// Sends the first message (hello) to an agent that was just started, and begins to measure its
+    /// silence.
     pub(super) fn send_hello(&mut self, now: Duration, id: HostIndex) {
         let host = &mut self.hosts[id];
         (host.agent, host.last_heard, host.pid) = (AgentConnectionState::Starting, now, 0);
@@ -73,14 +77,15 @@ impl ControllerCore {
         self.actions.push(ControllerAction::SendHello(id));
     }
 
-    /// Starts the agent of a host and sends the hello to it.
+    /// Starts the agent of a host and sends the first message (hello) to it.
     pub(super) fn start_agent(&mut self, now: Duration, id: HostIndex) {
         self.actions.push(ControllerAction::StartAgent(id));
         self.send_hello(now, id);
     }
 
-    /// Processes the hello of an agent. Fails the attempt if the agent speaks another version of
-    /// the control protocol and the host is needed.
+    /// Processes the first message (hello) of an agent, after which its host counts as joined.
+    /// Fails the attempt if the agent speaks another version of the control protocol and the host
+    /// is needed.
     pub(super) fn handle_agent_hello(
         &mut self,
         now: Duration,
@@ -138,7 +143,8 @@ impl ControllerCore {
         self.state == AttemptState::Preparing && attempt == self.attempt
     }
 
-    /// Requests that the agent of the first member bind the rendezvous of a planned attempt.
+    /// Requests that the agent of the attempt's first host bind the rendezvous port (`MASTER_PORT`)
+    /// of the planned attempt.
     pub(super) fn bind_rendezvous(
         &mut self,
         now: Duration,
@@ -151,8 +157,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Send(first, ToAgent::Bind(bind)));
     }
 
-    /// Processes the answer of the agent that was to bind the rendezvous. Starts the attempt, or
-    /// rejects it if the rendezvous could not be bound.
+    /// Processes the answer of the agent that was to bind the rendezvous port (`MASTER_PORT`).
+    /// Starts the attempt, or rejects it if the rendezvous could not be bound.
     pub(super) fn handle_bound_rendezvous(
         &mut self,
         now: Duration,
@@ -170,8 +176,8 @@ impl ControllerCore {
         }
     }
 
-    /// Starts the workers of an attempt. `plan` holds the workers of each member host, and `port`
-    /// is that of the rendezvous.
+    /// Starts the workers of an attempt, whose rendezvous port is bound, on all its hosts. `plan`
+    /// holds the workers of each member host, and `port` is that of the rendezvous.
     fn start_attempt(&mut self, now: Duration, plan: Vec<Vec<PlannedWorker>>, port: u16) {
         self.phase_deadline = None;
         self.workers.clear();
@@ -217,7 +223,7 @@ impl ControllerCore {
         }
     }
 
-    /// Records that no process of this attempt is left on the host.
+    /// Records that no process of the current attempt is left on a host.
     pub(super) fn deactivate_host(&mut self, id: HostIndex) {
         let host = &mut self.hosts[id];
         if std::mem::take(&mut host.active) {
@@ -259,8 +265,8 @@ impl ControllerCore {
         self.handle_lost_host(now, cause, was_active);
     }
 
-    /// Builds the root cause of a failure that the end of an agent has caused. Its exit code for
-    /// `launch` is 1, which the caller may replace.
+    /// Builds the root cause for the failure of an attempt that was caused by the end of an agent.
+    /// Its exit code for `launch` is 1, which the caller may replace.
     fn build_agent_end_cause(&self, id: HostIndex, end: AgentEnd) -> RootCause {
         let remote = self.setup.hosts[id].remote;
         let host = if remote { &self.setup.hosts[id].name } else { self.choose_hostname(id) };
@@ -343,8 +349,8 @@ impl ControllerCore {
         has_joined && !host.excluded && host.returns < self.setup.arrival.max_returns
     }
 
-    /// Waits again for the agent of a host that was lost before an attempt began. `message`
-    /// describes the loss.
+    /// Waits for the return of a host's agent that was lost before the workers of the attempt were
+    /// started. `message` describes the loss.
     fn await_host_return(&mut self, now: Duration, id: HostIndex, message: &str) {
         self.emit_notice(format!("{message}; waiting until it joins again"));
         if self.state == AttemptState::Preparing {
@@ -365,8 +371,8 @@ impl ControllerCore {
         self.hosts.iter().filter(usable).count() >= self.setup.min_hosts
     }
 
-    /// If the next heartbeat is due, sends a heartbeat to each agent on another host that has
-    /// joined.
+    /// Sends a heartbeat to each agent on another host that has joined, if the next heartbeat is
+    /// due.
     pub(super) fn send_heartbeats(&mut self, now: Duration) {
         if now < self.next_heartbeat {
             return;
@@ -385,7 +391,8 @@ impl ControllerCore {
         (0..self.hosts.len()).filter(remote).map(heartbeat).collect()
     }
 
-    /// Kills agents whose leases have expired, and marks their hosts as lost.
+    /// Kills agents that were silent for too long (whose leases have expired), and marks their
+    /// hosts as lost.
     pub(super) fn expire_leases(&mut self, now: Duration) {
         while let Some(Reverse((due, id, ticket))) = self.leases.0.peek().copied()
             && now > due
@@ -416,15 +423,16 @@ impl ControllerCore {
         }
     }
 
-    /// Returns whether a host may be silent only because the host that passes on its messages is
-    /// silent. The latter is then the lost one. The former has another lease to find another way.
+    /// Returns whether a host may be silent only because the agent that passes on its messages (in
+    /// the tree of agents) is silent. The latter is then the lost one. The former has another lease
+    /// to find another way.
     fn is_behind_silent_host(&self, now: Duration, id: HostIndex, lease: Duration) -> bool {
         self.hosts[id].inner_host.and_then(|inner| self.hosts.get(inner)).is_some_and(|inner| {
             inner.agent == AgentConnectionState::Joined && now > inner.last_heard + lease / 2
         })
     }
 
-    /// Records through which hosts the messages of hosts arrive.
+    /// Records which hosts pass on the messages of which other hosts in the tree of agents.
     pub(super) fn record_inner_hosts(&mut self, changes: Vec<(HostIndex, Option<HostIndex>)>) {
         for (id, inner_host) in changes {
             if let Some(host) = self.hosts.get_mut(id) {
@@ -433,15 +441,16 @@ impl ControllerCore {
         }
     }
 
-    /// Renews the leases of the hosts whose messages were passed on by the agent of a lost host.
+    /// Restarts the time limits (leases) of the hosts whose messages the agent of a lost host has
+    /// passed on.
     fn renew_leases_behind_host(&mut self, now: Duration, lost: HostIndex) {
         for host in self.hosts.iter_mut().filter(|host| host.inner_host == Some(lost)) {
             (host.inner_host, host.last_heard) = (None, now);
         }
     }
 
-    /// Returns the host name that the machine reports or, before its agent's hello, the name in the
-    /// job.
+    /// Returns the host name that a machine has reported or, before the first message of its agent,
+    /// the name in the job.
     pub(super) fn choose_hostname(&self, id: HostIndex) -> &str {
         match self.hosts[id].hostname.as_str() {
             "" if self.setup.hosts[id].name.is_empty() => "this machine",

@@ -1,4 +1,4 @@
-//! Sends memos with the state of the run to the agents before each order, and restores the state
+//! Sends the state of the run (the memo) to the agents before each order, and restores the state
 //! from a memo in a later controller.
 use super::{
     AttemptState, ControllerAction, ControllerCore, HostIndex,
@@ -9,8 +9,8 @@ use crate::controller::journal::JournalSummary;
 use std::time::Duration;
 
 impl ControllerCore {
-    /// Sends a memo, which holds the state of the run for a later controller, to all agents that
-    /// have joined. Does nothing if the run ends with its controller.
+    /// Sends the present state of the run (the memo) to all agents that have joined, which keep it
+    /// for a later controller. Does nothing if the run ends with its controller.
     pub(super) fn send_memo(&mut self) {
         if self.setup.outlives_controller {
             let hosts = (0..self.hosts.len())
@@ -20,22 +20,24 @@ impl ControllerCore {
         }
     }
 
-    /// Sends a memo, which holds the state of the run for a later controller, to the agent of host
-    /// `id`. Does nothing if the run ends with its controller. The agent must have joined.
+    /// Sends the present state of the run (the memo) to the agent of host `id`, which keeps it for
+    /// a later controller. Does nothing if the run ends with its controller. The agent must have
+    /// joined.
     pub(super) fn send_memo_to(&mut self, id: HostIndex) {
         if self.setup.outlives_controller {
             self.push_memo_action(vec![id]);
         }
     }
 
-    /// Requests from the driver that the present state of the run be sent as a memo to the agents
-    /// of `hosts`, which keep it for a later controller.
+    /// Adds an action that sends the present state of the run (the memo) to the agents of `hosts`,
+    /// which keep it for a later controller.
     fn push_memo_action(&mut self, hosts: Vec<HostIndex>) {
         let memo = Box::new(self.build_memo());
         self.actions.push(ControllerAction::SendMemo { hosts, memo });
     }
 
-    /// Builds a memo of the run's present state, for a later controller.
+    /// Builds the description of the run's present state (the memo) that agents keep for a later
+    /// controller.
     fn build_memo(&mut self) -> RunMemo {
         self.memos += 1;
         let phase = match self.state {
@@ -70,8 +72,8 @@ impl ControllerCore {
         }
     }
 
-    /// Restores the state of the run from the newest memo and from the journal, except for the
-    /// state of the attempt's workers.
+    /// Restores the state of a run of a lost controller from the newest memo of its agents and from
+    /// the journal, except for the state of the workers.
     pub(super) fn restore_memo(&mut self, now: Duration, stored: StoredMemo, summary: &JournalSummary) {
         let StoredMemo { memo, newest_event, .. } = stored;
         self.attempt = memo.attempt;

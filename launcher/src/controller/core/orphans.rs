@@ -3,10 +3,11 @@
 use super::{AgentEnd, ControllerAction, ControllerCore, HostIndex, host_state::OrphanedAttempt};
 use std::time::Duration;
 
-/// The interval at which a lost agent is asked again to end, while the next attempt waits for its
-/// end.
+/// The interval at which the agent of a lost host is asked again to end, while the next attempt
+/// waits for its end.
 const EVICTION_RETRY_INTERVAL: Duration = Duration::from_secs(10);
-/// How long the end of a run waits for the answer of a lost agent that was asked to end.
+/// How long the controller waits at the end of a run for the answer of a lost host's agent that was
+/// asked to end.
 const EVICTION_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl ControllerCore {
@@ -33,15 +34,15 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the time until which the end of the run must wait for answers of lost agents, or
-    /// `None` if no answer is awaited. An agent whose connection broke may obey a later controller,
-    /// which then ends the run.
+    /// Returns the time until which the end of the run must wait for answers of lost hosts' agents
+    /// that were asked to end, or `None` if no answer is awaited. An agent whose connection broke
+    /// may obey a later controller, which then ends the run.
     pub(super) fn find_eviction_deadline(&self) -> Option<Duration> {
         self.awaited_evictions.values().max().copied()
     }
 
-    /// Records that the lost agent of host `id` has ended, which its answer proves. The next
-    /// attempt need not wait for it.
+    /// Records that the agent of the lost host `id` has ended, which its answer to the request to
+    /// end proves. The next attempt need not wait for it.
     pub(super) fn record_eviction(&mut self, id: HostIndex) {
         self.awaited_evictions.remove(&id);
         if self.orphans.as_ref().is_some_and(|orphans| orphans.host == id) {
@@ -55,15 +56,15 @@ impl ControllerCore {
         self.orphans.as_ref().map_or(Duration::ZERO, |orphans| orphans.until)
     }
 
-    /// Returns the time at which [`ControllerCore::retry_eviction`] is due, or `None` if no check is
-    /// due.
+    /// Returns when the agents of lost hosts must be asked again to end, or when waiting for their
+    /// answers ends; `None` if there is nothing to do.
     pub(super) fn find_next_eviction(&self) -> Option<Duration> {
         let repetition = self.orphans.as_ref().map(|orphans| orphans.next_eviction.min(orphans.until));
         repetition.into_iter().chain(self.awaited_evictions.values().copied()).min()
     }
 
-    /// Asks the lost agent again to end, once per [`EVICTION_RETRY_INTERVAL`], while the next
-    /// attempt waits for it.
+    /// Asks the agent of a lost host again to end, once per [`EVICTION_RETRY_INTERVAL`], while the
+    /// next attempt waits for it.
     pub(super) fn retry_eviction(&mut self, now: Duration) {
         self.awaited_evictions.retain(|_, until| now < *until);
         let Some(orphans) = &mut self.orphans else { return };

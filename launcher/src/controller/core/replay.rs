@@ -1,5 +1,6 @@
-//! Replays, in a controller that has taken over a run, what happened before. These are events of
-//! the lost controllers that the journal lacks, and reports that the agents have repeated.
+//! Processes, in a controller that has taken over a run, the events and reports from before the
+//! takeover that the lost controller may not have stored. These are events of the lost controllers
+//! that the journal lacks, and reports that the agents have repeated.
 //!
 //! The journal gets all earlier events first, in the order in which they happened. The reports
 //! about the ends of workers follow, because they make this controller report events.
@@ -17,8 +18,8 @@ use std::{
     time::Duration,
 };
 
-/// An earlier event that the journal lacks, and that a controller appends when it takes over the
-/// run.
+/// An event from before the takeover of a run that the journal (the run's file of events) lacks and
+/// the new controller appends.
 #[derive(Debug)]
 enum MissingLine {
     /// An event of a lost controller.
@@ -28,8 +29,8 @@ enum MissingLine {
 }
 
 impl ControllerCore {
-    /// Appends to the journal the events from before the takeover that the journal lacks. Returns
-    /// the other reports, in the order in which they were made.
+    /// Appends to the journal (the run's file of events) the events from before the takeover that
+    /// it lacks. Returns the other reports, in the order in which they were made.
     pub(super) fn replay_events(
         &mut self,
         now: Duration,
@@ -59,7 +60,8 @@ impl ControllerCore {
         others
     }
 
-    /// Processes an event that an agent has repeated and that the journal lacks.
+    /// Processes an event that an agent has repeated after a takeover because the journal (the
+    /// run's file of events) lacks it.
     fn replay_event(&mut self, now: Duration, replayed: ReplayedReport) {
         let age_ms = replayed.age_ms(now);
         let ReplayedReport { host, seq, message, .. } = replayed;
@@ -79,8 +81,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes a report that an agent has repeated and that is not an event. Reports of earlier
-    /// attempts have no effect.
+    /// Processes a report that an agent has repeated after a takeover and that is not an event,
+    /// such as a worker's exit. Reports of earlier attempts have no effect.
     pub(super) fn replay_report(&mut self, now: Duration, replayed: ReplayedReport) {
         let age_ms = replayed.age_ms(now);
         let ReplayedReport { host, seq, message, .. } = replayed;
@@ -90,8 +92,8 @@ impl ControllerCore {
     }
 }
 
-/// Sorts reports by the time at which they were made. The reports of each agent keep their order,
-/// which is that of their arrival.
+/// Sorts the reports that agents have repeated by the time at which they were made. The reports of
+/// each agent keep their order, which is that of their arrival.
 fn sort_reports(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport> {
     // Reports may arrive late, and then seem to be younger than they are.
     let mut next: BTreeMap<HostIndex, SignedTimeMs> = BTreeMap::new();
@@ -104,7 +106,7 @@ fn sort_reports(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport> {
     reports
 }
 
-/// Merges the events of lost controllers with those of workers, in the order in which they
+/// Merges the missing events of lost controllers with those of workers, in the order in which they
 /// happened.
 ///
 /// The clocks of the machines of earlier controllers may differ. Therefore the start of an attempt

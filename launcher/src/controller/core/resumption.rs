@@ -1,5 +1,6 @@
-//! Continues the present attempt of a run that was taken over. Restores its hosts and workers,
-//! processes repeated reports, and repeats the last order.
+//! Continues the present attempt of a run that this controller has taken over from a lost
+//! controller. Restores its hosts and workers, processes repeated reports, and repeats the last
+//! order.
 use super::{
     ABORT_GRACE, AgentEnd, AttemptState, ControllerAction, ControllerCore, HostIndex, WorkerState,
     adoption_state::{AdoptedRun, ReplayedReport},
@@ -17,7 +18,7 @@ use std::{
     time::Duration,
 };
 
-/// The hosts of an attempt that was taken over.
+/// The hosts, ranks and logs of the attempt that was running when its run was taken over.
 struct AdoptedMembers {
     /// The members in the order of ranks, each with its ranks and whether its workers were started.
     members: Vec<(HostIndex, Range<Rank>, bool)>,
@@ -29,8 +30,8 @@ struct AdoptedMembers {
 }
 
 impl ControllerCore {
-    /// Continues a run whose memo is restored: completes the journal, processes the reports that
-    /// the lost controller may not have processed, and repeats the last order of that controller.
+    /// Continues a run that was taken over: completes the journal, processes reports that the lost
+    /// controller may have missed, and repeats that controller's last order.
     pub(super) fn resume_run(&mut self, now: Duration, run: AdoptedRun, journal: TakenJournal) {
         let AdoptedRun { phase, plans, peers, placement, reports, lost, unattended } = run;
         self.end_obsolete_agents(&plans, &reports);
@@ -64,8 +65,8 @@ impl ControllerCore {
         self.repeat_last_order(now);
     }
 
-    /// Ends agents whose workers belong to an earlier attempt than the present one, and are not
-    /// known to have ended.
+    /// Ends the agents whose workers belong to an earlier attempt than the present one, unless the
+    /// agents have reported the end of these workers.
     fn end_obsolete_agents(&mut self, plans: &[(HostIndex, HostPlan)], reports: &[ReplayedReport]) {
         for (id, plan) in plans.iter().filter(|(_, plan)| plan.attempt < self.attempt) {
             let has_ended = reports.iter().any(|report| {
@@ -79,8 +80,8 @@ impl ControllerCore {
         }
     }
 
-    /// Finds the hosts of the present attempt and their ranks, from the plans of the adopted agents
-    /// and the placement in the journal.
+    /// Finds the hosts of the present attempt and their ranks, from the plans that the agents have
+    /// and the list of hosts in the journal.
     fn find_adopted_members(
         &self,
         plans: &[(HostIndex, HostPlan)],
@@ -132,8 +133,8 @@ impl ControllerCore {
         }
     }
 
-    /// Restores the hosts and workers of the present attempt, in the state that they had right
-    /// after the workers had started.
+    /// Restores the hosts and workers of the present attempt after a takeover, in the state that
+    /// they had right after the workers had started.
     fn restore_attempt(&mut self, adopted: AdoptedMembers) {
         let AdoptedMembers { members, logs, world, run_dir } = adopted;
         let default_log = |rank: Rank, directory: &Path| directory.join(format!("logs/rank-{rank}.log"));
@@ -160,8 +161,8 @@ impl ControllerCore {
         (self.running, self.stalled) = (0, 0);
     }
 
-    /// Sends the addresses of the workers to the agents that may not have received them from the
-    /// lost controller. All workers need the same key.
+    /// Sends the network addresses of all workers to the agents that may not have received them
+    /// from the lost controller. All workers need the same key.
     fn resend_peer_addresses(&mut self, known: Option<(HostIndex, WorkerPeers)>) {
         let known = known.filter(|(_, peers)| peers.attempt == self.attempt);
         let awaited = if known.is_some() { 0 } else { self.workers.len() };
@@ -173,8 +174,8 @@ impl ControllerCore {
         }
     }
 
-    /// Ends an attempt whose start was interrupted by the loss of the controller. The next attempt
-    /// does not count as a restart.
+    /// Ends an attempt that the lost controller had not started completely, so that the job
+    /// restarts. The next attempt does not count as a restart.
     fn restart_incomplete_attempt(&mut self, now: Duration) {
         match self.state {
             AttemptState::Running | AttemptState::Draining { .. } => {

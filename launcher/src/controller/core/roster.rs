@@ -37,8 +37,9 @@ impl ControllerCore {
         self.try_prepare_attempt(now);
     }
 
-    /// Readmits a host that the hostfile lists again, for example after a repair. Forgets the
-    /// failures of the host, and starts its agent if the agent was released.
+    /// Allows the use of a host that was released before, because the hostfile lists it again, for
+    /// example after a repair. Forgets the failures of the host, and starts its agent if the agent
+    /// was released.
     fn readmit_host(&mut self, now: Duration, id: HostIndex) {
         let host = &mut self.hosts[id];
         (host.unlisted, host.excluded, host.failures) = (false, false, 0);
@@ -47,8 +48,8 @@ impl ControllerCore {
         }
     }
 
-    /// Starts the agent of a host that the hostfile lists. Does nothing if the attempt is ending,
-    /// because the next attempt then starts the agent.
+    /// Starts the agent of a host that was added to the hostfile while the job runs. Does nothing
+    /// if the attempt is ending, because the next attempt then starts the agent.
     fn start_listed_agent(&mut self, now: Duration, id: HostIndex) {
         let ending =
             matches!(self.state, AttemptState::Stopping(_) | AttemptState::Ending | AttemptState::Finished);
@@ -134,8 +135,8 @@ impl ControllerCore {
         self.emit_notice(format!("{label} is no longer listed: the run continues without it"));
     }
 
-    /// Drains the hosts `leaving`: makes the workers of all hosts save and stop, so that the next
-    /// attempt starts them on the other hosts.
+    /// Makes the workers of all hosts save and stop because the hostfile no longer lists the hosts
+    /// `leaving`, so that the next attempt uses other hosts.
     fn drain_hosts(&mut self, now: Duration, leaving: &[HostIndex]) {
         self.state = AttemptState::Draining { host_lost: false };
         self.send_stop_to_workers(now);
@@ -153,8 +154,8 @@ impl ControllerCore {
         });
     }
 
-    /// Continues after the loss of a draining host whose workers had not stopped. Kills the other
-    /// workers, which cannot finish the step.
+    /// Ends the attempt after the loss of a host that is no longer listed and whose workers had not
+    /// stopped yet. Kills the other workers, which cannot finish the step.
     pub(super) fn handle_lost_draining_host(&mut self, now: Duration, message: &str) {
         self.emit_notice(format!("{message}; it is no longer listed, and the run continues without it"));
         if self.state == (AttemptState::Draining { host_lost: false }) {

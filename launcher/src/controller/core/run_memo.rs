@@ -1,5 +1,5 @@
-//! [`RunMemo`]: the part of a run's state that only the controller knows. [`StoredMemo`] is the
-//! form in which agents keep it for a later controller.
+//! [`RunMemo`]: the state of a run that only the controller knows, which agents keep for a later
+//! controller. [`StoredMemo`] is the form in which agents keep it for a later controller.
 use super::{host_state::HostIndex, stop_request::StopRequest};
 use crate::controller::{
     job_file::JobFile,
@@ -10,8 +10,8 @@ use protocol::{control::ControllerToken, event::Event};
 use serde::{Deserialize, Serialize};
 use std::{path::PathBuf, time::Duration};
 
-/// The phase of an attempt, such as running or stopping, as the last order of the controller to the
-/// workers determines it.
+/// The phase of an attempt, such as running or stopping, which follows from the last order of the
+/// controller to the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum MemoPhase {
     /// No worker of the attempt was started.
@@ -27,8 +27,8 @@ pub(crate) enum MemoPhase {
     Ending,
 }
 
-/// The part of a run's state that only the controller knows. Its size does not depend on the number
-/// of hosts.
+/// The state of a run that only the controller knows, which agents keep for a later controller:
+/// attempt, phase, failures and unstored events. Its size does not depend on the number of hosts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RunMemo {
     /// The token of the controller that wrote the memo.
@@ -64,7 +64,7 @@ pub(crate) struct RunMemo {
     pub(super) troubled_hosts: Vec<(HostIndex, u32, bool)>,
 }
 
-/// An event of a controller that may be missing in the journal.
+/// An event of a controller that the journal (the run's file of events) may not contain yet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct UnstoredEvent {
     /// The number of the event among all events that controllers of the run have reported.
@@ -74,8 +74,8 @@ pub(crate) struct UnstoredEvent {
     pub(crate) event: Event,
 }
 
-/// The form in which agents keep a [`RunMemo`]. It also contains the events of the controller that
-/// the journal had not stored.
+/// The form in which agents store a [`RunMemo`] for a later controller. It also contains the events
+/// of the controller that the journal had not stored.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StoredMemo {
     pub(crate) memo: RunMemo,

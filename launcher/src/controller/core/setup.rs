@@ -4,7 +4,7 @@ use jobspec::{ControllerLossAction, JobSpec, MinHosts};
 use protocol::control::ControllerToken;
 use std::{path::PathBuf, time::Duration};
 
-/// The time that an agent without a controller needs to end its workers.
+/// How long an agent that has lost its controller needs to end its workers.
 const ORPHAN_END_TIME: Duration = Duration::from_secs(10);
 
 /// The name of a host of the job, and whether the host is remote.
@@ -56,8 +56,8 @@ pub(crate) struct CoreSetup {
 }
 
 impl CoreSetup {
-    /// Derives the settings from a job and its list of hosts. `loss` is what agents do when the
-    /// controller with this token is lost.
+    /// Derives the settings of the controller's state machine from a job and its list of hosts.
+    /// `loss` is what agents do when the controller with this token is lost.
     pub(crate) fn new(
         job: &JobSpec,
         hosts: Vec<HostSetup>,

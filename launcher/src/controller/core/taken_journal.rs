@@ -1,10 +1,11 @@
-//! [`TakenJournal`]: the journal of a run that a controller has taken over from a lost one.
+//! [`TakenJournal`]: the journal of a run (its file of events), which a controller has taken over
+//! from a lost one.
 use super::run_memo::UnstoredEvent;
 use crate::controller::journal::JournalSummary;
 use std::time::Duration;
 
-/// The journal of a run that this controller has taken over: its summary, and the events that it
-/// lacks.
+/// The journal of a run (its file of events) that this controller has taken over: its summary, and
+/// the events that it lacks.
 #[derive(Clone, Debug)]
 pub(crate) struct TakenJournal {
     /// The summary of the journal and of the missing events, which are added to the journal.
@@ -13,7 +14,7 @@ pub(crate) struct TakenJournal {
     pub(super) missing: Vec<MissingEvent>,
 }
 
-/// An event of a lost controller that the journal lacks.
+/// An event of a lost controller that the journal (the run's file of events) lacks.
 #[derive(Clone, Debug)]
 pub(crate) struct MissingEvent {
     pub(super) event: UnstoredEvent,
@@ -22,8 +23,8 @@ pub(crate) struct MissingEvent {
 }
 
 impl TakenJournal {
-    /// Finds, among the events `unstored` of a memo, those that the journal with the summary
-    /// `summary` lacks. `time` is the present time in seconds since 1970.
+    /// Finds which of the events `unstored`, which agents kept for a later controller, the journal
+    /// with the summary `summary` lacks. `time` is the present time in seconds since 1970.
     pub(crate) fn new(mut summary: JournalSummary, unstored: Vec<UnstoredEvent>, time: f64) -> TakenJournal {
         let journaled = summary.newest_controller_event();
         let is_missing = |event: &UnstoredEvent| event.number > journaled;
@@ -41,12 +42,12 @@ impl TakenJournal {
         TakenJournal { summary, missing }
     }
 
-    /// Returns the events that the journal lacks.
+    /// Returns the events that the journal (the run's file of events) lacks.
     pub(crate) fn missing_events(&self) -> impl Iterator<Item = &UnstoredEvent> {
         self.missing.iter().map(|missing| &missing.event)
     }
 
-    /// Returns the summary of the journal and of the missing events.
+    /// Returns the summary of the journal, which includes the events that the journal lacks.
     pub(crate) fn summary(&self) -> &JournalSummary {
         &self.summary
     }

@@ -17,7 +17,7 @@ use protocol::{
 };
 use std::{net::SocketAddr, time::Duration};
 
-/// The fields of [`FromAgent::Exited`]: how a worker's process ended.
+/// How a worker's process ended, as its agent reports it ([`FromAgent::Exited`]).
 struct WorkerExitReport {
     rank: Rank,
     pid: u32,
@@ -90,12 +90,14 @@ impl ControllerCore {
         }
     }
 
-    /// Returns the host on which the worker of a rank runs; `None` if it does not run.
+    /// Returns the host on which the worker of rank `rank` runs, or `None` if the worker does not
+    /// run.
     pub(crate) fn find_running_worker(&self, rank: Rank) -> Option<HostIndex> {
         self.workers.get(rank as usize).filter(|worker| worker.is_running()).map(|worker| worker.host)
     }
 
-    /// Returns the worker of this rank, or `None` if the host does not run that rank.
+    /// Returns the state of the worker with rank `rank`, or `None` if host `id` does not run that
+    /// rank.
     pub(super) fn find_worker(&mut self, host: HostIndex, rank: Rank) -> Option<&mut WorkerState> {
         self.workers.get_mut(rank as usize).filter(|w| w.host == host)
     }
@@ -143,7 +145,7 @@ impl ControllerCore {
         });
     }
 
-    /// Records the step or checkpoint that an event of a worker of any attempt contains, as the
+    /// Records the step or checkpoint that an event of a worker of any attempt reports as the
     /// progress of the run.
     pub(super) fn record_run_progress(&mut self, event: &Event) {
         match event {
@@ -154,8 +156,9 @@ impl ControllerCore {
         }
     }
 
-    /// Records the final report that a worker sends before it exits. If the report contains an
-    /// error, fails the attempt immediately, without waiting for the exit.
+    /// Records the final report of a worker: the exit code and reason that it sends before it
+    /// exits. If the report contains an error, fails the attempt immediately, without waiting for
+    /// the exit.
     fn handle_final_report(
         &mut self,
         now: Duration,
@@ -177,7 +180,7 @@ impl ControllerCore {
         }
     }
 
-    /// Fails the attempt because an agent could not start or supervise the worker of this rank.
+    /// Fails the attempt because an agent could not start or supervise a worker.
     fn handle_worker_failure(&mut self, now: Duration, host: HostIndex, rank: Rank, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         let exit_code = if joining { exit::CLUSTER } else { exit::FAILED };
@@ -240,8 +243,8 @@ impl ControllerCore {
         }
     }
 
-    /// Records that a worker has left the attempt. For this attempt, the worker has ended because
-    /// a peer failed.
+    /// Records that a built-in worker has left the failed attempt, and waits for the next attempt.
+    /// For this attempt, the worker has ended because a peer failed.
     fn handle_worker_left(&mut self, host: HostIndex, rank: Rank, pid: u32) {
         let Some(worker) = self.find_worker(host, rank).filter(|w| w.ended.is_none()) else { return };
         let (was_running, was_stalled) = (worker.is_running(), worker.stalled_for.take().is_some());
@@ -286,8 +289,8 @@ impl ControllerCore {
         self.fail_attempt_with_stacks(now, cause);
     }
 
-    /// Processes the report that no worker of the attempt is left on a host. Fails the attempt if
-    /// the agent has not reported the end of one of these workers.
+    /// Processes an agent's report that no worker of the attempt is left on its host. Fails the
+    /// attempt if the agent has not reported the end of one of these workers.
     fn handle_workers_ended(&mut self, now: Duration, host: HostIndex) {
         if !self.hosts[host].active {
             return;
@@ -305,9 +308,9 @@ impl ControllerCore {
         self.deactivate_host(host);
     }
 
-    /// Records a failure that is probably the consequence of another, unreported failure. The
-    /// recorded failure becomes the root cause if no other failure is reported within
-    /// [`ROOT_CAUSE_TIMEOUT`].
+    /// Records a failure that is probably the consequence of another one, and waits a short time
+    /// for the report of the root cause. The recorded failure becomes the root cause if no other
+    /// failure is reported within [`ROOT_CAUSE_TIMEOUT`].
     fn record_suspected_failure(&mut self, now: Duration, cause: RootCause) {
         let has_workers = matches!(
             self.state,
