@@ -1,5 +1,6 @@
-//! The controller of a run: the process that a user starts. It plans the attempts of the run and
-//! decides what runs where.
+//! The controller of a run: the process that a user starts, which starts an agent on each host and
+//! controls the workers through the agents. It plans the attempts of the run and decides what runs
+//! where.
 //!
 //! `core` makes the decisions without I/O. `driver` executes them: it starts agents through a
 //! transport, exchanges messages with them over control connections, and reports events to the

@@ -1,6 +1,6 @@
-//! [`AttemptPreparation`]: an attempt that is planned but not started, and the rendezvous that must
-//! be bound first. [`HostInventories`] holds the hardware of the hosts, from which the plan is
-//! made.
+//! [`AttemptPreparation`]: an attempt that is planned but not started, and the rendezvous
+//! (`MASTER_PORT`) that must be bound first. [`HostInventories`] holds the hardware of the hosts,
+//! from which the plan is made.
 use super::core::{HostIndex, PlannedWorker};
 use crate::{
     cluster::HostTarget,
@@ -24,14 +24,15 @@ pub(super) struct HostInventories {
 }
 
 impl HostInventories {
-    /// Creates an empty collection for the inventories of `hosts` hosts. `chosen` are names and
-    /// values of variables in the controller's environment, which apply to every host unless they
-    /// select visible GPUs.
+    /// Creates an empty collection for the inventories (hardware and environment) of `hosts` hosts.
+    /// `chosen` are names and values of variables in the controller's environment, which apply to
+    /// every host unless they select visible GPUs.
     pub(super) fn new(chosen: Vec<(String, String)>, hosts: usize) -> Self {
         HostInventories { chosen, by_host: vec![None; hosts] }
     }
 
-    /// Stores the inventory of a host and replaces an earlier inventory of that host.
+    /// Stores the inventory (hardware and environment) of a host and replaces an earlier inventory
+    /// of that host.
     pub(super) fn insert_inventory(&mut self, host: HostIndex, inventory: HostInventory) {
         if host >= self.by_host.len() {
             self.by_host.resize(host + 1, None);
@@ -41,8 +42,8 @@ impl HostInventories {
         }
     }
 
-    /// Describes the hosts for the planner, in the order of `hosts`. `targets` holds all hosts of
-    /// the run, by index. Leaves out hosts without an inventory.
+    /// Describes the hosts `hosts`, in this order, as the planner of an attempt needs them.
+    /// `targets` holds all hosts of the run, by index. Leaves out hosts without an inventory.
     pub(super) fn build_job_hosts(&self, targets: &[HostTarget], hosts: &[HostIndex]) -> Vec<JobHost> {
         let job_host = |host: &HostIndex| {
             let target = targets.get(*host)?;
@@ -70,8 +71,8 @@ impl HostInventories {
     }
 }
 
-/// The result of planning an attempt: a plan that is complete except for the rendezvous, or an
-/// error.
+/// The result of planning an attempt, which is one start of all workers: a plan that is complete
+/// except for the rendezvous port, or an error.
 pub(super) struct PlanningAttempt {
     pub(super) attempt: u32,
     /// The hosts of the attempt, in the order of ranks.
@@ -89,8 +90,8 @@ pub(super) struct AttemptPreparation {
 }
 
 impl AttemptPreparation {
-    /// Creates the preparation of an attempt from its plan. `allowed` are the addresses from which
-    /// clients may connect to the rendezvous. Binds nothing.
+    /// Creates, from the plan of an attempt, the request to bind its rendezvous (`MASTER_PORT`).
+    /// `allowed` are the addresses from which clients may connect to the rendezvous. Binds nothing.
     pub(super) fn new(job: &JobSpec, plan: Plan, allowed: &[IpAddr]) -> Self {
         let address = plan.master_address.unwrap_or(Ipv4Addr::LOCALHOST.into());
         let port = if let MasterPort::Fixed(number) = job.cluster.master_port { number } else { 0 };
@@ -104,8 +105,9 @@ impl AttemptPreparation {
         AttemptPreparation { plan, hosts: Vec::new(), bind }
     }
 
-    /// Binds the requested rendezvous in this process, to find out whether its port is available. A
-    /// rendezvous store sends lines for the user to `messages`. Fails if the port is not available.
+    /// Binds the rendezvous of the attempt (`MASTER_PORT`) in this process, to find out whether its
+    /// port is available. A rendezvous store sends lines for the user to `messages`. Fails if the
+    /// port is not available.
     pub(super) fn bind_rendezvous(
         &self,
         messages: &mpsc::Sender<String>,
@@ -114,7 +116,7 @@ impl AttemptPreparation {
     }
 }
 
-/// Groups the workers of a plan by host, for the input
+/// Groups the workers of a plan by host, as the controller's state machine receives them in
 /// [`ControllerInput::Planned`](super::core::ControllerInput::Planned).
 pub(super) fn list_workers_by_host(plan: &Plan) -> Vec<Vec<PlannedWorker>> {
     let host_workers =

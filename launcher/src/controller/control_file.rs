@@ -35,14 +35,16 @@ pub(crate) struct ControlFile {
     pub(crate) requeue: bool,
 }
 
-/// The part of `job.json` that a controller needs.
+/// The part of the stored job (`job.json` in the run directory) that a controller needs to take
+/// over the run.
 #[derive(Deserialize)]
 struct StoredJob {
     job: JobSpec,
 }
 
 impl ControlFile {
-    /// Creates the content of `control.json` for a run with these hosts and this key.
+    /// Creates the content of `control.json` for a run from its hosts, their addresses and the key
+    /// of the run.
     pub(crate) fn new(
         key: &JobKey,
         epoch: u64,
@@ -54,7 +56,8 @@ impl ControlFile {
         ControlFile { version: VERSION, key, epoch, hosts, addresses, requeue }
     }
 
-    /// Returns the key of the run, or `None` if the file contains no valid key.
+    /// Returns the key with which the controller and the agents of the run authenticate each other,
+    /// or `None` if the file contains no valid key.
     pub(crate) fn key(&self) -> Option<JobKey> {
         let digits = self.key.as_bytes();
         let byte = |i: usize| u8::from_str_radix(self.key.get(2 * i..2 * i + 2)?, 16).ok();
@@ -93,7 +96,8 @@ impl ControlFile {
     }
 }
 
-/// Reads the job of a run from its run directory. The values of secret variables are missing.
+/// Reads the stored job of a run (`job.json`) from its run directory. The values of secret
+/// variables are missing.
 pub(crate) fn read_stored_job(run_dir: &Path) -> diagnostic::Result<JobSpec> {
     let path = run_dir.join("job.json");
     let unusable = |error: &(dyn std::error::Error + 'static)| {

@@ -1,4 +1,5 @@
-//! [`ControllerEvents`]: keeps the events of a run's controllers until the journal has stored them.
+//! [`ControllerEvents`]: keeps the events of a run's controllers until the journal (the file of all
+//! events of the run) contains them.
 use super::{
     core::UnstoredEvent,
     report_id::{CONTROLLER_STREAM, ReportId},
@@ -6,12 +7,12 @@ use super::{
 use protocol::event::Event;
 use std::collections::VecDeque;
 
-/// The largest total size of the events in one memo, in bytes of JSON. A memo is the state of the
-/// run that every agent keeps for a later controller.
+/// The largest total size of the events in one memo (the state of the run that agents keep for a
+/// later controller), in bytes of JSON.
 const MAX_EVENT_BYTES: usize = 16 << 10;
 
-/// Numbers the events of a run's controllers, and keeps the events that the journal may not contain
-/// yet.
+/// Numbers the events of a run's controllers, and keeps the events that the journal of the run (its
+/// file of events) may not contain yet.
 #[derive(Debug, Default)]
 pub(crate) struct ControllerEvents {
     /// The number of the newest event.
@@ -21,8 +22,8 @@ pub(crate) struct ControllerEvents {
 }
 
 impl ControllerEvents {
-    /// Continues the numbering after the event with the number `newest`. `unstored` are the events
-    /// of earlier controllers that the journal lacks, oldest first.
+    /// Continues the numbering of the controllers' events after the event with the number `newest`.
+    /// `unstored` are the events of earlier controllers that the journal lacks, oldest first.
     pub(crate) fn continue_numbering_after(
         &mut self,
         newest: u64,
@@ -32,13 +33,15 @@ impl ControllerEvents {
         unstored.for_each(|event| self.push_unstored(event));
     }
 
-    /// Returns the number of the newest event that a controller of the run has reported.
+    /// Returns the sequence number of the newest event that a controller of the run has reported; 0
+    /// if there is no such event.
     pub(crate) fn newest_number(&self) -> u64 {
         self.newest
     }
 
-    /// Assigns the next number to an event, and keeps the event until the journal has stored it.
-    /// Returns the id that identifies the event in the journal.
+    /// Assigns the next number to an event of this controller, and keeps the event until the
+    /// journal (the file of the run's events) contains it. Returns the id that identifies the event
+    /// in the journal.
     pub(crate) fn add(&mut self, event: &Event, time: f64) -> ReportId {
         self.newest += 1;
         let number = self.newest;
@@ -46,14 +49,14 @@ impl ControllerEvents {
         (CONTROLLER_STREAM, number)
     }
 
-    /// Keeps an event until the journal has stored it.
+    /// Keeps an event of a controller until the journal (the file of the run's events) contains it.
     fn push_unstored(&mut self, event: UnstoredEvent) {
         let bytes = serde_json::to_vec(&event.event).map_or(0, |json| json.len());
         self.unstored.push_back((event, bytes));
     }
 
-    /// Forgets the events that the journal has stored. `reports` contains the newest stored report
-    /// of each stream.
+    /// Removes the events that the journal (the file of the run's events) contains. `reports`
+    /// contains the newest stored report of each stream.
     pub(crate) fn forget_stored(&mut self, reports: &[ReportId]) {
         let stored = reports.iter().filter(|(stream, _)| *stream == CONTROLLER_STREAM).map(|(_, seq)| *seq);
         let Some(newest) = stored.max() else { return };
@@ -62,8 +65,9 @@ impl ControllerEvents {
         }
     }
 
-    /// Returns the events that the journal has not stored, for a memo (the state of the run that
-    /// agents keep for a later controller). Leaves out events that would make the memo too large.
+    /// Returns the events that the journal (the file of the run's events) does not contain yet, for
+    /// the state of the run that agents keep for a later controller. Leaves out events that would
+    /// make the memo too large.
     pub(crate) fn collect_unstored(&self) -> Vec<UnstoredEvent> {
         let mut free = MAX_EVENT_BYTES;
         let fits = |(_, bytes): &&(UnstoredEvent, usize)| {

@@ -1,11 +1,13 @@
-//! [`ControllerIdentity`]: proves to agents that they may obey the controller.
+//! [`ControllerIdentity`]: proves to agents that a process is the controller of the run, or a newer
+//! controller of it.
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::{ControllerLossAction, RunSpec};
 use protocol::control::{
     AttachPurpose, AttachRequest, ControllerToken, JobKey, PROTOCOL_VERSION, SupervisionTerms,
 };
 
-/// The key of the run, the token of the controller, and the terms on which agents obey it.
+/// The key of the run, the token by which agents recognize the newest controller, and the time
+/// limits that the controller and its agents observe.
 #[derive(Clone, Debug)]
 pub(super) struct ControllerIdentity {
     run: String,
@@ -18,7 +20,7 @@ pub(super) struct ControllerIdentity {
 }
 
 impl ControllerIdentity {
-    /// Creates the identity of the first controller of a run, with a new key.
+    /// Creates the identity of the first controller of a run, with a new random key.
     pub(super) fn create(
         run: &str,
         settings: &RunSpec,
@@ -36,8 +38,9 @@ impl ControllerIdentity {
         })
     }
 
-    /// Creates the identity of a controller that takes over a run with this key. Agents obey the
-    /// controller only if `epoch` is greater than that of earlier controllers.
+    /// Creates the identity of a controller that takes over the run with the key `key` from a lost
+    /// controller. Agents obey the controller only if `epoch` is greater than that of earlier
+    /// controllers.
     pub(super) fn create_for_takeover(
         run: &str,
         settings: &RunSpec,
@@ -48,23 +51,25 @@ impl ControllerIdentity {
         Ok(ControllerIdentity { key, token: draw_token(epoch)?, ..identity })
     }
 
-    /// Returns the token of the controller.
+    /// Returns the token of the controller, by which agents decide which of several controllers
+    /// they obey.
     pub(super) fn token(&self) -> ControllerToken {
         self.token
     }
 
-    /// Returns the key of the run.
+    /// Returns the key with which the controller and the agents of the run authenticate each other.
     pub(super) fn key(&self) -> &JobKey {
         &self.key
     }
 
-    /// Returns what agents do when this controller is lost.
+    /// Returns what agents do with their workers when this controller is lost: end them or let them
+    /// continue.
     pub(super) fn loss_action(&self) -> ControllerLossAction {
         self.on_controller_loss
     }
 
-    /// Builds the request that the agent on host `host` obey this controller or end, as `purpose`
-    /// determines.
+    /// Builds the request, for the agent on host `host`, to obey this controller from now on or to
+    /// end, as `purpose` determines.
     pub(super) fn build_attach_request(&self, host: &str, purpose: AttachPurpose) -> AttachRequest {
         AttachRequest {
             version: PROTOCOL_VERSION,
@@ -77,8 +82,8 @@ impl ControllerIdentity {
         }
     }
 
-    /// Returns the terms on which the agent with the number `number` on host `host` obeys this
-    /// controller.
+    /// Builds the conditions under which the agent on host `host` obeys this controller, such as
+    /// the time limits; `number` is the number of the agent.
     pub(super) fn build_supervision_terms(&self, host: &str, number: u64) -> SupervisionTerms {
         SupervisionTerms {
             run: self.run.clone(),
@@ -94,7 +99,8 @@ impl ControllerIdentity {
     }
 }
 
-/// Creates the token of a controller with the epoch `epoch` and a random id.
+/// Creates the token of a controller with a random ID. `epoch` is the number of the controller
+/// within its run.
 fn draw_token(epoch: u64) -> diagnostic::Result<ControllerToken> {
     Ok(ControllerToken { epoch, id: u64::from_le_bytes(draw_random_bytes()?) })
 }

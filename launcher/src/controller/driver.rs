@@ -82,7 +82,8 @@ pub(crate) fn attach_to_run(request: RunRequest, options: RunOptions, attach: At
     control_run(|| ControllerDriver::start(request, options, Some(attach)))
 }
 
-/// Runs the event loop of a controller to its end. Returns the exit code of `launch`.
+/// Runs the event loop of a controller until the run ends or another controller replaces it.
+/// Returns the exit code of `launch`.
 fn control_run(start: impl FnOnce() -> diagnostic::Result<ControllerDriver>) -> u8 {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime
@@ -132,7 +133,7 @@ struct ControllerReplacement {
     silent_ms: Option<u64>,
 }
 
-/// The answer of a lost agent that was asked to end.
+/// The answer of a lost host's agent that was asked to end.
 #[derive(Clone, Copy, Debug)]
 enum EvictionAnswer {
     /// The agent of this host has ended.
@@ -165,11 +166,13 @@ impl SupervisedAgent {
     }
 }
 
-/// The host of an agent and the agent's number. Each later agent of the host gets another number.
+/// The identity of an agent: its host, and the number of the agent among those that were started
+/// there. Each later agent of the host gets another number.
 type AgentId = (HostIndex, u64);
-/// A message from an agent. `Ok(None)` or an error means that the stream has ended.
+/// A message that the controller's event loop receives from an agent. `Ok(None)` or an error means
+/// that the connection has ended.
 type AgentMessage = (AgentId, Result<Option<FromAgent>, FrameError>);
-/// The sender and the receiver of one channel to the event loop.
+/// The sender and the receiver of a channel to the event loop of the controller.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 
 /// Executes the actions that the controller's state machine requests, for one run.
@@ -258,7 +261,7 @@ struct ControllerDriver {
     end: Option<EventLoopEnd>,
 }
 
-/// Builds the settings of the report to the user, for a run on `hosts` hosts.
+/// Builds the settings of what the controller shows to the user, for a run on `hosts` hosts.
 fn build_report_config(
     job: &JobSpec,
     plan: &Plan,
@@ -278,8 +281,9 @@ fn build_report_config(
 }
 
 impl ControllerDriver {
-    /// Creates the driver of a run and starts its threads. Starts no process and writes no file.
-    /// With `attach`, the driver takes over a run from a lost controller.
+    /// Creates the part of the controller that executes actions (the driver), and starts its
+    /// threads. Starts no process and writes no file. With `attach`, the driver takes over a run
+    /// from a lost controller.
     fn start(
         request: RunRequest,
         options: RunOptions,
@@ -362,7 +366,8 @@ impl ControllerDriver {
         })
     }
 
-    /// Runs the job to its end. Reports a failure to set up the run as the outcome.
+    /// Runs the job to its end, and returns how it ended. Reports a failure to set up the run as
+    /// the outcome.
     async fn run_to_end(&mut self) -> EventLoopEnd {
         let prepared = if self.is_adopting { self.prepare_takeover() } else { self.prepare_run() };
         match prepared {
@@ -419,8 +424,8 @@ impl ControllerDriver {
         self.prepare_process()
     }
 
-    /// Prepares the takeover of a run: opens its journal and installs the signal handlers. Fails if
-    /// one of these steps fails.
+    /// Prepares this process to take over a run: opens the journal of the run and installs the
+    /// signal handlers. Fails if one of these steps fails.
     fn prepare_takeover(&mut self) -> diagnostic::Result<SignalReceiver> {
         let (journal, stored) = Journal::open_existing(&self.plan.run_dir).map_err(|error| {
             build_setup_error("cannot start the thread of the journal").with_cause(&error)

@@ -1,4 +1,4 @@
-//! Accepts the connections of `launch exec` at the socket of the controller.
+//! Accepts the connections of `launch exec` processes at a Unix socket of the controller.
 use super::core::HostIndex;
 use crate::{
     connection::{FrameError, Outbox, read_frames, write_frames},
@@ -18,22 +18,26 @@ use tokio::{
     time::sleep,
 };
 
-/// The largest number of open connections. Further clients wait.
+/// The largest number of open connections of `launch exec` processes to the controller. Further
+/// clients wait.
 const MAX_CONNECTIONS: usize = 64;
-/// The pause after a connection could not be accepted, for example because this process has too
-/// many open files.
+/// How long the controller waits after it could not accept a connection of `launch exec`, for
+/// example because this process has too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The number of messages of clients that wait for the event loop.
+/// The largest number of messages of `launch exec` processes that wait for the controller's event
+/// loop.
 const INBOX_CAPACITY: usize = 64;
 
-/// A client of `launch exec`.
+/// A `launch exec` process that is connected to the controller: the queue of replies to it, and the
+/// host on which its command runs.
 pub(super) struct ExecClient {
     pub(super) outbox: Outbox<ExecReply>,
     /// The host on which the command runs; `None` before the command was requested.
     pub(super) host: Option<HostIndex>,
 }
 
-/// An event of a connection of `launch exec`.
+/// An event of a connection between `launch exec` and the controller: a new process, a request, or
+/// its end.
 pub(super) enum ExecClientEvent {
     /// A client has connected. Replies to it are queued in the outbox.
     Connected(ExecId, Outbox<ExecReply>),
@@ -41,10 +45,11 @@ pub(super) enum ExecClientEvent {
     Request(ExecId, Result<Option<ExecRequest>, FrameError>),
 }
 
-/// A message of a client with its number, or the end of its connection.
+/// A message of a `launch exec` process, with the number of its connection, or the end of this
+/// connection.
 type ClientMessage = (ExecId, Result<Option<ExecRequest>, FrameError>);
 
-/// The socket for `launch exec`, and the messages of its clients.
+/// The Unix socket to which `launch exec` processes connect, and the queue of their messages.
 pub(super) struct ExecSocket {
     messages: mpsc::Receiver<ClientMessage>,
     connections: mpsc::Receiver<(ExecId, Outbox<ExecReply>)>,
@@ -53,7 +58,8 @@ pub(super) struct ExecSocket {
 }
 
 impl ExecSocket {
-    /// Begins to listen for clients of the run. Needs a runtime of tokio.
+    /// Creates the Unix socket for `launch exec` of a run, and begins to listen. Needs a runtime of
+    /// tokio.
     pub(super) fn open(run: &str) -> io::Result<ExecSocket> {
         let listener = bind_controller_socket(run)?;
         listener.set_nonblocking(true)?;
@@ -65,7 +71,8 @@ impl ExecSocket {
         Ok(ExecSocket { messages, connections, accepting })
     }
 
-    /// Waits for the next event of a client. Cancel-safe.
+    /// Waits for the next event of a `launch exec` process: its connection, a request, or its end.
+    /// Cancel-safe.
     pub(super) async fn receive_event(&mut self) -> ExecClientEvent {
         tokio::select! {
             biased;
@@ -82,7 +89,8 @@ impl Drop for ExecSocket {
     }
 }
 
-/// Accepts connections of processes of this user, and starts the tasks that read and write them.
+/// Accepts connections of `launch exec` processes of this user, and starts the tasks that read from
+/// and write to them.
 async fn accept_clients(
     listener: UnixListener,
     connections: mpsc::Sender<(ExecId, Outbox<ExecReply>)>,

@@ -15,8 +15,7 @@ use std::{
 };
 use tokio::{sync::mpsc, time::sleep};
 
-/// Time after which a watched file is examined, even if the operating system has reported no
-/// change.
+/// How often a watched file is examined, even if the operating system has reported no change.
 const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a changed file must stay unchanged before its content is read.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
@@ -24,9 +23,9 @@ const SETTLE_TIME: Duration = Duration::from_millis(100);
 const REREAD_DELAY: Duration = Duration::from_millis(500);
 /// How often a file that changes while it is read is read again.
 const MAX_REPEATED_READS: u32 = 5;
-/// How long the start of a watch waits until the file was read.
+/// How long [`watch_file`] waits until the file was read for the first time.
 const FIRST_READ_TIMEOUT: Duration = Duration::from_secs(1);
-/// The number of changed contents that can wait in the channel to the watcher's caller. If the
+/// The number of changed contents of a watched file that may wait until they are received. If the
 /// channel is full, the watcher waits.
 const CHANNEL_CAPACITY: usize = 4;
 
@@ -124,18 +123,18 @@ async fn send_changes(
     }
 }
 
-/// The device, inode, modification time and size of a file, which differ after each change; `None`
-/// if the file does not exist.
+/// The device, inode, modification time (seconds, nanoseconds) and size of a file, at least one of
+/// which differs after a change; `None` if the file does not exist.
 type FileFingerprint = Option<(u64, u64, i64, i64, u64)>;
 
-/// Reads the fingerprint of a file. Returns `None` if the file does not exist or cannot be
-/// accessed.
+/// Returns the device, inode, modification time and size of a file, by which a change is noticed.
+/// Returns `None` if the file does not exist or cannot be accessed.
 fn read_fingerprint(path: &Path) -> FileFingerprint {
     let metadata = fs::metadata(path).ok()?;
     Some((metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec(), metadata.size()))
 }
 
-/// Waits until the file stays unchanged for [`SETTLE_TIME`], but at most 20 such intervals. Returns
+/// Waits until a file stays unchanged for [`SETTLE_TIME`], but at most 20 such intervals. Returns
 /// the fingerprint of the file.
 async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
     let mut before = read_fingerprint(path);
@@ -150,9 +149,10 @@ async fn wait_for_settled_fingerprint(path: &Path) -> FileFingerprint {
     before
 }
 
-/// Reads a file whose settled fingerprint is `fingerprint`. Repeats this, at most
-/// [`MAX_REPEATED_READS`] times, if the file changes meanwhile: a program that replaces the content
-/// empties the file first. Returns the fingerprint and the content.
+/// Reads a file that no longer changes; `fingerprint` is its present inode, modification time and
+/// size. Repeats this, at most [`MAX_REPEATED_READS`] times, if the file changes meanwhile: a
+/// program that replaces the content empties the file first. Returns the fingerprint and the
+/// content.
 async fn read_settled_content(
     path: &Path,
     limit: u64,
@@ -169,8 +169,8 @@ async fn read_settled_content(
     (fingerprint, content)
 }
 
-/// Reads a file as text. Returns [`WatchedFileContent::Unreadable`] with the reason if the file
-/// cannot be read or is longer than `limit` bytes.
+/// Reads a watched file as text. Returns [`WatchedFileContent::Unreadable`] with the reason if the
+/// file cannot be read or is longer than `limit` bytes.
 fn read_content(path: &Path, limit: u64) -> WatchedFileContent {
     match read_text(path, limit) {
         Ok(text) => WatchedFileContent::Text(text),
@@ -178,7 +178,7 @@ fn read_content(path: &Path, limit: u64) -> WatchedFileContent {
     }
 }
 
-/// Reads a regular file as UTF-8. Fails if the file is longer than `limit` bytes.
+/// Reads a regular file as UTF-8 text. Fails if the file is longer than `limit` bytes.
 fn read_text(path: &Path, limit: u64) -> Result<String, FileReadError> {
     let io_error = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => FileReadError::Missing,

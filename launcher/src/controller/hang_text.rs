@@ -1,12 +1,14 @@
-//! [`describe_verdict`]: the verdict about a hang as one line for the user.
+//! [`describe_verdict`]: formats, as one line for the user, which ranks hold up a job that hangs,
+//! and where they are.
 use crate::format::format_ranks;
 use jobspec::ids::Rank;
 use protocol::hang::{HangKind, HangVerdict, CollectiveCallOfRanks, RankGpuFault, RankPosition};
 
-/// The largest number of ranks, calls or errors that the line contains.
+/// The largest number of ranks, calls or errors that the line about a hang lists.
 const MAX_LISTED_ITEMS: usize = 8;
 
-/// Formats a verdict as one line: first the ranks that hold up the job, then where they are.
+/// Formats the verdict about a job that hangs as one line: first the ranks that hold up the job,
+/// then where they are.
 pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     let collective = verdict.collective.as_ref().map_or_else(String::new, |c| {
         let operation = c.operation.as_deref().unwrap_or("a collective");
@@ -57,7 +59,7 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     clauses.join("; ")
 }
 
-/// Formats the different calls of a verdict.
+/// Formats the different calls of one collective by the ranks of a job that hangs.
 fn list_calls(verdict: &HangVerdict) -> String {
     let describe = |call: &CollectiveCallOfRanks| {
         let CollectiveCallOfRanks { ranks, group, operation, inputs, dtypes, frame } = call;
@@ -67,7 +69,8 @@ fn list_calls(verdict: &HangVerdict) -> String {
     join_items(&verdict.calls, describe).unwrap_or_default()
 }
 
-/// Formats the first items of a list. Returns `None` if the list is empty.
+/// Joins the first [`MAX_LISTED_ITEMS`] items of a list with commas, followed by the number of the
+/// others. Returns `None` if the list is empty.
 fn join_items<T>(items: &[T], format: impl Fn(&T) -> String) -> Option<String> {
     let mut texts: Vec<String> = items.iter().take(MAX_LISTED_ITEMS).map(format).collect();
     if items.len() > MAX_LISTED_ITEMS {
@@ -84,7 +87,7 @@ fn format_ranks_with_noun(ranks: &[Rank]) -> String {
     }
 }
 
-/// Returns the form of *have* that fits the number of ranks.
+/// Returns `has` or `have`, as fits the number of ranks.
 fn choose_has_or_have(ranks: &[Rank]) -> &'static str {
     if ranks.len() == 1 { "has" } else { "have" }
 }

@@ -1,6 +1,6 @@
-//! [`find_verdict`]: why the ranks of a job hang, from the evidence that agents have collected.
-//! This module does no I/O. [`describe_verdict`](super::hang_text::describe_verdict) formats the
-//! result.
+//! [`find_verdict`]: finds out which ranks of a job that hangs hold up the others, from what agents
+//! have collected (stacks, counters of collectives, GPU errors). This module does no I/O.
+//! [`describe_verdict`](super::hang_text::describe_verdict) formats the result.
 //!
 //! A rank is blocked if it has entered a collective that is not complete. It waits for the ranks of
 //! the group that have not entered the collective. A rank for which others wait, and that is not
@@ -13,8 +13,8 @@ use protocol::hang::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The collectives whose inputs must have the same sizes and types on all ranks, without the name
-/// of the backend.
+/// The collectives whose inputs must have the same sizes and types on all ranks, by their names
+/// without the backend (`allreduce`, not `nccl:allreduce`).
 const EQUAL_INPUT_COLLECTIVES: [&str; 9] = [
     "all_reduce",
     "allreduce",
@@ -26,15 +26,18 @@ const EQUAL_INPUT_COLLECTIVES: [&str; 9] = [
     "reduce_scatter",
     "_reduce_scatter_base",
 ];
-/// The parts of the paths of torch's modules for collectives.
+/// The part of a source file's path by which a function of torch's collectives is recognized in a
+/// stack.
 const TORCH_COLLECTIVE_PATHS: &str = "/torch/distributed/";
-/// The parts of the paths of modules that do not belong to the program.
+/// Parts of the paths of source files that belong to Python or its libraries and not to the user's
+/// program.
 const LIBRARY_PATHS: [&str; 3] = ["/lib/python", "/lib64/python", "<frozen "];
 
-/// The largest number of errors of GPUs of one rank in a verdict.
+/// The largest number of GPU errors of one rank that the verdict about a hang contains.
 const MAX_GPU_FAULTS: usize = 8;
 
-/// The first collective of a group that is not complete, and the ranks of the group.
+/// The first collective of a process group that is not complete, and which ranks of the group have
+/// entered it.
 struct PendingCollective<'a> {
     group: &'a str,
     seq: i64,
@@ -43,7 +46,8 @@ struct PendingCollective<'a> {
     undetermined: BTreeSet<Rank>,
 }
 
-/// Finds out why ranks hang. `evidence` is what is known about each rank, one item per rank.
+/// Finds out which ranks of a job that hangs hold up the others, and why. `evidence` is what is
+/// known about each rank, one item per rank.
 pub(super) fn find_verdict(evidence: &[RankEvidence]) -> HangVerdict {
     let ranks: BTreeMap<Rank, &RankEvidence> = evidence.iter().map(|e| (e.rank, e)).collect();
     let pending = find_pending_collectives(&ranks);
@@ -71,7 +75,8 @@ pub(super) fn find_verdict(evidence: &[RankEvidence]) -> HangVerdict {
     build_verdict(kind, pending.first(), Vec::new(), &ranks)
 }
 
-/// Returns the first incomplete collective of each group, in the order of the groups' names.
+/// Returns the first incomplete collective of each process group, in the order of the groups'
+/// names.
 fn find_pending_collectives<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec<PendingCollective<'a>> {
     let mut groups: BTreeMap<(&str, &[Rank]), i64> = BTreeMap::new();
     for evidence in ranks.values().filter(|e| e.answered) {
@@ -107,9 +112,9 @@ fn find_pending_collectives<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec
     groups.into_iter().map(build).collect()
 }
 
-/// Finds the groups of built-in training in which some ranks have entered a collective that other
-/// ranks have not entered. A rank does not know whether its GPU has completed a collective, but a
-/// collective that a rank has not entered is not complete.
+/// Finds the process groups of built-in training in which some ranks have entered a collective that
+/// other ranks have not entered. A rank does not know whether its GPU has completed a collective,
+/// but a collective that a rank has not entered is not complete.
 fn find_pending_builtin_collectives<'a>(
     ranks: &BTreeMap<Rank, &'a RankEvidence>,
 ) -> BTreeMap<(&'a str, &'a [Rank]), i64> {
@@ -125,7 +130,8 @@ fn find_pending_builtin_collectives<'a>(
     differing.map(|(group, (least, _))| (group, least.saturating_add(1))).collect()
 }
 
-/// Returns the number of the first collective of a group that a rank has entered and not completed.
+/// Returns the sequence number of the first collective of a process group that a rank has entered
+/// and not completed.
 fn find_pending_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueued: i64) -> Option<i64> {
     let entries = evidence.entries.iter().filter(|e| e.group == group && !e.p2p);
     if entries.clone().next().is_some() {
@@ -138,7 +144,8 @@ fn find_pending_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueu
     (completed < enqueued).then_some(completed + 1)
 }
 
-/// Returns whether a rank has entered the collective `seq` of a group; `None` if unknown.
+/// Returns whether a rank has entered the collective with the sequence number `seq` of a process
+/// group; `None` if unknown.
 fn has_entered(evidence: &RankEvidence, group: &str, seq: i64) -> Option<bool> {
     let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
     if find_last_seq(evidence, group).is_some_and(|last| last >= seq) {
@@ -150,24 +157,26 @@ fn has_entered(evidence: &RankEvidence, group: &str, seq: i64) -> Option<bool> {
     is_known.then_some(false)
 }
 
-/// Returns the number of the last collective of a group that a rank has entered; `None` if unknown.
+/// Returns the sequence number of the last collective of a process group that a rank has entered;
+/// `None` if unknown.
 fn find_last_seq(evidence: &RankEvidence, group: &str) -> Option<i64> {
     let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
     let recorded = evidence.entries.iter().filter(|e| e.group == group && !e.p2p).map(|e| e.seq).max();
     counted.max(recorded)
 }
 
-/// Returns whether the main thread of a rank is in a function of torch's collectives.
+/// Returns whether the main thread of a rank is in a function of torch's collectives, by its stack.
 fn is_in_collective(evidence: &RankEvidence) -> bool {
     evidence.stack.iter().any(|frame| frame.file.contains(TORCH_COLLECTIVE_PATHS))
 }
 
-/// Returns the name of a collective without the name of the backend.
+/// Returns the name of a collective without the prefix of the backend, such as `nccl:`.
 fn strip_backend(operation: &str) -> &str {
     operation.split_once(':').map_or(operation, |(_, name)| name)
 }
 
-/// Returns the entry about a pending collective in the flight recorder of a rank.
+/// Returns the entry about a pending collective in the flight recorder of a rank (torch's list of
+/// its last collectives).
 fn find_recorder_entry<'a>(
     p: &PendingCollective<'_>,
     evidence: &'a RankEvidence,
@@ -175,9 +184,9 @@ fn find_recorder_entry<'a>(
     evidence.entries.iter().find(|e| e.group == p.group && e.seq == p.seq && !e.p2p)
 }
 
-/// Compares how the ranks that have entered a pending collective have called it. Returns the kind
-/// of the difference, and the different calls, that of most ranks first. Returns `None` if the
-/// calls are equal.
+/// Finds out whether the ranks that have entered a pending collective have called different
+/// collectives, or with different inputs. Returns the kind of the difference, and the different
+/// calls, that of most ranks first. Returns `None` if the calls are equal.
 fn compare_calls(
     p: &PendingCollective<'_>,
     ranks: &BTreeMap<Rank, &RankEvidence>,
@@ -205,8 +214,8 @@ fn compare_calls(
     (calls.len() > 1).then_some((kind, calls))
 }
 
-/// Builds the description of a call by the ranks `callers` from `entry`, an entry of a flight
-/// recorder.
+/// Describes the call of a collective by the ranks `callers`, from `entry`, an entry of a flight
+/// recorder (torch's list of the last collectives).
 fn build_call(
     callers: Vec<Rank>,
     entry: &CollectiveEntry,
@@ -227,14 +236,15 @@ fn build_call(
     }
 }
 
-/// Returns the call with which ranks have entered a pending collective. Returns `None` if no flight
-/// recorder has recorded it.
+/// Describes the call with which ranks have entered a pending collective. Returns `None` if no
+/// flight recorder has recorded it.
 fn build_entered_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvidence>) -> Option<CollectiveCallOfRanks> {
     let entry = p.entered.iter().find_map(|rank| find_recorder_entry(p, ranks.get(rank)?))?;
     Some(build_call(p.entered.iter().copied().collect(), entry, ranks))
 }
 
-/// Builds a verdict about a collective. Without a collective, all ranks are undetermined.
+/// Builds the verdict about a job that hangs in a collective: the ranks that hold up the job, and
+/// what each of them does. Without a collective, all ranks are undetermined.
 fn build_verdict(
     kind: HangKind,
     pending: Option<&PendingCollective<'_>>,
@@ -271,19 +281,19 @@ fn build_verdict(
     }
 }
 
-/// Returns whether an activity prevents a rank from taking part in a collective that it has
-/// entered.
+/// Returns whether an activity, such as loading data, prevents a rank from taking part in a
+/// collective.
 fn is_blocking_activity(activity: &RankActivity) -> bool {
     matches!(activity, RankActivity::Stopped | RankActivity::Uninterruptible { .. } | RankActivity::Ended)
 }
 
-/// Returns the newest warning of NCCL in the evidence about a rank.
+/// Returns the newest warning of NCCL in what was collected about a rank of a job that hangs.
 fn find_nccl_warning(evidence: &RankEvidence) -> Option<RankNcclWarning> {
     let text = evidence.nccl_warnings.last()?.clone();
     Some(RankNcclWarning { rank: evidence.rank, text })
 }
 
-/// Lists the errors of GPUs in the evidence about a rank.
+/// Lists the GPU errors in what was collected about a rank of a job that hangs.
 fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
     let of_rank = evidence.gpu_faults.iter().map(|fault| (false, fault));
     let of_host = evidence.host_gpu_faults.iter().map(|fault| (true, fault));
@@ -295,7 +305,7 @@ fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
     of_rank.chain(of_host).take(MAX_GPU_FAULTS).map(build).collect()
 }
 
-/// Finds out what a rank does, and at which place in its program.
+/// Finds out what a rank of a job that hangs does, and at which place in its program.
 fn locate_rank(rank: Rank, evidence: Option<&RankEvidence>) -> RankPosition {
     let Some(evidence) = evidence else {
         return RankPosition { rank, activity: RankActivity::Unknown, frame: None, file: None, task: None };
@@ -320,7 +330,8 @@ fn find_program_frame(evidence: &RankEvidence) -> Option<StackFrame> {
     evidence.stack.iter().find(|frame| !is_library(frame)).or(evidence.stack.first()).cloned()
 }
 
-/// Finds out what the main thread of a rank does.
+/// Finds out what the main thread of a rank of a job that hangs does, such as waiting in a
+/// collective or loading data.
 fn classify_activity(thread: &ThreadState, evidence: &RankEvidence) -> RankActivity {
     match (thread.state, thread.wait) {
         ('T' | 't', _) => RankActivity::Stopped,

@@ -16,11 +16,11 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The number of host names that a notice lists for one kind of change. A notice gives only the
-/// number of the other hosts.
+/// The largest number of host names that a notice about a changed hostfile lists for one kind of
+/// change. A notice gives only the number of the other hosts.
 const MAX_LISTED_NAMES: usize = 8;
 
-/// The hostfile of a job, with the job's filters.
+/// The hostfile of a job, with the filters (`include`, `exclude`) that the job applies to it.
 #[derive(Clone, Debug)]
 pub(crate) struct FilteredHostfile {
     path: PathBuf,
@@ -34,7 +34,8 @@ impl FilteredHostfile {
         Some(FilteredHostfile { path: job.run.workdir.join(file), cluster: job.cluster.clone() })
     }
 
-    /// Parses the text of a hostfile and applies the job's filters. Fails if no host is left.
+    /// Parses the text of a hostfile and applies the job's filters (`include`, `exclude`). Fails if
+    /// no host is left.
     fn parse_hosts(&self, text: &str) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
         let hosts = resolve_hostfile_text(&self.cluster, &self.path, text)?;
         if hosts.is_empty() {
@@ -45,7 +46,7 @@ impl FilteredHostfile {
     }
 }
 
-/// The consequences of a change of the hostfile: notices for the user, and the new list of hosts.
+/// What follows from a change of the hostfile: notices for the user, and the new list of hosts.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct HostfileChange {
     /// Notices that describe the change, or its errors, to the user.
@@ -114,8 +115,9 @@ impl HostfileWatch {
         }
     }
 
-    /// Compares the changed hostfile with the `hosts` of the run. Overwrites the slots of known
-    /// hosts in `hosts`. The caller must append the added hosts of the result to `hosts`.
+    /// Evaluates a change of the hostfile: compares its new content with the `hosts` of the run,
+    /// and overwrites the slots of known hosts there. The caller must append the added hosts of the
+    /// result to `hosts`.
     ///
     /// If the hostfile cannot be read, is not valid or lists too many hosts, the result has a
     /// notice and no hosts, and `hosts` stays unchanged.
@@ -169,9 +171,9 @@ impl HostfileWatch {
         self.compare_hosts(hosts, &new, &in_file, listed, resized)
     }
 
-    /// Compares the new list of hosts with the previous list, and records the new list. Returns the
-    /// new list and a notice that describes the differences. If hosts, slots and addresses are
-    /// unchanged, the result has neither hosts nor notices.
+    /// Stores the new list of hosts in place of the previous one, and returns it with a notice that
+    /// describes the differences. If hosts, slots and addresses are unchanged, the result has
+    /// neither hosts nor notices.
     ///
     /// `hosts` are the hosts that the run knows, and `listed` states for each of them whether the
     /// new list contains it. `new` are the hosts that the run does not know, `in_file` all hosts of
@@ -221,8 +223,8 @@ impl HostfileWatch {
     }
 }
 
-/// Joins host names with commas, for a notice. Lists at most [`MAX_LISTED_NAMES`] names, followed
-/// by the number of the other names.
+/// Joins host names with commas for a notice about a changed hostfile. Lists at most
+/// [`MAX_LISTED_NAMES`] names, followed by the number of the other names.
 fn join_names(names: &[String]) -> String {
     match names.len().checked_sub(MAX_LISTED_NAMES) {
         None | Some(0) => names.join(", "),

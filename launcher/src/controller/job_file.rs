@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::{collections::BTreeSet, path::PathBuf};
 use tokio::sync::mpsc;
 
-/// The path of a job file, with the overrides of the command line.
+/// The path of a job file, with the overrides of the command line (`--set`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct JobFile {
     /// The path of the file.
@@ -24,8 +24,8 @@ impl JobFile {
     }
 }
 
-/// The consequences of a change of the job file: notices for the user, and new values of reloadable
-/// keys.
+/// What follows from a change of the job file: notices for the user, and the new values of keys
+/// that can be reloaded while the job runs.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct JobFileChange {
     /// Notices that describe the change, or its errors, to the user.
@@ -67,9 +67,10 @@ impl JobFileWatch {
         }
     }
 
-    /// Compares the changed job file with the `running` job. Returns the new values of reloadable
-    /// keys, which the caller must apply. Each changed key that is not reloadable is reported in a
-    /// notice once. A file that cannot be read or is not valid results in a notice and no values.
+    /// Compares the changed job file with the `running` job. Returns the new values of keys that
+    /// can be reloaded, which the caller must apply, and notices for the user. Each changed key
+    /// that is not reloadable is reported in a notice once. A file that cannot be read or is not
+    /// valid results in a notice and no values.
     pub(super) fn apply_change(&mut self, running: &JobSpec, content: WatchedFileContent) -> JobFileChange {
         let Some((file, _)) = &self.file else { return JobFileChange::default() };
         let name = file.path.display();
@@ -108,10 +109,10 @@ impl JobFileWatch {
     }
 }
 
-/// A job with the locations of its keys and the warnings of loading it.
+/// A loaded job, the locations of its keys in the job file, and the warnings of loading it.
 type LoadedJob = (JobSpec, SourceMap, Vec<Diagnostic>);
 
-/// Loads a job from the text of its file, and applies the overrides of the command line.
+/// Loads a job from the text of its file, and applies the overrides of the command line (`--set`).
 fn load_job_text(file: &JobFile, text: &str) -> Result<LoadedJob, Vec<Diagnostic>> {
     load_job(JobSource::Text { name: file.path.display().to_string(), text: text.to_owned() }, &file.set)
 }

@@ -40,16 +40,18 @@ use tokio::sync::{mpsc, oneshot};
 
 /// The format version that `job.json` contains.
 const JOB_FILE_VERSION: u32 = 1;
-/// The interval at which the journal is synced to the disk, if it has grown.
+/// The interval at which the journal (the files of a run's events and metrics) is synced to the
+/// disk, if it has grown.
 const SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval at which the journal's modification time is set to the present. `launch ps` derives
 /// from this time how long a run is without a controller.
 const MTIME_UPDATE_INTERVAL: Duration = Duration::from_secs(30);
-/// How long a write may take before the user gets a notice.
+/// How long a write to the journal may take before the user gets a notice that the disk stalls.
 const STALL_REPORT_DELAY: Duration = Duration::from_secs(5);
-/// How long the end of a run waits for a journal whose disk is full or stalls.
+/// How long the controller waits at the end of a run until the journal is written to a disk that is
+/// full or stalls.
 const JOURNAL_CLOSE_TIMEOUT: Duration = Duration::from_secs(600);
-/// The number of messages from the journal's thread that may wait until the controller reads them.
+/// The largest number of messages of the journal's thread that may wait for the controller.
 const STATUS_CHANNEL_CAPACITY: usize = 16;
 
 /// The content of `job.json`: the job of a run, without secrets, and the command that started it.
@@ -63,7 +65,8 @@ struct StoredJob<'a> {
     job: &'a JobSpec,
 }
 
-/// The journal of a run: appends events and metrics to the files of the run directory.
+/// The journal of a run, which appends events and metrics to the files of the run directory, in a
+/// separate thread.
 #[derive(Debug)]
 pub(super) struct Journal {
     run_dir: PathBuf,
@@ -83,8 +86,8 @@ pub(super) struct Journal {
     is_deletion_reported: bool,
 }
 
-/// The receiver of the reports that the journal has stored. An item has the newest stored report of
-/// each sequence of reports.
+/// The receiver of the numbers of the agents' reports whose events the journal has stored on the
+/// disk. An item has the newest stored report of each sequence of reports.
 pub(super) type StoredReportReceiver = mpsc::Receiver<Vec<ReportId>>;
 
 impl Journal {
@@ -109,16 +112,16 @@ impl Journal {
         Ok((journal, stored))
     }
 
-    /// Opens the journal of a run whose controller was lost. The journal accepts no events before
-    /// [`Journal::take_over`].
+    /// Opens the journal (the files of events and metrics) of a run whose controller was lost. The
+    /// journal accepts no events before [`Journal::take_over`].
     pub(super) fn open_existing(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
         Journal::start(run_dir)
     }
 
-    /// Replaces the files of the journal by copies, which this journal continues. Sends a summary
-    /// of the content to `done`. Opens a new file for TensorBoard. `restarts` is the number of
-    /// restarts of which the agents know. Never blocks. Repeats the takeover while the disk is full
-    /// or stalls.
+    /// Takes over the journal of a lost controller: replaces its files by copies, to which this
+    /// journal then appends. Sends a summary of the content to `done`. Opens a new file for
+    /// TensorBoard. `restarts` is the number of restarts of which the agents know. Never blocks.
+    /// Repeats the takeover while the disk is full or stalls.
     pub(super) fn take_over(&self, run: &str, restarts: u32, done: mpsc::Sender<JournalSummary>) {
         let time = read_unix_time();
         let name = tensorboard::format_file_name(run, time);
@@ -141,7 +144,7 @@ impl Journal {
         });
     }
 
-    /// Starts the thread of a journal whose files are not open.
+    /// Creates a journal that has no open files yet, and starts its thread.
     fn start(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
         let (stored, receiver) = mpsc::channel(STATUS_CHANNEL_CAPACITY);
         let journal = Journal {
@@ -161,12 +164,14 @@ impl Journal {
         Ok((journal, receiver))
     }
 
+    /// Locks the mutex of the journal's open files; `None` before they are open.
     fn lock_files(&self) -> MutexGuard<'_, Option<JournalFiles>> {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Appends an event that happened at `time`, in seconds since 1970. `report` identifies the
-    /// event in the journal, so that a later controller neither loses nor repeats it. Never blocks.
+    /// Appends an event that happened at `time`, in seconds since 1970, to the journal (the files
+    /// of events and metrics) of the run. `report` identifies the event in the journal, so that a
+    /// later controller neither loses nor repeats it. Never blocks.
     pub(super) fn append_event(&mut self, event: &Event, time: f64, report: Option<ReportId>) {
         let is_important = matches!(event, Event::Failure(_) | Event::Done { .. } | Event::Checkpoint { .. });
         let event = event.clone();
@@ -177,8 +182,9 @@ impl Journal {
         }
     }
 
-    /// Appends scalars to the event file of TensorBoard, at a number of seconds since the start of
-    /// the run. Leaves them out while the disk is full or stalls. Never blocks.
+    /// Appends values, such as the usage of hosts, to the event file of TensorBoard; their step is
+    /// the number of seconds since the start of the run. Leaves them out while the disk is full or
+    /// stalls. Never blocks.
     pub(super) fn append_scalars(&mut self, values: Vec<(String, f64)>, time: f64, seconds: u64) {
         if self.thread.busy_time() < SYNC_INTERVAL {
             let record = tensorboard::encode_scalars_record(&values, time, seconds);
@@ -187,8 +193,8 @@ impl Journal {
         }
     }
 
-    /// Counts a report as stored although the journal does not contain it, because journals contain
-    /// no reports of its kind.
+    /// Marks a report of an agent as stored without writing a line, because the report contains no
+    /// event for the journal.
     pub(super) fn skip_report(&mut self, (stream, seq): ReportId) {
         self.run_with_files(move |files, _| _ = files.unsynced.insert(stream, seq));
         self.is_dirty = true;
@@ -229,9 +235,9 @@ impl Journal {
         });
     }
 
-    /// Begins to find out whether another controller has taken over the journal, and so replaced
-    /// its files. The receiver gets no answer if the files are not open, and a late one if the
-    /// disk stalls.
+    /// Begins to find out whether another controller has taken over the journal of the run, and so
+    /// replaced its files. The receiver gets no answer if the files are not open, and a late one if
+    /// the disk stalls.
     pub(super) fn check_replacement(&self) -> oneshot::Receiver<bool> {
         let (answer, receiver) = oneshot::channel();
         // An error means that the controller waits no longer.
@@ -239,7 +245,8 @@ impl Journal {
         receiver
     }
 
-    /// Begins to write the evidence of an attempt that hangs to the run directory.
+    /// Begins to write what agents have collected about the ranks of an attempt that hangs to a
+    /// file in the run directory.
     pub(super) fn write_hang_file(&self, attempt: u32, file: &HangFile) {
         let name = HangFile::file_name(attempt);
         let (run_dir, text) = (self.run_dir.clone(), serde_json::to_vec_pretty(file));
@@ -249,7 +256,7 @@ impl Journal {
         });
     }
 
-    /// Requests that the files be synced to the disk.
+    /// Requests that the journal's thread sync the files to the disk.
     fn sync(&mut self) {
         (self.is_dirty, self.next_sync) = (false, Instant::now() + SYNC_INTERVAL);
         let stored = self.stored.clone();
@@ -265,8 +272,8 @@ impl Journal {
         });
     }
 
-    /// Sets the modification time of the journal to the present, and finds out whether the file was
-    /// deleted.
+    /// Sets the modification time of the journal's file to the present, so that the run counts as
+    /// active, and finds out whether the file was deleted.
     fn mark_as_used(&self) {
         let (path, is_deleted) = (self.run_dir.join(journal_files::EVENTS_FILE), self.is_deleted.clone());
         self.run_in_background(move || match File::options().append(true).open(&path) {
@@ -278,9 +285,9 @@ impl Journal {
         });
     }
 
-    /// Performs what is due: requests a sync, marks the journal as used, and finds out whether the
-    /// disk stalls. Returns a notice for the user when a stall begins or ends, or when the journal
-    /// was deleted. The caller calls this function about once a second.
+    /// Performs the periodic work of the journal: requests a sync, updates the modification time,
+    /// and finds out whether the disk stalls. Returns a notice for the user when a stall begins or
+    /// ends, or when the journal was deleted. The caller calls this function about once a second.
     pub(super) fn tick(&mut self) -> Option<String> {
         let busy = self.thread.busy_time();
         if self.is_dirty && Instant::now() >= self.next_sync && busy < SYNC_INTERVAL {

@@ -1,10 +1,11 @@
-//! [`PeerExchange`]: collects the addresses of the built-in workers of an attempt, without I/O.
+//! [`PeerExchange`]: collects the network addresses of the built-in workers of an attempt, until
+//! all of them are known.
 use super::core::host_state::HostIndex;
 use jobspec::ids::Rank;
 use protocol::control::{MAX_ADDRESSES, WorkerAddresses};
 use std::{collections::BTreeMap, net::SocketAddr};
 
-/// The addresses that the workers of one attempt have reported.
+/// The network addresses that the built-in workers of one attempt have reported so far.
 #[derive(Debug)]
 pub(crate) struct PeerExchange {
     attempt: u32,
@@ -13,15 +14,15 @@ pub(crate) struct PeerExchange {
 }
 
 impl PeerExchange {
-    /// Creates an exchange for the `world` workers of an attempt, of which none has reported yet.
+    /// Creates an empty collection for the addresses of the `world` workers of an attempt.
     pub(crate) fn new(attempt: u32, world: usize) -> Self {
         PeerExchange { attempt, world, peers: BTreeMap::new() }
     }
 
-    /// Adds the addresses that a worker on `host` has reported. Once every worker of the attempt
-    /// has reported, returns the addresses of all workers in rank order; before that, `None`.
-    /// Ignores reports of another attempt, repeated reports, ranks outside of the job, and reports
-    /// without addresses or with more than [`MAX_ADDRESSES`].
+    /// Stores the network addresses that a worker on `host` has reported. Once every worker of the
+    /// attempt has reported, returns the addresses of all workers in rank order; before that,
+    /// `None`. Ignores reports of another attempt, repeated reports, ranks outside of the job, and
+    /// reports without addresses or with more than [`MAX_ADDRESSES`].
     pub(crate) fn add_worker(
         &mut self,
         host: HostIndex,

@@ -6,7 +6,8 @@ use std::{fmt, time::Duration};
 
 /// The pause before the first restart, and before a restart that follows progress.
 pub(crate) const FIRST_RESTART_PAUSE: Duration = Duration::from_secs(1);
-/// The number of restarts in a row without progress that a job with copies in memory may use.
+/// The number of restarts in a row without progress after which a job with copies of its training
+/// state in memory is no longer restarted.
 const MAX_FRUITLESS_RESTARTS: u32 = 2;
 /// The longest pause between two attempts. Each restart in a row without progress doubles the
 /// pause.
@@ -15,7 +16,8 @@ pub(crate) const LONGEST_RESTART_PAUSE: Duration = Duration::from_secs(60);
 /// jitter prevents many jobs from restarting at the same moment.
 pub(crate) const MAX_JITTER: f64 = 0.2;
 
-/// The properties of a failed attempt from which the restart policy decides whether to restart.
+/// The properties of a failed attempt from which the restart policy decides whether to restart the
+/// job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct AttemptEnd {
     /// The exit code that `launch` would have if the run ended after this attempt.

@@ -1,10 +1,12 @@
-//! [`ReportId`]: identifies a line of the journal. A controller that takes over a run thus knows
-//! which lines are already stored, and neither loses nor repeats a line.
+//! [`ReportId`]: identifies the report of an agent or controller from which a line of the journal
+//! was written. A controller that takes over a run thus knows which lines are already stored, and
+//! neither loses nor repeats a line.
 
-/// The origin of a line of the journal: the number of a sequence of reports, and the number of the
-/// report in this sequence. Each agent has a sequence. The controllers of a run share the sequence
-/// [`CONTROLLER_STREAM`].
+/// Identifies the report from which a line of the journal was written: the number of the agent's
+/// (or controllers') sequence of reports, and the number of the report in it. Each agent has a
+/// sequence. The controllers of a run share the sequence [`CONTROLLER_STREAM`].
 pub(crate) type ReportId = (u64, u64);
 
-/// The number of the sequence of reports that the controllers of a run share.
+/// The number under which the controllers of a run report events, in place of the number of an
+/// agent's sequence of reports.
 pub(crate) const CONTROLLER_STREAM: u64 = 0;

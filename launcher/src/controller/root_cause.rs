@@ -12,7 +12,8 @@ use protocol::{
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The root cause of a failed attempt, or a candidate for it.
+/// The root cause of a failed attempt (the first failure, from which others follow), or a failure
+/// that may be it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RootCause {
     pub(crate) host: HostIndex,
@@ -28,7 +29,7 @@ pub(crate) struct RootCause {
 }
 
 impl RootCause {
-    /// Creates a root cause with exit code 1, and without a failed rank and diagnostics.
+    /// Creates a root cause on a host with exit code 1, without a failed rank and diagnostics.
     pub(crate) fn new(host: HostIndex, reason: FailureReason, message: impl Into<String>) -> Self {
         RootCause {
             host,
@@ -40,7 +41,7 @@ impl RootCause {
         }
     }
 
-    /// Sets the failed rank; `None` means that no worker has failed.
+    /// Sets the rank that has failed; `None` means that no worker has failed.
     pub(crate) fn with_rank(mut self, rank: Option<Rank>) -> Self {
         self.rank = rank;
         self
@@ -137,8 +138,8 @@ pub(crate) struct WorkerProcessEnd {
 }
 
 impl WorkerProcessEnd {
-    /// Converts the end of the process into the root cause that blames the given rank on the given
-    /// host. The exit code of the root cause is 1.
+    /// Converts the end of a worker's process into the root cause of the attempt's failure, with
+    /// the rank and host of the worker. The exit code of the root cause is 1.
     pub(crate) fn into_root_cause(self, (host, rank): (HostIndex, Rank)) -> RootCause {
         let mut message = match self.oom {
             Some(_) => WorkerEnd::OutOfMemory(self.status).to_string(),
@@ -192,7 +193,7 @@ pub(crate) enum AgentEnd {
     EndedUnattended,
 }
 
-/// The host and pid of an agent, for messages about the agent.
+/// The host and process ID of an agent, for messages about the agent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AgentLabel<'a> {
     /// The host's name in the job or, for the controller's machine, its host name.
@@ -214,7 +215,7 @@ impl fmt::Display for AgentLabel<'_> {
 }
 
 impl AgentEnd {
-    /// Formats the end of the agent as one line for the user.
+    /// Formats the way in which an agent ended as one line for the user.
     pub(crate) fn format_message(&self, agent: AgentLabel<'_>) -> String {
         let AgentLabel { host, remote, .. } = agent;
         match self {
@@ -246,7 +247,8 @@ impl AgentEnd {
         }
     }
 
-    /// Returns the failure reason of an attempt that fails because the agent has ended in this way.
+    /// Returns the failure reason of an attempt that failed because a host's agent has ended in
+    /// this way.
     pub(crate) fn to_failure_reason(&self, agent: AgentLabel<'_>) -> FailureReason {
         let silent_s = match self {
             AgentEnd::NoHello { seconds }
@@ -292,7 +294,7 @@ impl AgentEnd {
         }
     }
 
-    /// Returns the error that has made the agent end, if there is one.
+    /// Returns the error that made the agent end, or `None` if there is none.
     pub(crate) fn into_diagnostic(self) -> Option<Diagnostic> {
         match self {
             AgentEnd::NotStarted(error)
@@ -361,8 +363,8 @@ pub(crate) fn find_advice(reason: &FailureReason) -> Option<&'static str> {
     })
 }
 
-/// Returns advice for the user about a process that was killed by this signal, or `None` if there
-/// is none.
+/// Returns advice for the user about a process that was killed by the signal `signal`, or `None` if
+/// there is none.
 fn find_signal_advice(name: &str) -> Option<&'static str> {
     Some(match name {
         "SIGKILL" => {

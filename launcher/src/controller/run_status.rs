@@ -1,5 +1,5 @@
-//! [`StatusKeeper`]: keeps the newest measurements of a run, and names the reasons why ranks are
-//! slow.
+//! [`StatusKeeper`]: keeps the newest measurements of a run (step times, usage of hosts), and finds
+//! the reasons why ranks are slow.
 mod straggler_text;
 
 use super::core::HostIndex;
@@ -14,8 +14,8 @@ use protocol::{
 use std::collections::{BTreeMap, VecDeque};
 use straggler_text::describe_straggler;
 
-/// The number of measurements of a host that are kept. The reason of a slow rank is searched in all
-/// of them.
+/// The number of measurements of each host's usage (CPU, memory, GPUs) that are kept. The reason of
+/// a slow rank is searched in all of them.
 const KEPT_USAGES_PER_HOST: usize = 4;
 /// The largest number of reported slow ranks that are kept.
 const MAX_STRAGGLERS: usize = 16;
@@ -31,7 +31,8 @@ const MIN_RUN_DELAY_SHARE: f64 = 0.05;
 /// count as the reason of the slowness.
 const MIN_MAJOR_FAULTS: f64 = 50.0;
 
-/// The newest measurements of a run. Holds a bounded number of them for each host.
+/// The newest measurements of a run: step times, usage of the hosts, and slow ranks. Holds a
+/// bounded number of them for each host.
 pub(super) struct StatusKeeper {
     attempt: u32,
     step_times: StepTimes,
@@ -62,8 +63,8 @@ struct HostUsageHistory {
 }
 
 impl StatusKeeper {
-    /// Creates a keeper without measurements. `spec` is `run.straggler` of the job, and
-    /// `is_program` whether the workers run a program.
+    /// Creates a keeper of a run's measurements that contains none yet. `spec` is `run.straggler`
+    /// of the job, and `is_program` whether the workers run a program.
     pub(super) fn new(spec: &StragglerSpec, is_program: bool) -> StatusKeeper {
         let rules = spec.share.map(|share| StragglerRules { share, steps: spec.steps });
         StatusKeeper {
@@ -76,7 +77,7 @@ impl StatusKeeper {
         }
     }
 
-    /// Forgets the measurements of earlier attempts.
+    /// Removes the measurements of earlier attempts at the beginning of a new attempt.
     pub(super) fn begin_attempt(&mut self, attempt: u32) {
         if attempt != self.attempt {
             (self.attempt, self.step_times) = (attempt, StepTimes::default());
@@ -86,14 +87,14 @@ impl StatusKeeper {
         }
     }
 
-    /// Keeps the times of the newest steps.
+    /// Stores how long the newest optimizer steps of the ranks took, in place of the earlier times.
     pub(super) fn set_step_times(&mut self, mut times: StepTimes) {
         times.ranks.truncate(MAX_TIMED_RANKS);
         self.step_times = times;
     }
 
-    /// Stores the newest usage of a host. `hosts` is the number of hosts of the attempt. Returns
-    /// the events about slow ranks of a program.
+    /// Stores the newest usage of a host and its workers (CPU, memory, GPUs). `hosts` is the number
+    /// of hosts of the attempt. Returns the events about slow ranks of a program.
     pub(super) fn add_host_usage(
         &mut self,
         (host, name): (HostIndex, &str),
@@ -140,7 +141,8 @@ impl StatusKeeper {
         changes.unwrap_or_default().into_iter().filter_map(to_event).collect()
     }
 
-    /// Returns events that the slow ranks are no longer slow, because their attempt has ended.
+    /// Returns the events that report that slow ranks are no longer slow, because their attempt has
+    /// ended.
     pub(super) fn list_straggler_ends(&self) -> Vec<Event> {
         let end = |report: &StragglerReport| {
             Event::Straggler(Box::new(StragglerReport { state: StragglerState::Recovered, ..report.clone() }))
@@ -171,8 +173,9 @@ impl StatusKeeper {
         }
     }
 
-    /// Finds the likely reason why a rank is slow, in the usages of its host. `gpu` is the GPU of
-    /// the rank. If it is unknown, each GPU of the host may be the reason.
+    /// Finds the likely reason why a rank is slow (such as a CPU quota or disk reads) in the
+    /// measured usages of its host. `gpu` is the GPU of the rank. If it is unknown, each GPU of the
+    /// host may be the reason.
     fn find_slowness_reason(&self, report: &StragglerReport, gpu: Option<u32>) -> Option<StragglerReason> {
         if report.kind == StragglerKind::Network {
             return Some(StragglerReason::SlowLink);
@@ -206,7 +209,8 @@ impl StatusKeeper {
         faulty.map(|(gpu, errors)| StragglerReason::GpuMemoryErrors { gpu, errors })
     }
 
-    /// Returns the newest measurements, as the status file contains them.
+    /// Builds the content of the run's status file from the newest measurements: step times, usage
+    /// of the hosts, and slow ranks.
     pub(super) fn to_status(&self, time: f64) -> RunStatus {
         let host = |kept: &HostUsageHistory| {
             let usage = kept.usages.back()?.clone();
@@ -224,6 +228,7 @@ impl StatusKeeper {
 }
 
 impl HostUsageHistory {
+    /// Returns the newest usage of the worker with rank `rank` on this host.
     fn find_worker(&self, rank: Rank) -> Option<&WorkerUsage> {
         self.usages.back()?.workers.iter().find(|worker| worker.rank == rank)
     }

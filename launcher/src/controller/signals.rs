@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 use std::io;
 use tokio::signal::unix::{Signal as SignalStream, SignalKind, signal};
 
-/// Receives the signals that the controller catches, and knows what each of them means.
+/// Receives the signals that the controller catches, and knows which request each of them makes.
 pub(super) struct SignalReceiver {
     /// The actions that SIGUSR1, SIGUSR2 and SIGTERM request (`run.signals`).
     actions: SignalActions,
@@ -23,7 +23,7 @@ pub(super) struct SignalReceiver {
     has_time_limit: bool,
 }
 
-/// The meaning of a signal for the controller, such as a request to stop the run.
+/// What a signal requests of the controller, such as to stop the run.
 pub(super) enum SignalEvent {
     /// The signal requests an action of the controller's state machine, such as to save or to stop.
     Request(Box<ControllerInput>),
@@ -34,7 +34,7 @@ pub(super) enum SignalEvent {
 }
 
 impl SignalEvent {
-    /// Creates the meaning of a signal that passes `input` to the controller's state machine.
+    /// Creates a request of a signal that passes `input` to the controller's state machine.
     fn from_input(input: ControllerInput) -> SignalEvent {
         SignalEvent::Request(Box::new(input))
     }
@@ -57,7 +57,7 @@ impl SignalReceiver {
         })
     }
 
-    /// Waits for the next signal and returns its meaning. Cancel-safe.
+    /// Waits for the next signal and returns what it requests of the controller. Cancel-safe.
     pub(super) async fn receive(&mut self) -> SignalEvent {
         let hangup = async {
             match &mut self.hangup {
@@ -81,7 +81,8 @@ impl SignalReceiver {
     }
 }
 
-/// Returns the meaning of the signal `signal`, to which `run.signals` assigns the action `action`.
+/// Returns what the signal `signal` requests of the controller, if `run.signals` assigns the action
+/// `action` to it.
 fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
         SignalAction::Save => SignalEvent::from_input(ControllerInput::Save(signal as i32)),

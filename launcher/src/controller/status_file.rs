@@ -8,11 +8,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The shortest time between two writes of the file.
+/// The shortest time between two writes of the run's status file.
 const WRITE_INTERVAL: Duration = Duration::from_secs(2);
-/// The additional time between two writes for each rank, which limits the written bytes per second.
+/// The additional time between two writes of the status file for each rank of the run, which limits
+/// the written bytes per second.
 const WRITE_INTERVAL_PER_RANK: Duration = Duration::from_millis(1);
-/// The largest size of the file, in bytes. Larger measurements are not written.
+/// The largest size of the run's status file, in bytes. Larger measurements are not written.
 const MAX_BYTES: usize = 8 << 20;
 
 /// The status file of a run, which a separate thread writes, so that a slow disk does not block the
@@ -25,7 +26,7 @@ pub(super) struct StatusFile {
 }
 
 impl StatusFile {
-    /// Starts the thread that writes the file of a run with `world` ranks.
+    /// Starts the thread that writes the status file of a run with `world` ranks.
     pub(super) fn start(world: u32) -> io::Result<StatusFile> {
         let interval = WRITE_INTERVAL + WRITE_INTERVAL_PER_RANK * world;
         Ok(StatusFile {
@@ -35,7 +36,7 @@ impl StatusFile {
         })
     }
 
-    /// Returns whether the file is to be written now.
+    /// Returns whether the status file is to be written again now.
     pub(super) fn is_due(&self) -> bool {
         Instant::now() >= self.next_write && self.thread.busy_time() == Duration::ZERO
     }

@@ -49,8 +49,8 @@ impl StreamedLogs {
         })
     }
 
-    /// Prepares for the output of a new attempt. `is_remote` states for each rank whether the rank
-    /// runs on another machine than the controller.
+    /// Prepares for the console output of a new attempt (start of all workers). `is_remote` states
+    /// for each rank whether the rank runs on another machine than the controller.
     pub(super) fn begin_attempt(&mut self, is_remote: Vec<bool>) {
         self.is_remote = is_remote;
         self.dropped.clear();
@@ -60,9 +60,9 @@ impl StreamedLogs {
         self.thread.enqueue_job(0, close);
     }
 
-    /// Queues a line of a rank's output, which is then written to the file of the rank. Ignores
-    /// ranks on the controller's machine. Drops and counts the line if too much output waits for
-    /// the disk.
+    /// Queues a line of a rank's console output, which a separate thread writes to the file of the
+    /// rank. Ignores ranks on the controller's machine. Drops and counts the line if too much
+    /// output waits for the disk.
     pub(super) fn append_line(&mut self, rank: Rank, text: &str) {
         if !self.is_remote.get(rank as usize).copied().unwrap_or(false) {
             return;
@@ -87,8 +87,8 @@ impl StreamedLogs {
         }
     }
 
-    /// Waits until all lines so far are written to the files, but at most for `limit`. Returns
-    /// whether they are written.
+    /// Waits until all queued lines of console output are written to the files, but at most for
+    /// `limit`. Returns whether they are written.
     pub(super) fn flush(&self, limit: Duration) -> bool {
         self.thread.flush(limit)
     }

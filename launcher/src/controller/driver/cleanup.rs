@@ -1,5 +1,5 @@
-//! Ends agents and the child processes of the transport, and kills every process that
-//! an agent leaves behind on this machine.
+//! Ends the agents and the child processes that started them (such as `ssh`), and kills every
+//! process that an agent leaves behind on this machine.
 use super::{ControllerDriver, SupervisedAgent};
 use crate::{
     cluster::AgentHandle,
@@ -17,13 +17,13 @@ use nix::{
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
-/// The time from the end of an agent's control stream until the agent is killed.
+/// How long an agent may take to exit after its control connection has ended, before it is killed.
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent on another host may take to receive the request to end and to close its
-/// stream.
+/// connection.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time from the end of the last agent until a child process of the transport gets SIGTERM,
-/// and from SIGTERM until it gets SIGKILL.
+/// How long a child process that reached the agents (such as `ssh`) may take to exit after the last
+/// agent's end until it gets SIGTERM, and after SIGTERM until it gets SIGKILL.
 const TRANSPORT_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long [`ControllerDriver::sweep_processes`] waits until the processes that it has killed have
 /// ended.
@@ -32,10 +32,10 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
 impl ControllerDriver {
-    /// Processes the end of an agent's control stream. Waits until the agent has ended, and kills
-    /// an agent that has not ended after [`AGENT_EXIT_TIMEOUT`]. Then kills the processes that the
-    /// agent left on this machine, and informs the controller's state machine. `error` states why
-    /// the stream broke; `None` if the stream ended in order.
+    /// Processes the end of the control connection to an agent. Waits until the agent has ended,
+    /// and kills an agent that has not ended after [`AGENT_EXIT_TIMEOUT`]. Then kills the processes
+    /// that the agent left on this machine, and informs the controller's state machine. `error`
+    /// states why the stream broke; `None` if the stream ended in order.
     pub(super) async fn handle_agent_end(&mut self, host: HostIndex, error: Option<Diagnostic>) {
         if let Some(agent) = self.agents.get_mut(&host) {
             agent.outbox = None;
@@ -68,8 +68,8 @@ impl ControllerDriver {
         self.handle_input(ControllerInput::AgentGone { host, end });
     }
 
-    /// Reaps children that have ended: agents, and orphans that were reparented when their agent
-    /// died. Returns whether any child is left.
+    /// Reaps child processes that have ended: agents, and processes that became children of this
+    /// process when their agent died. Returns whether any child is left.
     pub(super) fn reap_children(&mut self) -> bool {
         let (agents, transport) = (&mut self.agents, &mut self.transport);
         let _lock = lock_children();
@@ -121,10 +121,10 @@ impl ControllerDriver {
         }
     }
 
-    /// Closes the streams of all agents, which makes the agents exit, and kills agents that have
-    /// not exited after [`AGENT_EXIT_TIMEOUT`]. Then ends the child processes of the transport and
-    /// kills every process of the job that is left on this machine. Agents get the exit code of the
-    /// run.
+    /// Closes the control connections of all agents, which makes the agents exit, and kills agents
+    /// that have not exited after [`AGENT_EXIT_TIMEOUT`]. Then ends the child processes of the
+    /// transport and kills every process of the job that is left on this machine. Agents get the
+    /// exit code of the run.
     pub(super) async fn close_agents(&mut self, exit_code: u8) {
         (0..self.hosts.len()).for_each(|host| self.release_agent(host, Some(exit_code)));
         let limit = self.clock.now() + AGENT_EXIT_TIMEOUT;
@@ -139,8 +139,8 @@ impl ControllerDriver {
         self.sweep_processes().await;
     }
 
-    /// Waits until the agents on other hosts that were asked to end have closed their streams, but
-    /// not longer than [`RELEASE_TIMEOUT`]. An agent whose run outlives its controller would
+    /// Waits until the agents on other hosts that were asked to end have closed their connections,
+    /// but not longer than [`RELEASE_TIMEOUT`]. An agent whose run outlives its controller would
     /// continue without the request.
     pub(super) async fn wait_for_released_agents(&mut self) {
         let limit = self.clock.now() + RELEASE_TIMEOUT;
@@ -149,16 +149,17 @@ impl ControllerDriver {
         }
     }
 
-    /// Waits up to [`SWEEP_INTERVAL`] for a message of an agent, and records the end of a stream.
-    /// Ignores other messages.
+    /// Waits up to [`SWEEP_INTERVAL`] for a message of an agent, and records the end of the agent's
+    /// connection if this is the message. Ignores other messages.
     async fn receive_end_of_agent(&mut self) {
         if let Ok(Some((agent, Ok(None) | Err(_)))) = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await {
             self.released.remove(&agent);
         }
     }
 
-    /// Waits for the child processes of the transport, which end after the last agent. Sends
-    /// SIGTERM, and later SIGKILL, to each of them that does not end in time.
+    /// Waits for the end of the child processes through which the agents were reached, such as
+    /// `ssh`. They end after the last agent. Sends SIGTERM, and later SIGKILL, to each of them that
+    /// does not end in time.
     pub(super) async fn end_transport_processes(&mut self) {
         let limit = self.clock.now() + TRANSPORT_EXIT_TIMEOUT;
         while self.reap_children() && !self.transport.child_processes().is_empty() {

@@ -26,12 +26,14 @@ use tokio::{
 };
 use tracing::info;
 
-/// The size of one read of an agent's stderr, in bytes.
+/// The size of one read of the text that an agent writes to stderr, in bytes.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
-/// The longest sleep of the event loop. [`crate::clock::RunningClock`] counts at most two seconds
-/// between two readings, so the clock would lag after a longer sleep.
+/// The longest time for which the event loop of the controller waits without an event.
+/// [`crate::clock::RunningClock`] counts at most two seconds between two readings, so the clock
+/// would lag after a longer sleep.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
-/// The interval at which the journal is synced, and at which its disk is checked for a stall.
+/// The interval at which the controller syncs the journal (the file of the run's events) to the
+/// disk and checks the disk for a stall.
 const JOURNAL_SYNC_INTERVAL: Duration = Duration::from_millis(500);
 
 impl ControllerDriver {
@@ -76,8 +78,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Waits for the next event, but at most until the next deadline of the controller's state
-    /// machine.
+    /// Waits for the next event of the controller's event loop, but at most until the next deadline
+    /// of the controller's state machine.
     async fn receive_event(
         &mut self,
         signals: &mut SignalReceiver,
@@ -151,7 +153,7 @@ impl ControllerDriver {
         )
     }
 
-    /// Starts the agents of all hosts, and begins the run.
+    /// Starts the agents of all hosts at the beginning of a run or of its takeover.
     fn start_first_agents(&mut self) {
         let names: Vec<String> = self.hosts.iter().map(|h| h.name.clone()).collect();
         let mut failed = Vec::new();
@@ -172,8 +174,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Starts the tasks that read from and write to a newly started agent, and stores the agent as
-    /// the current agent of the host.
+    /// Starts the tasks that exchange messages with a newly started agent, and stores the agent as
+    /// the current agent of its host.
     pub(super) fn register_agent(&mut self, host: HostIndex, process: AgentProcess) {
         let (outbox, outgoing) = Outbox::channel();
         self.agents_started += 1;
@@ -196,8 +198,8 @@ impl ControllerDriver {
         self.inner_hosts.retain(|_, inner_host| *inner_host != host);
     }
 
-    /// Moves messages that wait because the queue of their agent was full into that queue, as far
-    /// as it has space now.
+    /// Moves messages to agents that did not fit into the full queues of their agents into these
+    /// queues, as far as they have space now.
     fn flush_outboxes(&mut self) {
         let agents = &mut self.agents;
         self.backlogged.retain(|host| {
@@ -209,7 +211,7 @@ impl ControllerDriver {
         });
     }
 
-    /// Passes a message of an agent, or the end of the agent's stream, to the controller's state
+    /// Passes a message of an agent, or the end of its connection, to the controller's state
     /// machine. Ignores messages of an agent that was replaced by a later agent of its host.
     pub(super) async fn handle_agent_message(
         &mut self,
@@ -279,7 +281,8 @@ fn is_worker_start(message: &FromAgent) -> bool {
     }
 }
 
-/// Receives the next reports that the journal has stored. Waits forever without a journal.
+/// Receives the numbers of the agents' reports whose events the journal (the file of the run's
+/// events) has stored. Waits forever without a journal.
 async fn receive_stored_reports(stored: &mut Option<StoredReportReceiver>) -> Option<Vec<ReportId>> {
     match stored {
         Some(stored) => stored.recv().await,
@@ -287,7 +290,8 @@ async fn receive_stored_reports(stored: &mut Option<StoredReportReceiver>) -> Op
     }
 }
 
-/// Waits for the next event of a client of `launch exec`. Waits forever without a socket.
+/// Waits for the next request, or the end, of a process `launch exec` that is connected to the
+/// controller. Waits forever without a socket.
 async fn receive_exec_event(socket: &mut Option<ExecSocket>) -> ExecClientEvent {
     match socket {
         Some(socket) => socket.receive_event().await,
@@ -295,8 +299,8 @@ async fn receive_exec_event(socket: &mut Option<ExecSocket>) -> ExecClientEvent 
     }
 }
 
-/// Sends each step of the start of an agent to the channel `steps`. Ends when the start ends or the
-/// channel is closed.
+/// Sends each step of the start of an agent, such as copying the executable, to the channel
+/// `steps`. Ends when the start ends or the channel is closed.
 async fn forward_start_steps(
     agent: AgentId,
     mut started: mpsc::Receiver<AgentStartStep>,

@@ -1,4 +1,5 @@
-//! Passes the messages of `launch exec` between its clients and the agents.
+//! Passes messages between the `launch exec` processes that are connected to the controller and the
+//! agents that run their commands.
 use super::ControllerDriver;
 use crate::{
     connection::MessagePriority,
@@ -11,11 +12,13 @@ use diagnostic::{Diagnostic, codes::command};
 use jobspec::ids::Rank;
 use protocol::control::{ExecId, ExecReply, ExecRequest, PROTOCOL_VERSION, ToAgent};
 
-/// The largest number of clients of `launch exec` that are connected at the same time.
+/// The largest number of `launch exec` processes that may be connected to the controller at the
+/// same time.
 const MAX_CLIENTS: usize = 16;
 
 impl ControllerDriver {
-    /// Handles a new client, its requests, and the end of its connection.
+    /// Processes an event of a `launch exec` process that is connected to the controller: its
+    /// arrival, its requests, and its end.
     pub(super) fn handle_exec_client(&mut self, event: ExecClientEvent) {
         match event {
             ExecClientEvent::Connected(id, mut outbox) => {
@@ -37,7 +40,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Passes a request of a client to the agent of the rank's host.
+    /// Passes the request of a `launch exec` process to the agent on the host of the rank that the
+    /// request names.
     fn handle_exec_request(&mut self, id: ExecId, request: ExecRequest) {
         let Some(host) = self.exec_clients.get(&id).map(|client| client.host) else { return };
         match (&request, host) {
@@ -78,7 +82,8 @@ impl ControllerDriver {
         })
     }
 
-    /// Passes a reply of an agent to the client. The last reply ends the connection.
+    /// Passes an agent's reply, such as output of the command, to the `launch exec` process that
+    /// has requested the command. The last reply ends the connection.
     pub(super) fn send_exec_reply(&mut self, id: ExecId, reply: ExecReply) {
         let is_last = reply.is_last();
         if let Some(client) = self.exec_clients.get_mut(&id) {
@@ -89,7 +94,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Reports to all clients with commands on a host that its agent has ended.
+    /// Reports to all `launch exec` processes whose commands run on a host that the host's agent
+    /// has ended.
     pub(super) fn end_exec_commands_on_host(&mut self, host: HostIndex) {
         let ids: Vec<ExecId> = self
             .exec_clients
@@ -105,7 +111,7 @@ impl ControllerDriver {
     }
 }
 
-/// Builds the error of a client of another build of launch.
+/// Builds the error for a `launch exec` process of another build of launch than the controller.
 fn build_version_error(version: u32) -> Diagnostic {
     let message = format!(
         "the controller speaks version {PROTOCOL_VERSION} of the control protocol, and `launch exec` version \

@@ -74,15 +74,16 @@ impl ControllerDriver {
         }
     }
 
-    /// Sends the hello to the agent of a host, with the terms on which the agent is to obey.
+    /// Sends the first message (hello) to the agent of a host, with the conditions under which the
+    /// agent obeys this controller.
     fn send_hello(&mut self, host: HostIndex) {
         let (Some(target), Some(agent)) = (self.hosts.get(host), self.agents.get(&host)) else { return };
         let terms = self.identity.build_supervision_terms(&target.name, agent.number);
         self.send_to_agent(host, ToAgent::Hello { version: PROTOCOL_VERSION, terms: Some(Box::new(terms)) });
     }
 
-    /// Lets the agent of a host end, and closes its control stream. `exit_code` is the exit code of
-    /// the run; `None` if the run continues without the agent.
+    /// Asks the agent of a host to end, and closes the control connection to it. `exit_code` is the
+    /// exit code of the run; `None` if the run continues without the agent.
     pub(super) fn release_agent(&mut self, host: HostIndex, exit_code: Option<u8>) {
         self.send_to_agent(host, ToAgent::End { exit_code });
         if let Some(agent) = self.agents.get_mut(&host)
@@ -93,12 +94,14 @@ impl ControllerDriver {
         }
     }
 
-    /// Writes a notice to the journal and shows the notice to the user.
+    /// Writes a notice to the journal (the file of the run's events) and shows the notice to the
+    /// user.
     pub(super) fn emit_notice(&mut self, message: String) {
         self.emit_event(Event::new_notice(None, message));
     }
 
-    /// Writes an event of the controller to the journal and reports the event to the user.
+    /// Writes an event of the controller to the journal (the file of the run's events) and reports
+    /// the event to the user.
     pub(super) fn emit_event(&mut self, mut event: Event) {
         self.complete_straggler_event(&mut event);
         let time = read_unix_time();
@@ -109,15 +112,16 @@ impl ControllerDriver {
         self.report.show_event(event);
     }
 
-    /// Writes an event of an earlier controller to the journal.
+    /// Writes an event that an earlier controller could not store to the journal (the file of the
+    /// run's events).
     fn restore_event(&mut self, event: &UnstoredEvent) {
         if let Some(journal) = &mut self.journal {
             journal.append_event(&event.event, event.time, Some((CONTROLLER_STREAM, event.number)));
         }
     }
 
-    /// Writes an event of a worker to the journal and reports the event to the user. Without an
-    /// event, the report only counts as stored.
+    /// Writes an event of a worker to the journal (the file of the run's events) and reports the
+    /// event to the user. Without an event, the report only counts as stored.
     fn record_worker_event(&mut self, report: ReportId, age: Duration, event: Option<Event>) {
         if self.journal.is_none() {
             return;

@@ -15,7 +15,7 @@ use nix::sys::signal::{SigHandler, Signal};
 use protocol::{event::Event, exit};
 use std::time::Duration;
 
-/// How long the controller of a preempted batch job waits for its end by the batch system, in
+/// How long the controller of a preempted batch job waits until the batch system ends it, in
 /// addition to the grace time of the job.
 const PREEMPTION_MARGIN: Duration = Duration::from_secs(60);
 /// How long the controller waits at the end of a run until the console output of other hosts is
@@ -68,8 +68,8 @@ impl ControllerDriver {
         exit_code
     }
 
-    /// Asks the batch system whether it is preempting the batch job of this run. Reports an error
-    /// of the batch system to the user.
+    /// Asks the batch system (Slurm) whether it is preempting the batch job of this run, to give
+    /// its hosts to another job. Reports an error of the batch system to the user.
     fn find_preemption(&mut self) -> Option<Preemption> {
         cluster::find_preemption().unwrap_or_else(|error| {
             self.report
@@ -78,9 +78,9 @@ impl ControllerDriver {
         })
     }
 
-    /// Waits until the journal, and the files with the console output of other hosts, are complete.
-    /// If the journal cannot be completed, records the end of the run in the user's state
-    /// directory.
+    /// Waits until everything was written to the journal (the file of the run's events) and to the
+    /// files with the console output of other hosts. If the journal cannot be completed, records
+    /// the end of the run in the user's state directory.
     fn wait_for_complete_files(&mut self, exit_code: u8, seconds: f64) {
         if !self.streamed_logs.flush(STREAMED_LOGS_TIMEOUT) {
             let message =
@@ -107,8 +107,9 @@ impl ControllerDriver {
         find_attach_exit_code(failure)
     }
 
-    /// Ends this controller because the run continues without it. Neither agents nor the journal
-    /// are changed. Returns the exit code of `launch`.
+    /// Ends this controller because another controller has taken over the run, or the agents no
+    /// longer obey this one. Neither agents nor the journal are changed. Returns the exit code of
+    /// `launch`.
     pub(super) fn leave_run(self, replacement: &ControllerReplacement) -> u8 {
         let timeout = Duration::from_millis(self.job.run.controller_timeout_ms);
         report_error(&build_replacement_error(&self.plan.run.0, replacement, timeout));
@@ -142,8 +143,9 @@ fn build_replacement_error(run: &str, replacement: &ControllerReplacement, timeo
     }
 }
 
-/// Blocks until the batch system ends this process. A job that ends before it is preempted would
-/// not be requeued, even if its partition requeues preempted jobs.
+/// Blocks until the batch system ends this process, because it is preempting the batch job. A job
+/// that ends before it is preempted would not be requeued, even if its partition requeues preempted
+/// jobs.
 fn wait_for_preemption(preemption: &Preemption) {
     report::command_output::write_message(&format!(
         "launch: {} is preempted; waiting until the batch system ends or requeues it\n",

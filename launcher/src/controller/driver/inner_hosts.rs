@@ -1,4 +1,4 @@
-//! Observes through which hosts the messages of other hosts arrive (see
+//! Observes which hosts pass on the messages of which other hosts in the tree of agents (see
 //! [`crate::cluster::RemoteConnection::tree_route`]).
 use super::ControllerDriver;
 use crate::{
@@ -8,8 +8,8 @@ use crate::{
 use std::collections::HashMap;
 
 impl ControllerDriver {
-    /// Passes the changes of the ways through the tree of agents to the controller's state machine.
-    /// Does nothing without a tree.
+    /// Reports to the controller's state machine which hosts now pass on the messages of which
+    /// other hosts in the tree of agents. Does nothing without a tree.
     pub(super) fn update_inner_hosts(&mut self) {
         let routes = self.agents.iter().filter_map(|(host, agent)| match &agent.handle {
             AgentHandle::Connection(connection) => Some((*host, connection.tree_route()?)),

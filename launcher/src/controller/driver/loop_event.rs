@@ -10,7 +10,8 @@ use crate::{
 };
 use protocol::control::FromAgent;
 
-/// An event of the controller's event loop.
+/// An event that the controller's event loop processes, such as a message of an agent, a signal or
+/// a changed file.
 pub(super) enum LoopEvent {
     /// A message of an agent, or the end of its stream.
     Agent(AgentId, Result<Option<FromAgent>, FrameError>),

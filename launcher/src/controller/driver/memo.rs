@@ -1,4 +1,5 @@
-//! Sends memos, which hold the state of the run for a later controller, to the agents.
+//! Sends the present state of the run (the memo) to the agents, which keep it for a later
+//! controller.
 use super::ControllerDriver;
 use crate::controller::{
     core::{HostIndex, RunMemo, StoredMemo},
@@ -7,8 +8,8 @@ use crate::controller::{
 use protocol::control::ToAgent;
 
 impl ControllerDriver {
-    /// Sends a memo of the run's state to the agents of these hosts, which keep it for a later
-    /// controller.
+    /// Sends the present state of the run (the memo) to the agents of these hosts, which keep it
+    /// for a later controller.
     pub(super) fn send_memo(&mut self, hosts: &[HostIndex], memo: RunMemo) {
         let stored = StoredMemo {
             memo,

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 /// How long the end of a run waits until MLflow has received the rest of the run.
 const MLFLOW_FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
-/// The start of the paths of keys whose values are not sent to MLflow. Variables may be secrets,
-/// and other users can read what a server records.
+/// The first parts of the paths of job keys whose values are not sent to MLflow. Variables may be
+/// secrets, and other users can read what a server records.
 const PRIVATE_KEY_PREFIXES: &str = "run.env";
 
 impl ControllerDriver {
@@ -37,7 +37,7 @@ impl ControllerDriver {
         }
     }
 
-    /// Shows what the recorder of MLflow reports. Never blocks.
+    /// Shows the user the notices of the thread that records the run with MLflow. Never blocks.
     pub(super) fn emit_mlflow_notices(&mut self) {
         while let Some(notice) = self.mlflow.as_ref().and_then(MlflowRecorder::take_notice) {
             self.emit_notice(notice);

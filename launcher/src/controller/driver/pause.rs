@@ -12,8 +12,9 @@ use tokio::time::{Instant, timeout_at};
 const TAKEOVER_NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ControllerDriver {
-    /// Processes the first event after a pause. If another controller has taken over the run in the
-    /// meantime, ends the run for this controller without an order and without an event.
+    /// Processes the first event after this process was paused, for example by Ctrl-Z. If another
+    /// controller has taken over the run in the meantime, ends the run for this controller without
+    /// an order and without an event.
     ///
     /// Heartbeats are sent first. From their arrival on, an agent obeys no new controller.
     pub(super) async fn process_event_after_pause(

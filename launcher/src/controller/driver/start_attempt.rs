@@ -1,5 +1,5 @@
-//! Starts an attempt: makes its plan, binds the rendezvous, starts the workers, and distributes the
-//! workers' addresses.
+//! Starts an attempt: makes its plan, binds the rendezvous port (`MASTER_PORT`), starts the
+//! workers, and distributes the workers' addresses.
 use super::ControllerDriver;
 use crate::{
     connection::encode_frame,
@@ -21,8 +21,9 @@ use protocol::{
 use std::{collections::HashSet, path::PathBuf, thread};
 
 impl ControllerDriver {
-    /// Starts a new agent on a host. If that fails, the controller's state machine receives the
-    /// failure as an input after the driver has executed the current actions.
+    /// Starts a new agent process on a host, directly or through SSH, Slurm or a joined node. If
+    /// that fails, the controller's state machine receives the failure as an input after the driver
+    /// has executed the current actions.
     pub(super) fn start_agent(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         match self.transport.start_agents(std::slice::from_ref(&target.name)).pop() {
@@ -92,8 +93,8 @@ impl ControllerDriver {
         self.handle_input(ControllerInput::Planned { attempt, workers, bind });
     }
 
-    /// Sends all built-in workers, through their agents, the addresses of their peers and a new
-    /// random key of the job. The key is never stored.
+    /// Sends all built-in workers, through their agents, the addresses of all workers and a new
+    /// random key with which they authenticate each other. The key is never stored.
     pub(super) fn send_peers_and_key(&mut self, attempt: u32, members: Vec<WorkerAddresses>) {
         let key = match draw_random_bytes() {
             Ok(bytes) => JobKey(bytes),
@@ -108,8 +109,8 @@ impl ControllerDriver {
         hosts.into_iter().for_each(|host| self.send_to_agent(host, ToAgent::Peers(peers.clone())));
     }
 
-    /// Sends each agent the plan of its workers, after adding the secrets and the address of the
-    /// rendezvous, and so starts the workers. `port` is the port of the rendezvous.
+    /// Starts the workers of an attempt: sends each agent the plan of its workers, completed by the
+    /// secrets and the rendezvous address. `port` is the port of the rendezvous.
     pub(super) fn start_workers(&mut self, port: u16) {
         let Some(preparation) = self.preparation.take() else { return };
         self.end_stragglers();
@@ -148,9 +149,9 @@ impl ControllerDriver {
     }
 }
 
-/// Returns whether `notice` repeats one of the notices `reported`. A note that a prepared
-/// checkpoint is reused repeats each note about the same directory, which this run has reported
-/// before.
+/// Returns whether `notice` repeats one of the notices `reported`, which the user has already got.
+/// A note that a prepared checkpoint is reused repeats each note about the same directory, which
+/// this run has reported before.
 fn is_reported(notice: &Diagnostic, reported: &[Diagnostic]) -> bool {
     let is_reuse = notice.field("reused") == Some(&true.into());
     let has_same_path =
@@ -158,7 +159,8 @@ fn is_reported(notice: &Diagnostic, reported: &[Diagnostic]) -> bool {
     reported.contains(notice) || (is_reuse && reported.iter().any(has_same_path))
 }
 
-/// Combines all problems of a plan into one error. A single problem is returned unchanged.
+/// Combines all problems that prevent the plan of an attempt into one error. A single problem is
+/// returned unchanged.
 fn combine_plan_errors(mut problems: Vec<Diagnostic>) -> Diagnostic {
     if problems.len() == 1 {
         return problems.remove(0);

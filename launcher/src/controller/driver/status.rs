@@ -1,4 +1,5 @@
-//! Keeps the newest measurements of the run, and writes them to the status file.
+//! Keeps the newest measurements of the run, and writes them to the status file, which `launch
+//! serve` and `launch top` read.
 use super::ControllerDriver;
 use crate::{
     clock::read_unix_time,
@@ -8,7 +9,8 @@ use jobspec::{env::CUDA_VISIBLE_DEVICES, ids::Rank};
 use protocol::{control::HostUsage, event::Event};
 
 impl ControllerDriver {
-    /// Stores the newest usage of a host and its workers. Reports slow ranks of a program.
+    /// Stores the newest usage (CPU, memory, GPUs) of a host and its workers. Reports slow ranks of
+    /// a program.
     pub(super) fn record_host_usage(&mut self, host: HostIndex, hosts: usize, usage: HostUsage) {
         let name = self.hosts.get(host).map_or_else(String::new, |host| host.name.clone());
         let events = self.status.add_host_usage((host, &name), hosts, usage, read_unix_time());
@@ -30,15 +32,15 @@ impl ControllerDriver {
         self.status.complete_straggler_event(event, find_placement);
     }
 
-    /// Reports that the slow ranks of an attempt that has ended are no longer slow.
+    /// Reports that the slow ranks (stragglers) of an attempt that has ended are no longer slow.
     pub(super) fn end_stragglers(&mut self) {
         let events = self.status.list_straggler_ends();
         events.into_iter().for_each(|event| self.emit_event(event));
     }
 
-    /// Writes the newest measurements to the status file, and those of a program to the event file
-    /// of TensorBoard, if this is due. Only the controller that writes the journal writes the
-    /// files.
+    /// If this is due, writes the newest measurements to the status file of the run and, for a job
+    /// that runs a program, to the event file of TensorBoard. Only the controller that writes the
+    /// journal writes the files.
     pub(super) fn write_status(&mut self) {
         if self.is_adopting || !self.status_file.is_due() {
             return;
@@ -57,9 +59,9 @@ impl ControllerDriver {
     }
 }
 
-/// Returns the number, on its host, of the GPU that a worker with these environment variables uses.
-/// Returns `None` if the number is not known, because launch selects no GPUs or selects them by
-/// other names.
+/// Returns the number, on its host, of the GPU that a worker with the environment variables `env`
+/// uses. Returns `None` if the number is not known, because launch selects no GPUs or selects them
+/// by other names.
 fn find_worker_gpu(env: &[(String, String)], local_rank: u32) -> Option<u32> {
     let (_, visible) = env.iter().rfind(|(name, _)| name == CUDA_VISIBLE_DEVICES)?;
     let gpus: Vec<&str> = visible.split(',').map(str::trim).collect();

@@ -28,19 +28,20 @@ use protocol::{
 use std::time::Duration;
 use tokio::{io::AsyncWriteExt, sync::mpsc, time::timeout};
 
-/// The time limit for the end of a lost agent that was asked to end.
+/// How long the agent of a lost host may take to end after it was asked to end.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl ControllerDriver {
-    /// Asks the agent that is alive on a host to obey this controller.
+    /// Asks the agent that still runs on a host after its controller was lost to obey this
+    /// controller.
     pub(super) fn send_attach_request(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         let request = self.identity.build_attach_request(&target.name, AttachPurpose::Adopt);
         self.send_to_agent(host, ToAgent::Attach(Box::new(request)));
     }
 
-    /// Asks the agent of a lost host to end, through a new process on the host. Does nothing if the
-    /// host cannot be reached.
+    /// Asks the agent of a lost host to end, through a new process on that host. Does nothing if
+    /// the host cannot be reached.
     pub(super) fn evict_agent(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         let purpose = AttachPurpose::Evict { below: self.agents_started + 1 };
@@ -52,7 +53,7 @@ impl ControllerDriver {
         }
     }
 
-    /// Processes the answer of a lost agent that was asked to end.
+    /// Processes the answer of a lost host's agent that was asked to end.
     pub(super) fn handle_eviction_answer(&mut self, answer: EvictionAnswer) {
         match answer {
             EvictionAnswer::Ended(host) => self.handle_input(ControllerInput::Evicted(host)),
@@ -63,8 +64,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Continues with the job of a running attempt, and takes the values of secret variables from
-    /// its plan, because no file contains these values.
+    /// Takes over the job and the secret variables from the plan of a running attempt, which an
+    /// agent has sent, because no file contains the secrets.
     pub(super) fn adopt_plan(&mut self, plan: HostPlan) {
         let stored = self.job.clone();
         if let Some(worker) = plan.workers.first() {
@@ -79,7 +80,7 @@ impl ControllerDriver {
             (stored.cluster.include, stored.cluster.exclude);
     }
 
-    /// Begins to take over the journal of the run.
+    /// Begins to take over the journal (the file of the run's events) from the lost controller.
     pub(super) fn take_over_journal(&mut self, stored: StoredMemo) {
         self.watched_job_file.clone_from(&stored.job_file);
         // Paths in the job file may be relative to this directory. If it does not exist here,
@@ -91,8 +92,8 @@ impl ControllerDriver {
         self.taken_memo = Some(stored);
     }
 
-    /// Continues the journal that was taken over, and lets the controller's state machine continue
-    /// the run.
+    /// Continues the journal (the file of the run's events) that was taken over, and lets the
+    /// controller's state machine continue the run.
     pub(super) fn continue_journal(&mut self, summary: JournalSummary) {
         let Some(StoredMemo { unstored, newest_event, .. }) = self.taken_memo.take() else { return };
         let newest = summary.newest_controller_event().max(newest_event);
@@ -124,8 +125,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Writes, in the background, the file from which a later controller learns how to reach the
-    /// agents. Does nothing if the run does not outlive its controller.
+    /// Writes, in the background, the file `control.json`, from which a later controller learns how
+    /// to reach the agents. Does nothing if the run does not outlive its controller.
     pub(super) fn write_control_file(&mut self) {
         let Some(journal) = &self.journal else { return };
         if self.identity.loss_action() == ControllerLossAction::Continue {
@@ -134,15 +135,16 @@ impl ControllerDriver {
         }
     }
 
-    /// Builds the file from which a later controller learns how to reach the agents.
+    /// Builds the content of the file `control.json`, from which a later controller learns how to
+    /// reach the agents.
     fn build_control_file(&self) -> ControlFile {
         let epoch = self.identity.token().epoch;
         let (hosts, addresses) = (self.hosts.clone(), self.addresses.clone());
         ControlFile::new(self.identity.key(), epoch, hosts, addresses, self.requeue.is_some())
     }
 
-    /// Ends a takeover that is not possible. Also ends the agents of a run whose workers were never
-    /// started.
+    /// Gives up taking over a run, because this is not possible. Also ends the agents of a run
+    /// whose workers were never started.
     pub(super) fn abandon_takeover(&mut self, failure: AttachFailure) {
         if failure == AttachFailure::NotStarted {
             (0..self.hosts.len()).for_each(|host| self.release_agent(host, None));
@@ -199,13 +201,14 @@ impl ControllerDriver {
     }
 }
 
-/// Returns the exit code of a controller that could not take over the run.
+/// Returns the exit code of a controller that could not take over a run, for the reason `failure`.
 pub(super) fn find_attach_exit_code(failure: &AttachFailure) -> u8 {
     if *failure == AttachFailure::Interrupted { exit::INTERRUPTED } else { exit::CLUSTER }
 }
 
-/// Asks a lost agent to end. Passes the answer on once the agent has ended, or if no agent is
-/// alive, or if the agent obeys a controller with a greater token than `token`.
+/// Asks the agent of a lost host to end, and sends its answer to the event loop. Passes the answer
+/// on once the agent has ended, or if no agent is alive, or if the agent obeys a controller with a
+/// greater token than `token`.
 async fn request_eviction(
     (host, token): (HostIndex, ControllerToken),
     process: AgentProcess,

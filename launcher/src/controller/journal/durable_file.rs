@@ -8,9 +8,9 @@ use std::{
     thread,
 };
 
-/// A file to which bytes are appended.
+/// The operations that a [`DurableFile`] needs of a file: append, sync, and reopen after an error.
 pub(super) trait AppendFile: Send {
-    /// Appends the bytes at the start of `bytes` that the file accepts, and returns their number.
+    /// Appends as many of `bytes` as the file accepts, and returns their number.
     fn append(&mut self, bytes: &[u8]) -> io::Result<usize>;
 
     /// Waits until the content of the file is on the disk (fsync).
@@ -75,12 +75,12 @@ impl AppendFile for OpenFile {
     }
 }
 
-/// A callback that receives the first error of an operation, which is then repeated until it
-/// succeeds.
+/// A callback that receives the error of an operation that is repeated until it succeeds, when the
+/// operation fails for the first time.
 pub(super) type ErrorReporter<'a> = &'a mut dyn FnMut(&io::Error);
 
-/// A file whose writes are repeated until they succeed. Bytes that are not on the disk yet are also
-/// kept in memory, because a failed fsync may have lost them.
+/// A file that loses no appended bytes: writes are repeated until they succeed. Bytes that are not
+/// on the disk yet are also kept in memory, because a failed fsync may have lost them.
 pub(super) struct DurableFile {
     file: Box<dyn AppendFile>,
     /// The length of the synced part of the file, in bytes.
@@ -97,7 +97,7 @@ impl DurableFile {
         Ok(DurableFile::new(Box::new(file), synced))
     }
 
-    /// Creates a durable file from an open file of `length` bytes.
+    /// Creates a durable file from a file that is already open and has `length` bytes.
     pub(super) fn new(file: Box<dyn AppendFile>, length: u64) -> DurableFile {
         DurableFile { file, synced: length, unsynced: Vec::new() }
     }
@@ -115,7 +115,7 @@ impl DurableFile {
         self.write_pending(written, false, report);
     }
 
-    /// Blocks until all bytes are on the disk.
+    /// Blocks until all appended bytes are on the disk.
     pub(super) fn sync(&mut self, report: ErrorReporter<'_>) {
         if !self.unsynced.is_empty() {
             let written = self.unsynced.len();
@@ -125,9 +125,9 @@ impl DurableFile {
         }
     }
 
-    /// Writes the unsynced bytes after the first `written` ones, and then syncs the file if `sync`
-    /// is set. Repeats both until they succeed. After an error, the file contains at least its
-    /// synced part, so everything after this part is written again.
+    /// Writes all bytes that are not on the disk yet, except for the first `written` ones, and then
+    /// syncs the file if `sync` is set. Repeats both until they succeed. After an error, the file
+    /// contains at least its synced part, so everything after this part is written again.
     fn write_pending(&mut self, mut written: usize, sync: bool, report: ErrorReporter<'_>) {
         let mut pauses = RetryPauses::default();
         loop {
@@ -147,8 +147,9 @@ impl DurableFile {
         }
     }
 
-    /// Tries to write the unsynced bytes after the first `written` ones, and then to sync the file
-    /// if `sync` is set. Advances `written` by the bytes that were written.
+    /// Tries once to write all bytes that are not on the disk yet, except for the first `written`
+    /// ones, and then to sync the file if `sync` is set. Advances `written` by the bytes that were
+    /// written.
     fn try_write(&mut self, written: &mut usize, sync: bool) -> io::Result<()> {
         while *written < self.unsynced.len() {
             match self.file.append(&self.unsynced[*written..])? {

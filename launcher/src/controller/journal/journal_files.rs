@@ -65,7 +65,7 @@ impl JournalFiles {
     }
 }
 
-/// Formats an event as a line of `events.jsonl`.
+/// Formats an event as a line of the journal's file `events.jsonl`.
 fn format_journal_line(event: &Event, time: f64, report: Option<ReportId>) -> String {
     // An event has no value that JSON cannot represent.
     let mut line = event.to_json_with_time(EventSchema::V2, time).unwrap_or_default();
@@ -78,7 +78,8 @@ fn format_journal_line(event: &Event, time: f64, report: Option<ReportId>) -> St
     line
 }
 
-/// Formats an event as a line of `metrics.jsonl`. Returns `None` for an event without metrics.
+/// Formats the metrics of an event, such as the loss of a step, as a line of `metrics.jsonl`.
+/// Returns `None` for an event without metrics.
 pub(super) fn format_metrics_line(event: &Event, time: f64) -> Option<String> {
     let has_metrics = matches!(
         event,

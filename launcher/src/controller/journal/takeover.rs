@@ -17,12 +17,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The length of the longest line of a journal that is examined, in bytes. A longer line is not an
-/// event, and is not copied.
+/// The length, in bytes, of the longest line of a journal (the file of a run's events) that is
+/// examined. A longer line is not an event, and is not copied.
 const MAX_LINE_BYTES: u64 = 16 << 20;
 
-/// A summary of a journal: what the journal contains about its run, as far as a later controller
-/// needs it.
+/// A summary of a run's journal (its file of events): the facts that a controller needs to take
+/// over the run, such as the last step and checkpoint.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct JournalSummary {
     /// Maps the number of each sequence of reports to the number of the newest of these reports in
@@ -51,14 +51,15 @@ pub(crate) struct JournalSummary {
     pub(crate) last_failure: u64,
 }
 
-/// The part of a journal line that identifies the report from which the line was written.
+/// The part of a line of the journal that identifies the report of an agent or controller from
+/// which the line was written.
 #[derive(Deserialize)]
 struct LineOrigin {
     report: Option<ReportId>,
 }
 
 impl JournalSummary {
-    /// Reads the journal in a run directory, and summarizes it. Blocks.
+    /// Reads the journal (the file of events) in a run directory, and summarizes it. Blocks.
     pub(crate) fn read(run_dir: &Path) -> io::Result<JournalSummary> {
         let mut summary = JournalSummary::default();
         for_each_line(&run_dir.join(EVENTS_FILE), |line| {
@@ -68,13 +69,14 @@ impl JournalSummary {
         Ok(summary)
     }
 
-    /// Returns whether the journal contains the report with the number `seq` of the sequence of
-    /// reports `stream`.
+    /// Returns whether the journal contains the report with the number `seq` of the agent or
+    /// controller whose reports have the number `stream`.
     pub(crate) fn contains(&self, (stream, seq): ReportId) -> bool {
         self.newest.get(&stream).is_some_and(|newest| seq <= *newest)
     }
 
-    /// Returns the number of the newest event of a controller; 0 without one.
+    /// Returns the sequence number of the newest event in the journal that a controller of the run
+    /// has reported; 0 if there is no such event.
     pub(crate) fn newest_controller_event(&self) -> u64 {
         self.newest.get(&CONTROLLER_STREAM).copied().unwrap_or(0)
     }
@@ -84,8 +86,8 @@ impl JournalSummary {
         self.add_event(event, Some((CONTROLLER_STREAM, number)));
     }
 
-    /// Adds a line of the journal to the summary. Returns the event of the line, or `None` for a
-    /// line that is not an event.
+    /// Adds a line of the journal (the file of a run's events) to the summary. Returns the event of
+    /// the line, or `None` for a line that is not an event.
     fn add_line(&mut self, line: &str) -> Option<TimedEvent> {
         let timed = TimedEvent::from_json(line).ok()?;
         let report = serde_json::from_str::<LineOrigin>(line).ok().and_then(|origin| origin.report);
@@ -156,8 +158,8 @@ pub(super) fn take_over_files(
     Ok((JournalFiles::open(run_dir, tensorboard)?, summary))
 }
 
-/// Calls `handle` with each complete line of a file, including the line break. A missing file has
-/// no lines.
+/// Calls `handle` with each complete line of the journal `path`, including the line break. A
+/// missing file has no lines.
 fn for_each_line(path: &Path, mut handle: impl FnMut(&str) -> io::Result<()>) -> io::Result<()> {
     let file = match open_own_file(path) {
         Ok(file) => file,

@@ -56,6 +56,7 @@ fn describe_slowness_reason(reason: &StragglerReason) -> Option<String> {
     })
 }
 
+/// Formats a share from 0 to 1 as a percentage.
 fn format_percent(share: f64) -> String {
     format!("{:.0} %", share * 100.0)
 }

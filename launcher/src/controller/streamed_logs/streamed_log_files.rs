@@ -44,13 +44,13 @@ impl StreamedLogFiles {
         StreamedLogFiles { directory: logs, max_size, files: HashMap::new() }
     }
 
-    /// Closes all open files, at the end of an attempt.
+    /// Closes all files of console output, at the end of an attempt.
     pub(super) fn close(&mut self) {
         self.files.clear();
     }
 
-    /// Appends a line of a rank's output to the file of the rank. Returns a warning if the file
-    /// cannot be written, once per rank and attempt. Blocks while the disk stalls.
+    /// Appends a line of a rank's console output to the file of the rank. Returns a warning if the
+    /// file cannot be written, once per rank and attempt. Blocks while the disk stalls.
     pub(super) fn append_line(&mut self, rank: Rank, text: &str) -> Option<String> {
         if !self.files.contains_key(&rank) {
             let opened = self.open_log(rank);
@@ -103,7 +103,7 @@ fn open_for_appending(directory: &Path, rank: Rank) -> io::Result<File> {
     append_private_file(&directory.join(format!("streamed-rank-{rank}.log")))
 }
 
-/// Formats the warning that the output of a rank cannot be stored.
+/// Formats the warning that the console output of a rank cannot be stored.
 fn format_write_warning(rank: Rank, error: &io::Error) -> String {
     format!("launch: cannot store the output of rank {rank} for `launch logs`: {error}; the job continues")
 }
