@@ -69,8 +69,8 @@ pub(crate) fn convert_accelerate_config(
     finish_job(draft, keys, document)
 }
 
-/// Adds notes about `keys`, which were not converted, to the finished job, and loads the job. Fails
-/// if values in the configuration had errors.
+/// Adds notes about `keys`, which were not converted, to the job that was built from Accelerate's
+/// configuration, and loads the job. Fails if values in the configuration had errors.
 fn finish_job(
     mut draft: JobDraft,
     keys: RemainingKeys<'_>,
@@ -209,8 +209,9 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     }
 }
 
-/// Removes from `keys` the keys for jobs on several hosts that launch does not need. Adds a note
-/// about each key that has an effect in Accelerate. `machines` is the number of hosts.
+/// Removes from `keys` the keys of Accelerate's configuration for several hosts that launch does
+/// not need. Adds a note about each key that has an effect in Accelerate. `machines` is the number
+/// of hosts.
 fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
     let rank = keys.take_integer("machine_rank", 0);
     let backend = keys.take_text("rdzv_backend").filter(|b| b != "static");
@@ -251,8 +252,8 @@ fn set_master_port(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Removes the keys that only apply to TPUs from `keys`. Adds a note about each key whose value
-/// enables or sets something.
+/// Removes the keys of Accelerate's configuration that only apply to TPUs from `keys`. Adds a note
+/// about each key whose value enables or sets something.
 fn note_tpu_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };

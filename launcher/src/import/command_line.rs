@@ -4,7 +4,8 @@
 //! The options precede the script. All arguments after the script belong to the script.
 use diagnostic::{Diagnostic, Location, codes::command};
 
-/// The options that a launcher accepts. Their names are long names without leading dashes.
+/// The options that another launcher, such as torchrun, accepts on its command line. Their names
+/// are long names without leading dashes.
 #[derive(Debug)]
 pub(super) struct OptionTable {
     /// The name of the launcher in messages.
@@ -38,8 +39,8 @@ pub(super) struct CommandLine {
 }
 
 impl CommandLine {
-    /// Removes every occurrence of the option `name`. Returns its last value, or `None` if the
-    /// option was not given.
+    /// Removes every occurrence of the option `name` from the parsed command line. Returns its last
+    /// value, or `None` if the option was not given.
     pub(super) fn take_last_value(&mut self, name: &str) -> Option<String> {
         let value = self.last_value(name).map(str::to_owned);
         self.options.retain(|(n, _)| *n != name);
@@ -52,19 +53,20 @@ impl CommandLine {
         self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
     }
 
-    /// Removes the option `name`, which has no value. Returns whether the option was given.
+    /// Removes the option `name`, which has no value, from the parsed command line. Returns whether
+    /// the option was given.
     pub(super) fn take_flag(&mut self, name: &str) -> bool {
         self.take_last_value(name).is_some()
     }
 
-    /// Adds the option `name` in front of the others, so that an option of the command line
-    /// replaces the value.
+    /// Adds the option `name` in front of the others, so that an occurrence of the option on the
+    /// command line takes precedence.
     pub(super) fn insert_default(&mut self, name: &'static str, value: String) {
         self.options.insert(0, (name, value));
     }
 
-    /// Removes and returns all options that were not removed yet. Returns the name and the last
-    /// value of each option, in the order of the command line.
+    /// Removes and returns all options of the parsed command line that were not removed yet.
+    /// Returns the name and the last value of each option, in the order of the command line.
     pub(super) fn take_remaining(&mut self) -> Vec<(&'static str, String)> {
         let mut names: Vec<&'static str> = Vec::new();
         for (name, _) in &self.options {
@@ -120,8 +122,8 @@ impl CommandLineError {
 }
 
 impl OptionTable {
-    /// Parses the arguments that follow the name of the launcher. Fails if argparse would reject
-    /// them.
+    /// Parses the arguments of another launcher into options, by this table, and the program with
+    /// its arguments. Fails if argparse would reject them.
     pub(super) fn parse(&self, args: &[String]) -> Result<CommandLine, CommandLineError> {
         let mut given = CommandLine { options: Vec::new(), program: Vec::new() };
         let mut args = args.iter();
@@ -156,8 +158,8 @@ impl OptionTable {
         }
     }
 
-    /// Parses an argument such as `--name`, `--name=value` or `-m`. Returns the full name of the
-    /// option, and the value if the argument contains one.
+    /// Parses an argument of another launcher that is an option, such as `--name`, `--name=value`
+    /// or `-m`. Returns the full name of the option, and the value if the argument contains one.
     fn parse_option(&self, arg: &str) -> Result<(&'static str, Option<String>), CommandLineError> {
         let unknown = || CommandLineError::UnknownOption(self.program, arg.escape_debug().to_string());
         let Some(long) = arg.strip_prefix("--") else {
@@ -207,7 +209,8 @@ impl OptionTable {
     }
 }
 
-/// Returns whether a command line requests help: `-h` or `--help` precedes the script.
+/// Returns whether a command line of another launcher requests help: `-h` or `--help` precedes the
+/// script.
 pub(crate) fn requests_help(args: &[String]) -> bool {
     let options = args.iter().take_while(|arg| arg.starts_with('-') && *arg != "--");
     options.into_iter().any(|arg| arg == "-h" || arg == "--help")

@@ -52,8 +52,8 @@ pub(crate) fn convert_deepspeed_config(
     }
 }
 
-/// Adds to `draft` the keys of a job that runs the program `words`. The program passes the
-/// configuration `file` to DeepSpeed itself.
+/// Adds to `draft` the keys of a job that runs the user's program `words` as workers. The program
+/// passes the configuration `file` to DeepSpeed itself.
 fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
     let words = build_python_command(words);
     draft.set_required("run.command", &value_text::format_yaml_list(&words));
@@ -116,6 +116,7 @@ fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Opti
 /// `train.batch.micro`. DeepSpeed requires `train_batch_size = micro-batch × accumulation steps ×
 /// workers`. A configuration may contain only some of these sizes.
 fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) {
+    /// The keys of a DeepSpeed configuration that determine batch sizes.
     const BATCH_SIZE_KEYS: [&str; 3] =
         ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
     let [global, micro, steps] = BATCH_SIZE_KEYS.map(|name| {
@@ -218,6 +219,7 @@ fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
 /// Converts DeepSpeed's setting of gradient clipping to `train.clip_norm`. If the configuration
 /// does not contain the key, clipping is turned off, which is DeepSpeed's default.
 fn convert_clipping(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+    /// The key of a DeepSpeed configuration that limits the gradient norm.
     const CLIPPING_KEY: &str = "gradient_clipping";
     if keys.is_auto(CLIPPING_KEY) {
         keys.take(CLIPPING_KEY);

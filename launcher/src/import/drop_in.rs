@@ -47,8 +47,8 @@ impl<'a> DropInContext<'a> {
     }
 }
 
-/// The way in which Python, or no Python, starts the program of a command line: as a script, as a
-/// module, or directly.
+/// How Python, or no Python, starts the program of a command line: as a script, as a module, or
+/// directly.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ProgramForm {
     /// Whether the program is the name of a Python module.
@@ -102,8 +102,8 @@ pub(super) enum OptionEffect {
     Rejected(&'static str, &'static str),
 }
 
-/// The treatment of an option without counterpart: the name of the option, values that are accepted
-/// without a note, and the effect of other values.
+/// What launch does with an option that has no counterpart in a job: the name of the option, values
+/// that are accepted without a note, and the effect of other values.
 pub(super) type OptionRule = (&'static str, &'static [&'static str], OptionEffect);
 
 /// Applies `rules` to the options of a command line, and removes these options from `given`. Adds a
@@ -137,8 +137,8 @@ pub(super) fn apply_rules(
     }
 }
 
-/// Adds to `draft` the keys that all drop-in jobs have: the name, the command, this machine as
-/// host, the number of workers, and no binding of workers to CPUs.
+/// Adds to `draft` the keys that every job of a drop-in command has: the name, the command, this
+/// machine as host, the number of workers, and no binding of workers to CPUs.
 pub(super) fn set_local_job(draft: &mut JobDraft, program: &[String], command: &[String], workers: i64) {
     draft.set_required("name", &quote_yaml(&derive_job_name(program)));
     draft.set_required("run.command", &format_yaml_list(command));
@@ -147,15 +147,15 @@ pub(super) fn set_local_job(draft: &mut JobDraft, program: &[String], command: &
     draft.set_required("cluster.workers_per_host", &workers.to_string());
 }
 
-/// Derives the name of a job from the script, module or program.
+/// Derives the name of a job from its script, module or program.
 fn derive_job_name(program: &[String]) -> String {
     let first = program.first().map_or("", String::as_str);
     let script = Path::new(first).file_stem().filter(|_| first.ends_with(".py") || first.contains('/'));
     make_job_name(&script.map_or(first.into(), |name| name.to_string_lossy()), "program")
 }
 
-/// Fails if a host cannot have `workers` workers. `option` is the option of `program` that states
-/// the number.
+/// Fails if `workers` is not a number of workers that a host can have. `option` is the option of
+/// `program` that states the number.
 pub(super) fn check_worker_count(program: &str, option: &str, workers: i64) -> Result<(), Diagnostic> {
     match workers {
         1..=MAX_WORKERS => Ok(()),
@@ -258,15 +258,15 @@ fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
     Some(streams)
 }
 
-/// Sets `OMP_NUM_THREADS` of the workers, unless the user has set the variable.
+/// Sets `OMP_NUM_THREADS` in the environment of the workers, unless the user has set the variable.
 pub(super) fn set_thread_count(draft: &mut JobDraft, context: &DropInContext<'_>, threads: i64) {
     if context.variable(env::OMP_NUM_THREADS).is_none() {
         draft.set_required(&format!("run.env.{}", env::OMP_NUM_THREADS), &quote_yaml(&threads.to_string()));
     }
 }
 
-/// Loads the job of a drop-in command. An option that the job does not honour is an error.
-/// `program` is the name of the other launcher.
+/// Loads the job that a drop-in command such as `launch torchrun` has built from a command line. An
+/// option that the job does not honour is an error. `program` is the name of the other launcher.
 pub(super) fn finish_drop_in(
     draft: JobDraft,
     program: &str,

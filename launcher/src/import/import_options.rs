@@ -14,11 +14,11 @@ pub(crate) struct ImportOptions<'a> {
     pub(crate) program: &'a [String],
 }
 
-/// The errors that prevent the conversion of a configuration.
+/// The errors that prevent the conversion of another launcher's configuration to a job.
 pub(crate) type ImportErrors = Vec<Diagnostic>;
 
-/// Adds up the slots of all hosts in the text of a hostfile. Returns `None` if a host does not
-/// state its slots. Fails with the first mistake of the hostfile.
+/// Adds up the slots (places for workers) of all hosts in the text of a hostfile. Returns `None` if
+/// a host does not state its slots. Fails with the first mistake of the hostfile.
 pub(super) fn count_slots(text: &str) -> Result<Option<u64>, HostfileError> {
     match hosts::parse_hostfile(text) {
         Ok(hosts) => Ok(hosts.iter().map(|h| h.slots.map(u64::from)).sum()),
@@ -26,16 +26,16 @@ pub(super) fn count_slots(text: &str) -> Result<Option<u64>, HostfileError> {
     }
 }
 
-/// Returns the command that runs `program`. A Python script is run with `python`, as other
-/// launchers do.
+/// Returns the command that runs the Python program `program`. A Python script is run with
+/// `python`, as other launchers do.
 pub(super) fn build_python_command(program: &[String]) -> Vec<String> {
     let script = program.first().is_some_and(|first| first.ends_with(".py"));
     let python = script.then(|| "python".to_owned());
     python.into_iter().chain(program.iter().cloned()).collect()
 }
 
-/// Sets `run.command` to the program that `context` contains. Without a program, sets a placeholder
-/// and adds a note, in which `config` describes the imported configuration.
+/// Sets `run.command` to the program that the user has given to `launch import`. Without a program,
+/// sets a placeholder and adds a note, in which `config` describes the imported configuration.
 pub(super) fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, config: &str) {
     match context.program {
         [] => {

@@ -6,8 +6,8 @@ use jobspec::{
 };
 use std::fmt::{self, Write};
 
-/// The largest number of attempts to load the job. Each failed attempt removes at least one
-/// rejected key.
+/// How often an imported job is loaded, each time without the keys that were rejected before. Each
+/// failed attempt removes at least one rejected key.
 const MAX_LOAD_ATTEMPTS: usize = 64;
 
 /// The result of an import: a job.yaml that can be loaded, and notes about its keys.
@@ -34,7 +34,8 @@ pub(crate) struct ImportedNodes {
     pub(crate) rendezvous: Option<RendezvousAddress>,
 }
 
-/// A note for the user about a key of the job, or about an imported key that was not converted.
+/// A note for the user of `launch import` about a key of the job, or about an imported key that was
+/// not converted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ImportNote {
     pub(crate) kind: NoteKind,
@@ -45,8 +46,8 @@ pub(crate) struct ImportNote {
     pub(crate) text: String,
 }
 
-/// The kind of a note, which states whether the note is about a key of the job or about a key that
-/// was not converted.
+/// The kind of a note about an import: about a key of the job, or about a key that was not
+/// converted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoteKind {
     /// A key of the job that was written.
@@ -66,14 +67,15 @@ impl fmt::Display for ImportNote {
     }
 }
 
-/// A job that is being built, with its keys and notes.
+/// A job.yaml that is being built from the configuration of another launcher, with its keys and
+/// notes.
 #[derive(Debug, Default)]
 pub(super) struct JobDraft {
     keys: Vec<DraftKey>,
     notes: Vec<ImportNote>,
 }
 
-/// A key of a job that is being built, with its value in YAML.
+/// A key of a job.yaml that is being built, with its value in YAML.
 #[derive(Debug)]
 struct DraftKey {
     path: String,
@@ -83,8 +85,8 @@ struct DraftKey {
 }
 
 impl JobDraft {
-    /// Sets the key `path`, which the job requires, to the YAML value `yaml`. In contrast to an
-    /// imported key, [`Self::finish_job`] never removes this key.
+    /// Sets the key `path`, which every imported job needs, to the YAML value `yaml`. In contrast
+    /// to an imported key, [`Self::finish_job`] never removes this key.
     pub(super) fn set_required(&mut self, path: &str, yaml: &str) {
         self.set_key(path, yaml.to_owned(), None);
     }
@@ -96,21 +98,21 @@ impl JobDraft {
         self.set_key(path, yaml.into(), Some(from.to_owned()));
     }
 
-    /// Sets the variable `name` in the workers' environment to a value that comes from the imported
+    /// Sets the environment variable `name` of the workers to a value that comes from the imported
     /// key `from`.
     pub(super) fn set_env(&mut self, from: &str, name: &str, value: &str) {
         let yaml = if value.is_empty() { "\"\"".to_owned() } else { jobspec::quote_yaml(value) };
         self.set_imported(from, &format!("run.env.{name}"), yaml);
     }
 
-    /// Sets the key `path` to a YAML value, and replaces an earlier value of the key.
+    /// Sets the job key `path` to a YAML value, and replaces an earlier value of the key.
     fn set_key(&mut self, path: &str, yaml: String, from: Option<String>) {
         self.keys.retain(|key| key.path != path);
         self.keys.push(DraftKey { path: path.to_owned(), yaml, from });
     }
 
-    /// Adds a note about the job's key `key`. `todo`, which may be empty, states what the user can
-    /// do.
+    /// Adds a note for the user about the job key `key`. `todo`, which may be empty, states what
+    /// the user can do.
     pub(super) fn add_key_note(&mut self, key: &str, text: impl AsRef<str>, todo: &str) {
         self.add_note(NoteKind::Note, key, text.as_ref(), todo);
     }
@@ -121,15 +123,15 @@ impl JobDraft {
         self.add_note(NoteKind::NotConverted, from, reason.as_ref(), todo);
     }
 
-    /// Adds a note, whose text is `text` followed by `todo`.
+    /// Adds a note for the user, whose text is `text` followed by `todo`, what the user may do.
     fn add_note(&mut self, kind: NoteKind, key: &str, text: &str, todo: &str) {
         let end = if todo.is_empty() { String::new() } else { format!("; {todo}") };
         self.notes.push(ImportNote { kind, key: key.to_owned(), text: format!("{text}{end}") });
     }
 
-    /// Loads the job, and returns its text and the notes. Imported keys that are rejected or have
-    /// no effect are removed, and each gets a note. `origin` describes the imported configuration
-    /// in a comment of the job.
+    /// Loads the imported job, and returns its text and the notes. Imported keys that are rejected
+    /// or have no effect are removed, and each gets a note. `origin` describes the imported
+    /// configuration in a comment of the job.
     ///
     /// Fails if the job is still not valid after the rejected keys were removed.
     pub(super) fn finish_job(mut self, origin: &str) -> Result<ImportedJob, Vec<Diagnostic>> {
@@ -156,8 +158,8 @@ impl JobDraft {
         }
     }
 
-    /// Removes the imported keys that `errors` are about, and adds a note for each. Returns whether
-    /// a key was removed.
+    /// Removes the imported keys that the job loader has rejected with `errors`, and adds a note
+    /// for each. Returns whether a key was removed.
     fn remove_rejected_keys(&mut self, errors: &[Diagnostic]) -> bool {
         let before = self.keys.len();
         for error in errors {
@@ -182,7 +184,7 @@ impl JobDraft {
         self.keys.len() < before
     }
 
-    /// Formats the job as YAML, with the keys in the order of the table of keys.
+    /// Formats the imported job as YAML, with the keys in the order of their documentation.
     fn to_yaml(&self, origin: &str) -> String {
         let mut keys: Vec<(usize, Vec<&str>, &str)> = self
             .keys
@@ -196,8 +198,8 @@ impl JobDraft {
     }
 }
 
-/// Returns the index of the key `path` in the table of keys. For a path that is not in the table,
-/// such as `run.env.NAME`, returns the index of its nearest parent in the table.
+/// Returns the position of the job key `path` in the table of all job keys. For a path that is not
+/// in the table, such as `run.env.NAME`, returns the index of its nearest parent in the table.
 fn find_key_order(path: &str) -> usize {
     let mut path = path;
     loop {
@@ -211,8 +213,8 @@ fn find_key_order(path: &str) -> usize {
     }
 }
 
-/// Appends the keys at the nesting level `depth` and below to `text`. `keys` contains the order,
-/// the path and the YAML value of each key, sorted by order.
+/// Appends the keys of the job at the nesting level `depth` and below to the YAML `text`. `keys`
+/// contains the order, the path and the YAML value of each key, sorted by order.
 fn write_section(text: &mut String, keys: &[(usize, Vec<&str>, &str)], depth: usize) {
     let mut rest = keys;
     while let Some((_, path, yaml)) = rest.first() {

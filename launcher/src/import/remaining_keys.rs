@@ -4,7 +4,7 @@ use super::value_text::format_for_note;
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{Document, DocumentItem, DocumentValue};
 
-/// The keys of a mapping that an import has not converted yet, with their values.
+/// The keys of one mapping of an imported file that were not converted yet, with their values.
 #[derive(Debug)]
 pub(super) struct RemainingKeys<'d> {
     document: &'d Document,
@@ -30,13 +30,13 @@ impl<'d> RemainingKeys<'d> {
         Ok(keys)
     }
 
-    /// Returns the full path of the key `key` of this mapping.
+    /// Returns the full path of the key `key` of this mapping, such as `optimizer.params.lr`.
     pub(super) fn path(&self, key: &str) -> String {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
 
-    /// Creates the error that the value of `key` is not what `expected` describes. An empty `key`
-    /// stands for the whole file.
+    /// Creates the error that the value of the imported key `key` is not what `expected` describes.
+    /// An empty `key` stands for the whole file.
     fn type_error(&self, key: &str, item: &DocumentItem, expected: &str) -> Diagnostic {
         let path = if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.path(key)) };
         let message = format!("{path} must be {expected}, found {}", item.describe());
@@ -45,7 +45,7 @@ impl<'d> RemainingKeys<'d> {
             .with_location(self.document.locate_item(item))
     }
 
-    /// Records the error that the value of `key` is not what `expected` describes.
+    /// Records the error that the value of the imported key `key` is not what `expected` describes.
     pub(super) fn report_wrong_type(&mut self, key: &str, item: &DocumentItem, expected: &str) {
         let error = self.type_error(key, item, expected);
         self.errors.push(error);
@@ -134,26 +134,27 @@ impl<'d> RemainingKeys<'d> {
         number
     }
 
-    /// Returns whether the value of `key` is `auto`. HF Trainer replaces such values.
+    /// Returns whether the value of the imported key `key` is `auto`. HF Trainer replaces such
+    /// values.
     pub(super) fn is_auto(&self, key: &str) -> bool {
         self.remaining.iter().any(|(name, item)| *name == key && item.text == "auto")
     }
 
-    /// Returns whether the key `key` is present. The key remains in the mapping. A key with the
-    /// value `null` counts as absent.
+    /// Returns whether the imported file has the key `key`, and the key was not converted yet. The
+    /// key remains in the mapping. A key with the value `null` counts as absent.
     pub(super) fn is_given(&self, key: &str) -> bool {
         self.remaining.iter().any(|(name, item)| *name == key && !matches!(item.value, DocumentValue::Null))
     }
 
-    /// Returns the integer value of the key `key`. The key remains in the mapping. Returns `None`
-    /// if the key is absent or its value is not an integer.
+    /// Returns the integer value of the imported key `key`. The key remains in the mapping. Returns
+    /// `None` if the key is absent or its value is not an integer.
     pub(super) fn peek_integer(&self, key: &str) -> Option<i128> {
         let (_, item) = self.remaining.iter().find(|(name, _)| *name == key)?;
         if let DocumentValue::Int(n) = item.value { Some(n) } else { None }
     }
 
-    /// Removes the key `key` from the remaining keys, and returns the mapping that is its value.
-    /// Any other value is recorded as an error.
+    /// Removes the key `key` from the remaining keys, and returns its value, a mapping, as keys
+    /// that remain to be converted. Any other value is recorded as an error.
     pub(super) fn take_section(&mut self, key: &str) -> Option<RemainingKeys<'d>> {
         let item = self.take(key)?;
         let path = self.path(key);
@@ -188,8 +189,8 @@ impl<'d> RemainingKeys<'d> {
         self.remaining.iter().map(|(key, _)| *key).collect()
     }
 
-    /// Returns the keys that were not converted, each with its full path and its value for a note.
-    /// Also returns the errors in the values of converted keys.
+    /// Returns the keys that were not converted, each with its full path and its value, as a note
+    /// shows them. Also returns the errors in the values of converted keys.
     pub(super) fn into_untaken(self) -> (Vec<(String, String)>, Vec<Diagnostic>) {
         let rest = self.remaining.iter().filter(|(_, item)| !matches!(item.value, DocumentValue::Null));
         (rest.map(|(key, item)| (self.path(key), format_for_note(item))).collect(), self.errors)

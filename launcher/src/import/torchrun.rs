@@ -70,8 +70,8 @@ pub(crate) fn convert_torchrun_args(
     draft.finish_job("torchrun's arguments")
 }
 
-/// Returns the command that the job runs: the script and its arguments, with `python` if necessary.
-/// Removes `--module`, `--no-python` and `--run-path`.
+/// Removes the program from the parsed command line of torchrun, and returns the command that the
+/// job runs, with `python` if necessary. Removes `--module`, `--no-python` and `--run-path`.
 fn take_program_command(given: &mut CommandLine) -> Vec<String> {
     let prefix: &[&str] = match (given.take_flag("module"), given.take_flag("no-python")) {
         (_, true) => &[],
@@ -84,8 +84,9 @@ fn take_program_command(given: &mut CommandLine) -> Vec<String> {
     prefix.iter().map(|word| (*word).to_owned()).chain(given.program.iter().cloned()).collect()
 }
 
-/// Fails if an option has a value that torchrun itself would reject.
+/// Fails if an option of torchrun has a value that torchrun itself would reject.
 fn check_option_values(given: &CommandLine) -> Result<(), CommandLineError> {
+    /// A function that returns whether torchrun accepts the value of an option.
     type ValuePredicate = fn(&str) -> bool;
     let count: ValuePredicate = |text| text.parse::<u32>().is_ok();
     let seconds: ValuePredicate = |text| text.parse::<f64>().is_ok_and(|s| s >= 0.0 && s.is_finite());
@@ -113,8 +114,8 @@ fn check_option_values(given: &CommandLine) -> Result<(), CommandLineError> {
     Ok(())
 }
 
-/// Parses `4` or `1:4` into the smallest and the largest number of hosts. Returns `None` for other
-/// text.
+/// Parses the value `4` or `1:4` of `--nnodes` into the smallest and the largest number of hosts.
+/// Returns `None` for other text.
 fn parse_host_range(text: &str) -> Option<(u64, u64)> {
     let (low, high) = text.split_once(':').unwrap_or((text, text));
     low.parse().ok().zip(high.parse().ok()).filter(|(low, high)| *low > 0 && low <= high)
@@ -150,6 +151,7 @@ fn set_hosts(draft: &mut JobDraft, given: &mut CommandLine, context: &ImportOpti
 /// Converts torchrun's `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`),
 /// `--virtual-local-rank` and `--numa-binding` to keys of the job.
 fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
+    /// The name of the option in notes about the job.
     const OPTION_NAME: &str = "--nproc-per-node";
     let (path, devices) = ("cluster.workers_per_host", "cluster.devices");
     match given.take_last_value("nproc-per-node").as_deref() {

@@ -32,7 +32,8 @@ pub(super) fn format_python_str(item: &DocumentItem) -> String {
     }
 }
 
-/// Formats a value on one line for a note. At most 60 characters are shown.
+/// Formats a value of an imported file on one line for a note to the user. At most 60 characters
+/// are shown.
 pub(super) fn format_for_note(item: &DocumentItem) -> String {
     let text = match &item.value {
         DocumentValue::List(items) => {

@@ -6,21 +6,22 @@ use protocol::{
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The number of metrics from which on a batch is full. MLflow accepts 1,000 metrics, params and
-/// tags in one request, and a single event has fewer than 20 of them.
+/// The number of metrics from which on a request to MLflow gets no further events. MLflow accepts
+/// 1,000 metrics, params and tags in one request, and a single event has fewer than 20 of them.
 const FULL_BATCH_METRICS: usize = 900;
-/// The largest number of parameters in one request.
+/// The largest number of parameters in one request to MLflow.
 const MAX_PARAMS: usize = 100;
-/// The longest value of a parameter, in bytes. Servers before MLflow 2.8 reject longer values.
+/// The longest value of a parameter that is sent to MLflow, in bytes. Servers before MLflow 2.8
+/// reject longer values.
 const MAX_PARAM_BYTES: usize = 500;
-/// The longest value of a tag, in bytes.
+/// The longest value of a tag that is sent to MLflow, in bytes.
 const MAX_TAG_BYTES: usize = 5000;
-/// The longest key of a metric, parameter or tag, in bytes.
+/// The longest key of a metric, parameter or tag that is sent to MLflow, in bytes.
 const MAX_KEY_BYTES: usize = 250;
-/// The text at the end of a shortened value.
+/// The text at the end of a value that was shortened for MLflow.
 const ELLIPSIS: &str = "…";
 
-/// A metric at one step.
+/// One value of a metric at one step, as MLflow stores it.
 #[derive(Clone, Debug, PartialEq)]
 struct Metric {
     key: String,
@@ -30,7 +31,7 @@ struct Metric {
     step: u64,
 }
 
-/// Metrics and tags that wait to be sent.
+/// Metrics and tags of a run that wait to be sent to MLflow with one request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Batch {
     metrics: Vec<Metric>,
@@ -46,29 +47,33 @@ impl Batch {
         !self.metrics.is_empty() || !self.tags.is_empty()
     }
 
-    /// Returns whether further events belong in another batch.
+    /// Returns whether the batch has so many metrics that further events belong in another batch.
     pub(super) fn is_full(&self) -> bool {
         self.metrics.len() >= FULL_BATCH_METRICS
     }
 
-    /// Adds metrics that belong to no optimizer step, at a number of seconds since the start of the
-    /// run.
+    /// Adds metrics that belong to no optimizer step, such as resource usage. Their MLflow step is
+    /// `seconds`, the time since the start of the run.
     pub(super) fn add_metrics(&mut self, values: Vec<(String, f64)>, time: f64, seconds: f64) {
         for (key, value) in values.into_iter().take(FULL_BATCH_METRICS) {
             self.add_metric(&key, value, time, seconds as u64);
         }
     }
 
+    /// Adds the value of one metric at the MLflow step `step` and the time `time`, in seconds since
+    /// 1970.
     fn add_metric(&mut self, key: &str, value: f64, time: f64, step: u64) {
         let metric = Metric { key: key.to_owned(), value, timestamp: to_milliseconds(time), step };
         self.metrics.push(metric);
     }
 
+    /// Adds a tag of MLflow with the name `launch.` and `key`.
     fn add_tag(&mut self, key: &str, value: impl Into<String>) {
         self.tags.insert(format!("launch.{key}"), value.into());
     }
 
-    /// Adds the metrics and tags of an event. Ignores events without such data.
+    /// Adds the metrics and tags of an event of the run's journal. Ignores events without such
+    /// data.
     pub(super) fn add_event(&mut self, timed: &TimedEvent) {
         let time = timed.time;
         match &timed.event {
@@ -125,7 +130,7 @@ impl Batch {
     }
 }
 
-/// Formats tags as JSON. Shortens long values.
+/// Formats tags as JSON for a request to MLflow. Shortens long values.
 pub(super) fn format_tags(tags: &BTreeMap<String, String>) -> Vec<Value> {
     tags.iter()
         .map(|(key, value)| json!({"key": key, "value": shorten_to_bytes(value, MAX_TAG_BYTES)}))
@@ -149,7 +154,7 @@ fn is_valid_param_key(key: &str) -> bool {
     !key.is_empty() && key.len() <= MAX_KEY_BYTES && key.chars().all(is_accepted)
 }
 
-/// Shortens a text to at most `limit` bytes.
+/// Shortens a text to at most `limit` bytes, and marks the shortened text.
 fn shorten_to_bytes(text: &str, limit: usize) -> String {
     if text.len() <= limit {
         return text.to_owned();
@@ -158,7 +163,8 @@ fn shorten_to_bytes(text: &str, limit: usize) -> String {
     format!("{}{ELLIPSIS}", &text[..end])
 }
 
-/// Formats a number as JSON. As in Protocol Buffers, texts stand for numbers that are not finite.
+/// Formats a number as JSON for MLflow, including infinity and NaN. As in Protocol Buffers, texts
+/// stand for numbers that are not finite.
 fn format_number(value: f64) -> Value {
     match value {
         value if value.is_nan() => "NaN".into(),
@@ -168,7 +174,8 @@ fn format_number(value: f64) -> Value {
     }
 }
 
-/// Returns the state that MLflow shows for a run of launch that ended with this exit code.
+/// Returns the run state that MLflow shows (such as `FAILED`) for a run of launch that ended with
+/// this exit code.
 fn choose_run_state(exit_code: u8) -> &'static str {
     match exit_code {
         exit::DONE => "FINISHED",

@@ -1,4 +1,5 @@
-//! [`JournalReader`]: reads the journal of a run from the place up to which it was recorded.
+//! [`JournalReader`]: reads the journal of a run (its file of events) from the place up to which
+//! MLflow has recorded the run.
 use crate::private_files::open_own_file;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -7,10 +8,11 @@ use std::{
     path::PathBuf,
 };
 
-/// The number of bytes that one call reads. A longer line is not recorded.
+/// The number of bytes of the journal that one call of [`JournalReader::read_lines`] reads. A
+/// longer line is not recorded.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// A place in the journal, after a line that was recorded.
+/// The place in a run's journal (its file of events) up to which MLflow has recorded the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct JournalPosition {
     /// The number of bytes before the place.
@@ -22,14 +24,15 @@ pub(super) struct JournalPosition {
     line_checksum: u32,
 }
 
-/// Reads the lines of a journal, which may grow.
+/// Reads the lines of a run's journal (its file of events), which may grow.
 #[derive(Debug)]
 pub(super) struct JournalReader {
     path: PathBuf,
 }
 
 impl JournalReader {
-    /// Creates a reader of the journal at `path`, which need not exist yet.
+    /// Creates a reader of the journal (the file of a run's events) at `path`, which need not exist
+    /// yet.
     pub(super) fn new(path: PathBuf) -> JournalReader {
         JournalReader { path }
     }
@@ -47,9 +50,9 @@ impl JournalReader {
         Ok(if is_same { position } else { JournalPosition::default() })
     }
 
-    /// Passes complete lines after `position`, without their line ends, to `on_line` until it
-    /// returns `false`. Reads a limited part of the journal. Returns the place after the last of
-    /// these lines.
+    /// Passes the complete journal lines after `position`, without their line ends, to `on_line`
+    /// until it returns `false`. Reads a limited part of the journal. Returns the place after the
+    /// last of these lines.
     pub(super) fn read_lines(
         &self,
         position: JournalPosition,

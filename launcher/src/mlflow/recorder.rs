@@ -12,27 +12,32 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The interval at which the recorder searches the journal for new events.
+/// The interval at which the recorder searches the run's journal (its file of events) for new
+/// events.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// The pause after the first failed request. Each further failure doubles the pause.
+/// The pause after the first failed request to the MLflow server. Each further failure doubles the
+/// pause.
 const FIRST_RETRY_PAUSE: Duration = Duration::from_secs(1);
-/// The longest pause after a failed request.
+/// The longest pause after a failed request to the MLflow server.
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(60);
-/// The pause after a failed request at the end of the run.
+/// The pause after a failed request to the MLflow server once the run has ended.
 const FINAL_RETRY_PAUSE: Duration = Duration::from_millis(500);
-/// The number of failed requests at the end of the run after which the rest is not sent.
+/// The number of failed requests to the MLflow server after the end of the run from which on the
+/// rest is not sent.
 const MAX_FINAL_FAILURES: u32 = 4;
-/// The largest number of notices about one run. Further notices are dropped.
+/// The largest number of notices about MLflow that the user of one run gets. Further notices are
+/// dropped.
 const MAX_NOTICES: u32 = 10;
 
-/// The handle of the thread that records a run. The thread ends when the handle is dropped.
+/// The handle of the thread that records a run with MLflow. The thread ends when the handle is
+/// dropped.
 #[derive(Debug)]
 pub(crate) struct MlflowRecorder {
     shared: Arc<SharedRecorderState>,
     uri: String,
 }
 
-/// The state that the thread and its handle share.
+/// The state that the thread which records a run with MLflow shares with its handle.
 #[derive(Debug, Default)]
 struct SharedRecorderState {
     state: Mutex<RecorderState>,
@@ -40,6 +45,8 @@ struct SharedRecorderState {
     changed: Condvar,
 }
 
+/// The state of the thread that records a run with MLflow: whether it is to end, whether it has
+/// ended, and its notices for the user.
 #[derive(Debug, Default)]
 struct RecorderState {
     /// Whether the journal is complete, so that the thread ends once everything was sent.
@@ -55,11 +62,12 @@ struct RecorderState {
 }
 
 impl SharedRecorderState {
+    /// Locks the mutex of the shared state.
     fn lock(&self) -> MutexGuard<'_, RecorderState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a notice for the user, unless there were too many.
+    /// Adds a notice about MLflow for the user, unless there were too many.
     fn add_notice(&self, notice: Option<String>) {
         let mut state = self.lock();
         if let Some(notice) = notice
@@ -70,8 +78,8 @@ impl SharedRecorderState {
         }
     }
 
-    /// Waits for `pause`, or until the run ends. At the end of the run, waits at most
-    /// [`FINAL_RETRY_PAUSE`].
+    /// Waits for `pause` before a request to MLflow is repeated, or until the run ends. At the end
+    /// of the run, waits at most [`FINAL_RETRY_PAUSE`].
     fn wait_for_pause_or_end(&self, pause: Duration) {
         let state = self.lock();
         let pause = if state.is_ending { pause.min(FINAL_RETRY_PAUSE) } else { pause };
@@ -82,7 +90,7 @@ impl SharedRecorderState {
 }
 
 impl MlflowRecorder {
-    /// Starts the thread that records `run`.
+    /// Starts the thread that records `run` with MLflow.
     pub(crate) fn start(settings: MlflowSettings, run: RecordedRun) -> io::Result<MlflowRecorder> {
         let recorder = MlflowRecorder { shared: Arc::default(), uri: settings.uri.clone() };
         let shared = recorder.shared.clone();
@@ -95,14 +103,15 @@ impl MlflowRecorder {
         Ok(recorder)
     }
 
-    /// Returns the next notice for the user. Never blocks on the server.
+    /// Returns the next notice about MLflow for the user, or `None` if there is none. Never blocks
+    /// on the server.
     pub(crate) fn take_notice(&self) -> Option<String> {
         self.shared.lock().notices.pop_front()
     }
 
-    /// Sends the rest of the run, whose journal is complete. Blocks for at most `limit`, and for a
-    /// moment only if the server is known to be away. Returns a message if MLflow has not received
-    /// everything.
+    /// Sends the rest of a run that has ended to MLflow, and ends the thread. Blocks for at most
+    /// `limit`, and for a moment only if the server is known to be away. Returns a message if
+    /// MLflow has not received everything.
     pub(crate) fn finish(&self, limit: Duration) -> Option<String> {
         let mut state = self.shared.lock();
         state.is_ending = true;
@@ -121,7 +130,7 @@ impl Drop for MlflowRecorder {
     }
 }
 
-/// The failed requests since the server was last available.
+/// The requests to the MLflow server that have failed since the server was last available.
 #[derive(Debug, Default)]
 struct Outage {
     /// The time of the first failure; `None` if the newest request was successful.
@@ -134,7 +143,7 @@ struct Outage {
 }
 
 impl Outage {
-    /// Counts a failed request. Returns a notice for the first one.
+    /// Counts a failed request to the MLflow server. Returns a notice for the first one.
     fn add_failure(&mut self, uri: &str, reason: &str, is_ending: bool) -> Option<String> {
         if is_ending {
             self.is_known_at_end |= self.last_failures == 0 && self.failures > 0;
@@ -150,7 +159,8 @@ impl Outage {
         })
     }
 
-    /// Ends the outage after a successful request. Returns a notice if there was a failure.
+    /// Records that a request to the MLflow server was successful, which ends the outage. Returns a
+    /// notice if there was a failure.
     fn end(&mut self, uri: &str) -> Option<String> {
         let since = std::mem::take(self).since?;
         let duration = format_duration(since.elapsed().as_secs_f64());
@@ -163,7 +173,7 @@ impl Outage {
         self.last_failures >= if self.is_known_at_end { 1 } else { MAX_FINAL_FAILURES }
     }
 
-    /// Returns the pause before the next request.
+    /// Returns the pause before the next request to the MLflow server.
     fn retry_pause(&self) -> Duration {
         FIRST_RETRY_PAUSE
             .saturating_mul(1 << self.failures.saturating_sub(1).min(16))
@@ -171,8 +181,8 @@ impl Outage {
     }
 }
 
-/// Sends a run to MLflow until everything was sent, or until the handle is dropped. Returns whether
-/// everything was sent.
+/// Sends the events of a run to MLflow until everything was sent, or until the thread is to end.
+/// Returns whether everything was sent.
 fn record_run(shared: &SharedRecorderState, uri: &str, mut recorder: RunRecorder) -> bool {
     let mut outage = Outage::default();
     let mut is_up_to_date = false;

@@ -13,17 +13,17 @@ use ureq::{
     tls::{PemItem, RootCerts, TlsConfig, TlsProvider, parse_pem},
 };
 
-/// The time limit for a request with its answer.
+/// The time limit for a request to the MLflow server with its answer.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// The time limit for connecting to the server.
+/// The time limit for connecting to the MLflow server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The largest answer that is read, in bytes.
+/// The size of the largest answer of the MLflow server that is read, in bytes.
 const MAX_ANSWER_BYTES: u64 = 1 << 20;
-/// The largest file with certificates, in bytes.
+/// The size of the largest file with TLS certificates that is read, in bytes.
 const MAX_CERTIFICATES_BYTES: u64 = 8 << 20;
-/// The longest text of a server that is shown to the user, in characters.
+/// The longest text of the MLflow server that is shown to the user, in characters.
 const MAX_SHOWN_CHARS: usize = 200;
-/// The status codes, below 500, of requests that may succeed later.
+/// The HTTP status codes, below 500, of requests that may succeed later.
 const TRANSIENT_STATUS_CODES: [u16; 3] = [408, 425, 429];
 
 /// The reason why a request to an MLflow server has failed.
@@ -50,8 +50,8 @@ pub(super) struct RestClient {
 }
 
 impl RestClient {
-    /// Creates a client for the server at the address `uri`, with the credentials in `settings`.
-    /// Fails if the file with certificates cannot be used. Does not connect.
+    /// Creates a client for the MLflow server at the address `uri`, with the credentials in
+    /// `settings`. Fails if the file with certificates cannot be used. Does not connect.
     pub(super) fn new(uri: &str, settings: &MlflowSettings) -> io::Result<RestClient> {
         let root_certs = match &settings.certificates {
             Some(path) => read_certificates(path)?,
@@ -78,7 +78,8 @@ impl RestClient {
         })
     }
 
-    /// Sends a GET request for `path` with one parameter, and returns the answer.
+    /// Sends a GET request for `path` with one parameter to the MLflow server, and returns the
+    /// answer.
     pub(super) fn get(&self, path: &str, (name, value): (&str, &str)) -> Result<Value, RequestError> {
         let mut request = self.agent.get(format!("{}/{path}", self.base)).query(name, value);
         if let Some(authorization) = &self.authorization {
@@ -87,7 +88,7 @@ impl RestClient {
         read_answer(request.call())
     }
 
-    /// Sends a POST request with a JSON body, and returns the answer.
+    /// Sends a POST request with a JSON body to the MLflow server, and returns the answer.
     pub(super) fn post(&self, path: &str, body: &Value) -> Result<Value, RequestError> {
         let mut request =
             self.agent.post(format!("{}/{path}", self.base)).header("Content-Type", "application/json");
@@ -98,7 +99,7 @@ impl RestClient {
     }
 }
 
-/// Reads the answer to a request.
+/// Reads the answer of the MLflow server to a request.
 fn read_answer(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> Result<Value, RequestError> {
     let unavailable = |error: ureq::Error| RequestError::Unavailable(shorten(&error.to_string()));
     let mut answer = answer.map_err(unavailable)?;
@@ -113,7 +114,7 @@ fn read_answer(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) ->
     classify_answer(status, &text)
 }
 
-/// Returns the content of an answer, or the error that it states.
+/// Returns the content of an answer of the MLflow server, or the error that the answer contains.
 fn classify_answer(status: u16, text: &str) -> Result<Value, RequestError> {
     let json: Option<Value> = serde_json::from_str(text).ok();
     let field = |name: &str| json.as_ref().and_then(|json| json[name].as_str()).map(shorten);
@@ -133,12 +134,12 @@ fn classify_answer(status: u16, text: &str) -> Result<Value, RequestError> {
     }
 }
 
-/// Shortens a text that the server has sent, and removes its control characters.
+/// Shortens a text that the MLflow server has sent, and removes its control characters.
 fn shorten(text: &str) -> String {
     text.chars().take(MAX_SHOWN_CHARS).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// Reads a file with certificates in PEM format.
+/// Reads a file with TLS certificates in PEM format.
 fn read_certificates(path: &Path) -> io::Result<RootCerts> {
     let mut bytes = Vec::new();
     open_regular_file(path)?.take(MAX_CERTIFICATES_BYTES).read_to_end(&mut bytes)?;

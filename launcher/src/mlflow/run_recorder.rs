@@ -1,4 +1,5 @@
-//! [`RunRecorder`]: sends the next part of a run to MLflow, from the files of the run directory.
+//! [`RunRecorder`]: sends the next part of a run to MLflow, which it reads from the files of the
+//! run directory.
 use super::{
     batch::{Batch, format_params, format_tags, to_milliseconds},
     journal_reader::JournalReader,
@@ -22,12 +23,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The age in seconds at which measurements are no longer recorded.
+/// The age from which on measurements of a host's usage are no longer sent to MLflow, in seconds.
 const MAX_STATUS_AGE_S: f64 = 60.0;
-/// The largest size of the file with the newest measurements, in bytes.
+/// The largest size of the run's status file, which contains the newest measurements, in bytes.
 const MAX_STATUS_BYTES: u64 = 8 << 20;
 
-/// A run of launch that is recorded with MLflow.
+/// The properties of a run of launch that is recorded with MLflow, such as its job, hosts and
+/// parameters.
 #[derive(Clone, Debug)]
 pub(crate) struct RecordedRun {
     /// The ID of the run.
@@ -47,7 +49,7 @@ pub(crate) struct RecordedRun {
     pub(crate) is_taken_over: bool,
 }
 
-/// The reason why nothing can be sent to MLflow at present.
+/// The reason why the next part of a run cannot be sent to MLflow, at present or ever.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum RecordError {
     /// The server or a file is not available, and may be later. Contains the reason.
@@ -71,8 +73,8 @@ pub(super) enum SendProgress {
     Complete,
 }
 
-/// Sends the parts of a run of launch to MLflow, one after the other. Blocks for as long as the
-/// server needs.
+/// Sends the parts of a run of launch (parameters, events, usage of hosts) to MLflow, one after the
+/// other. Blocks for as long as the server needs.
 pub(super) struct RunRecorder {
     settings: MlflowSettings,
     run: RecordedRun,
@@ -91,13 +93,14 @@ impl From<RequestError> for RecordError {
     }
 }
 
-/// Converts an error of a file, which may be readable later.
+/// Converts the error of reading a file of the run directory to an error that permits another
+/// attempt.
 fn file_error(error: io::Error) -> RecordError {
     RecordError::Unavailable(format!("a file of the run directory: {error}"))
 }
 
 impl RunRecorder {
-    /// Creates the recorder of a run. Sends nothing.
+    /// Creates the object that sends a run to MLflow part by part. Sends nothing.
     pub(super) fn new(settings: MlflowSettings, run: RecordedRun) -> RunRecorder {
         let journal = JournalReader::new(run.run_dir.join(JOURNAL_FILE));
         RunRecorder { settings, run, journal, target: None, usage: UsageSchedule::new() }
@@ -158,7 +161,7 @@ impl RunRecorder {
         })
     }
 
-    /// Continues the run of MLflow that a lost controller has created, or creates a run.
+    /// Continues the run on the MLflow server that a lost controller has created, or creates one.
     fn open_mlflow_run(&self) -> Result<(RestClient, StoredMlflowRun), RecordError> {
         let stored = match self.run.is_taken_over {
             true => StoredMlflowRun::read(&self.run.run_dir).map_err(file_error)?,
@@ -189,8 +192,8 @@ impl RunRecorder {
         Ok((client, stored))
     }
 
-    /// Returns the ID of the experiment on the MLflow server. Creates the experiment if it does not
-    /// exist.
+    /// Returns the ID of the MLflow experiment of the run from the server. Creates the experiment
+    /// if it does not exist.
     fn find_or_create_experiment(&self, client: &RestClient) -> Result<String, RecordError> {
         let name = &self.settings.experiment;
         let find = || client.get("experiments/get-by-name", ("experiment_name", name));
@@ -208,7 +211,7 @@ impl RunRecorder {
         check_id(id, "experiment")
     }
 
-    /// Creates the run of MLflow. Returns its ID.
+    /// Creates a run on the MLflow server for this run of launch. Returns its ID.
     fn create_mlflow_run(&self, client: &RestClient, experiment: &str) -> Result<String, RecordError> {
         let user = nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten();
         let user = user.map(|user| user.name).unwrap_or_default();
@@ -234,7 +237,8 @@ impl RunRecorder {
         check_id(created["run"]["info"]["run_id"].as_str(), "run")
     }
 
-    /// Finds the run of MLflow that records this run. Returns its ID, or `None` if there is none.
+    /// Finds the run on the MLflow server that already records this run of launch. Returns its ID,
+    /// or `None` if there is none.
     fn find_mlflow_run(&self, client: &RestClient, experiment: &str) -> Result<Option<String>, RecordError> {
         let filter = format!("tags.`launch.run` = '{}'", self.run.run.replace('\'', ""));
         let request = json!({"experiment_ids": [experiment], "filter": filter, "max_results": 1});
@@ -243,7 +247,8 @@ impl RunRecorder {
     }
 }
 
-/// Sends a part of a run. Returns the reason if MLflow rejects only this part.
+/// Sends a batch of parameters, metrics or tags to the MLflow server. Returns the reason if MLflow
+/// rejects only this part.
 fn send_part(client: &RestClient, request: &Value) -> Result<Option<String>, RecordError> {
     match client.post("runs/log-batch", request) {
         Err(RequestError::Rejected { code, message })
@@ -257,7 +262,7 @@ fn send_part(client: &RestClient, request: &Value) -> Result<Option<String>, Rec
     }
 }
 
-/// Sets the state of a run of MLflow.
+/// Sets the state (such as `FINISHED`) and the end time of a run on the MLflow server.
 fn update_state(client: &RestClient, run: &str, state: &str, end: Option<u64>) -> Result<(), RecordError> {
     let mut request = json!({"run_id": run, "status": state});
     if let Some(end) = end {
@@ -267,7 +272,8 @@ fn update_state(client: &RestClient, run: &str, state: &str, end: Option<u64>) -
     Ok(())
 }
 
-/// Checks an ID that the server has sent. IDs are parts of addresses that are shown.
+/// Checks the ID of a run or an experiment that the MLflow server has sent. IDs are parts of
+/// addresses that are shown.
 fn check_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
     let is_id =
         |id: &&str| (1..=64).contains(&id.len()) && id.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
@@ -275,7 +281,8 @@ fn check_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
     id.filter(is_id).map(str::to_owned).ok_or_else(missing)
 }
 
-/// Reads the newest measurements. Returns `None` if there are none, or if they are too old.
+/// Reads the newest measurements from the run's status file. Returns `None` if there are none, or
+/// if they are too old.
 fn read_status(run_dir: &Path) -> Option<RunStatus> {
     let bytes = read_private_file(&run_dir.join(STATUS_FILE), MAX_STATUS_BYTES).ok()?;
     let status: RunStatus = serde_json::from_slice(&bytes).ok()?;

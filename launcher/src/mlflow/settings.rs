@@ -15,9 +15,9 @@ use jobspec::{
 };
 use std::{ffi::OsString, fmt, path::PathBuf};
 
-/// The key of the job that errors about the settings name.
+/// The job key that errors about the settings of MLflow name.
 const SUBJECT_KEY: &str = "observe.mlflow";
-/// The largest length of the name of an experiment, in bytes.
+/// The largest length of the name of an MLflow experiment, in bytes.
 const MAX_NAME_BYTES: usize = 500;
 
 /// The settings for recording a run with MLflow: the server, its credentials, and the names of the
@@ -50,14 +50,15 @@ impl fmt::Debug for MlflowSettings {
     }
 }
 
-/// Reads the settings of `observe.mlflow` from the job and from the variables of MLflow's client.
-/// Returns `None` for a job that is not recorded with MLflow. The errors list every setting that
-/// cannot be used.
+/// Reads the settings for recording a run with MLflow from the job (`observe.mlflow`) and from the
+/// environment variables of MLflow's client. Returns `None` for a job that is not recorded with
+/// MLflow. The errors list every setting that cannot be used.
 pub(crate) fn resolve_mlflow_settings(job: &JobSpec) -> Result<Option<MlflowSettings>, Vec<Diagnostic>> {
     resolve_settings(job, &|name| std::env::var_os(name))
 }
 
-/// Reads the settings with the environment variables that `read` returns.
+/// Reads the settings for recording a run with MLflow from the job and from environment variables,
+/// whose values `read` returns.
 fn resolve_settings(
     job: &JobSpec,
     read: &dyn Fn(&str) -> Option<OsString>,
@@ -117,8 +118,8 @@ fn resolve_settings(
     }))
 }
 
-/// Builds the value of the header `Authorization`. As with MLflow's client, a user name with a
-/// password precedes a token.
+/// Builds the value of the HTTP header `Authorization` for requests to the MLflow server. As with
+/// MLflow's client, a user name with a password precedes a token.
 fn build_authorization(
     user: Option<String>,
     password: Option<String>,
@@ -133,7 +134,8 @@ fn build_authorization(
     }
 }
 
-/// Builds the error that an environment variable cannot be used. `reason` follows its name.
+/// Builds the error that an environment variable of MLflow has a value that cannot be used.
+/// `reason` follows its name.
 fn build_variable_error(name: &str, reason: &str) -> Diagnostic {
     let message = format!("the variable `{name}` {reason}");
     Diagnostic::error(host::ENV_VALUE_INVALID, message).with_field("variable", name)

@@ -5,15 +5,16 @@ use crate::runs::{read_private_file, replace_volatile_file, write_atomically};
 use serde::{Deserialize, Serialize};
 use std::{io, path::Path};
 
-/// The version of the file.
+/// The version of the format of `mlflow.json`.
 const VERSION: u32 = 1;
-/// The name of the file in the run directory.
+/// The name of the file in the run directory that stores which run on the MLflow server records
+/// this run.
 const FILE_NAME: &str = "mlflow.json";
-/// The largest size of the file, in bytes. A larger file is an error.
+/// The largest size of `mlflow.json`, in bytes. A larger file is an error.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// A run of MLflow, and the parts of the run of launch that it already contains. The file has no
-/// credentials.
+/// The content of `mlflow.json`: a run on the MLflow server, and which parts of the run of launch
+/// it already contains. The file has no credentials.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct StoredMlflowRun {
     version: u32,
@@ -30,7 +31,8 @@ pub(super) struct StoredMlflowRun {
 }
 
 impl StoredMlflowRun {
-    /// Creates the description of a new run of MLflow.
+    /// Describes a run that was just created on the MLflow server and does not contain any event
+    /// yet.
     pub(super) fn new(uri: &str, experiment_id: &str, run_id: &str) -> StoredMlflowRun {
         StoredMlflowRun {
             version: VERSION,
@@ -42,7 +44,7 @@ impl StoredMlflowRun {
         }
     }
 
-    /// Reads the file in the directory `run_dir`. Returns `None` if there is no file.
+    /// Reads `mlflow.json` in the run directory `run_dir`. Returns `None` if there is no file.
     pub(super) fn read(run_dir: &Path) -> io::Result<Option<StoredMlflowRun>> {
         let bytes = match read_private_file(&run_dir.join(FILE_NAME), MAX_BYTES) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -55,18 +57,18 @@ impl StoredMlflowRun {
         Ok(Some(stored))
     }
 
-    /// Writes the file durably. Needed when the run of MLflow changes.
+    /// Writes `mlflow.json` durably to the run directory. Needed when the run of MLflow changes.
     pub(super) fn write(&self, run_dir: &Path) -> io::Result<()> {
         write_atomically(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Stores the place in the journal up to which the run is recorded. If a crash undoes this,
-    /// metrics are sent again.
+    /// Stores in `mlflow.json` the place in the journal up to which MLflow has recorded the run. If
+    /// a crash undoes this, metrics are sent again.
     pub(super) fn write_position(&self, run_dir: &Path) -> io::Result<()> {
         replace_volatile_file(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Returns the address at which a browser shows the run.
+    /// Returns the address of the web page of the MLflow server that shows the run.
     pub(super) fn page_address(&self) -> String {
         format!("{}/#/experiments/{}/runs/{}", self.uri, self.experiment_id, self.run_id)
     }

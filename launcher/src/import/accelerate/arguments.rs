@@ -2,7 +2,7 @@
 //! configuration to which they belong.
 use crate::import::command_line::OptionTable;
 
-/// The options of `accelerate launch`.
+/// The options of `accelerate launch`, with the kind of value that each of them takes.
 pub(super) const ACCELERATE_OPTIONS: OptionTable = OptionTable {
     program: "accelerate",
     values: &[

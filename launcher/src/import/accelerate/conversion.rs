@@ -25,7 +25,7 @@ use jobspec::{
 };
 use std::path::PathBuf;
 
-/// The name of the other program in messages.
+/// The name of `accelerate launch` in messages to the user.
 pub(super) const PROGRAM_NAME: &str = "accelerate launch";
 
 /// The variables that launch sets for the workers of a program, but `accelerate launch` does not
@@ -52,7 +52,8 @@ const RANK_VARIABLES: [&str; 19] = [
     env::TORCHELASTIC_USE_AGENT_STORE,
 ];
 
-/// The options that `accelerate launch` ignores if it starts a single process.
+/// The options that `accelerate launch` ignores if it starts a single process, each with what
+/// launch does with it.
 const SINGLE_PROCESS_RULES: &[OptionRule] = &[
     ("tee", &["0"], NoEffect("Accelerate ignores it for a single process")),
     ("log_dir", &[], NoEffect("Accelerate ignores it for a single process")),
@@ -60,7 +61,8 @@ const SINGLE_PROCESS_RULES: &[OptionRule] = &[
     ("max_restarts", &["0"], NoEffect("Accelerate ignores it for a single process")),
 ];
 
-/// The kind of job that a command line of `accelerate launch` starts.
+/// The kind of job that a command line of `accelerate launch` starts, such as one process, several
+/// processes or DeepSpeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaunchKind {
     /// The kind of job; [`DistributedType::Single`] for a single process.
@@ -98,8 +100,9 @@ impl AccelerateConversion<'_> {
         self.kind.distributed == DistributedType::Single
     }
 
-    /// Moves the options that have a key in the configuration from `given` to `merged`. Removes the
-    /// sections that do not apply to the job, and adds a note for each option of such a section.
+    /// Merges options of the command line into Accelerate's configuration: moves those that have a
+    /// key there from `given` to `merged`. Removes the sections that do not apply to the job, and
+    /// adds a note for each option of such a section.
     pub(super) fn merge_options(
         &self,
         draft: &mut JobDraft,
@@ -161,13 +164,14 @@ impl AccelerateConversion<'_> {
         Ok(())
     }
 
-    /// Determines the number of processes and their hosts. Fails if there are too few for the kind
-    /// of job.
+    /// Determines the number of worker processes and their hosts from the options of `accelerate
+    /// launch` and the configuration. Fails if there are too few for the kind of job.
     pub(super) fn count_processes(
         &self,
         merged: &MergedConfig,
         given: &CommandLine,
     ) -> Result<ProcessCount, Diagnostic> {
+        /// The name of the option that sets the number of processes.
         const OPTION_NAME: &str = "--num_processes";
         let reject = |reason: &str, help: &str| {
             Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, help))
@@ -215,10 +219,10 @@ impl AccelerateConversion<'_> {
         Ok(ProcessCount { requested, workers, hostfile, is_joining: machines > 1 && !self.is_simple() })
     }
 
-    /// Removes from `given` the options that describe the machines, and returns the nodes that they
-    /// describe. Returns `None` if neither the command line nor the configuration states the number
-    /// of machines. Fails if a value is not valid, or if Accelerate would not start the processes
-    /// of several machines.
+    /// Removes from `given` the options that describe the machines of the job, and returns the
+    /// machines (nodes) that they describe. Returns `None` if neither the command line nor the
+    /// configuration states the number of machines. Fails if a value is not valid, or if Accelerate
+    /// would not start the processes of several machines.
     pub(super) fn take_nodes(
         &self,
         given: &mut CommandLine,
@@ -331,6 +335,7 @@ impl AccelerateConversion<'_> {
 
     /// Converts the value of `gpu_ids` to the job key `cluster.devices`.
     fn set_gpus(&self, draft: &mut JobDraft, merged: &MergedConfig) -> Result<(), Diagnostic> {
+        /// The name of the option that selects GPUs.
         const OPTION_NAME: &str = "--gpu_ids";
         let Some(ids) = merged.value("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
         else {
@@ -419,8 +424,9 @@ impl AccelerateConversion<'_> {
     }
 }
 
-/// The keys of a configuration that other functions convert. [`AccelerateConversion::set_variables`] must not
-/// report them as unknown.
+/// The keys of Accelerate's configuration that are converted by other functions than the one that
+/// adds environment variables. [`AccelerateConversion::set_variables`] must not report them as
+/// unknown.
 const HANDLED_KEYS: [&str; 13] = [
     "compute_environment",
     "distributed_type",

@@ -28,7 +28,8 @@ const TPU_REJECTION: OptionRule =
 const SAGEMAKER_REJECTION: OptionEffect =
     Rejected("launch doesn't submit jobs to SageMaker", "use `accelerate` itself");
 
-/// The options without counterpart in a job.
+/// The options of `accelerate launch` that have no counterpart in a job, each with what launch does
+/// if the option is given.
 const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     TPU_REJECTION,
     ("tpu_cluster", &[], TPU_REJECTION.2),
@@ -56,7 +57,7 @@ const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("monitor_interval", &["0.1"], NoEffect("launch is notified at once when a worker ends")),
 ];
 
-/// A command line of `accelerate launch`.
+/// A command line of `accelerate launch`, divided into options and the program.
 #[derive(Debug)]
 pub(crate) struct AccelerateCommand {
     given: CommandLine,
@@ -69,8 +70,9 @@ impl AccelerateCommand {
         Ok(AccelerateCommand { given: ACCELERATE_OPTIONS.parse(args).map_err(rejected)? })
     }
 
-    /// Returns the files that may contain the configuration. The first one that exists is read. If
-    /// the flag is true, the first file must exist.
+    /// Returns the paths of the files that may contain Accelerate's configuration, in the order of
+    /// their precedence. The first one that exists is read. If the flag is true, the first file
+    /// must exist.
     pub(crate) fn list_config_files(&self, variables: &DropInContext<'_>) -> (Vec<PathBuf>, bool) {
         if let Some(file) = self.given.last_value("config_file") {
             return (vec![PathBuf::from(file)], true);
@@ -92,7 +94,8 @@ impl AccelerateCommand {
         (names.map(|name| cache.join("accelerate").join(name)).to_vec(), false)
     }
 
-    /// Converts the command line to a job. `config` is the configuration file, if there is one.
+    /// Converts a command line of `accelerate launch` to a job. `config` is the configuration file,
+    /// if there is one.
     pub(crate) fn convert(
         self,
         config: Option<&Document>,

@@ -12,8 +12,8 @@ pub(super) struct MergedConfig {
 }
 
 impl MergedConfig {
-    /// Creates a configuration into which options can be merged: a copy of `config`, or an empty
-    /// one.
+    /// Creates a configuration of Accelerate into which options of a command line can be merged: a
+    /// copy of `config`, or an empty one.
     pub(super) fn new(config: Option<&Document>) -> Result<MergedConfig, ImportErrors> {
         let document = match config {
             Some(document) => document.clone(),
@@ -23,7 +23,8 @@ impl MergedConfig {
         Ok(MergedConfig { document })
     }
 
-    /// Returns the merged configuration.
+    /// Returns the configuration of Accelerate, with the options of the command line merged into
+    /// it.
     pub(super) fn document(&self) -> &Document {
         &self.document
     }
@@ -42,7 +43,8 @@ impl MergedConfig {
         (!matches!(item.value, DocumentValue::Null)).then_some(item)
     }
 
-    /// Returns the names of the keys of a section, which may be absent.
+    /// Returns the names of the keys in a section of Accelerate's configuration, which may be
+    /// absent.
     pub(super) fn section_names(&self, section: &str) -> Vec<&str> {
         match self.value(section).map(|item| &item.value) {
             Some(DocumentValue::Map(entries)) => entries.iter().map(|(name, _)| name.as_str()).collect(),
@@ -76,8 +78,9 @@ impl MergedConfig {
         }
     }
 
-    /// Sets the key that the option `name` stands for to `value`, the text of the command line.
-    /// Options outside of sections become keys of the outermost mapping.
+    /// Sets the key of the configuration that the option `name` stands for to `value`, the text of
+    /// the option on the command line. Options outside of sections become keys of the outermost
+    /// mapping.
     pub(super) fn set_option(&mut self, name: &'static str, value: &str) -> Result<(), Diagnostic> {
         let item = self.convert_value(name, value)?;
         let Some((section, prefix)) = find_section(name) else {

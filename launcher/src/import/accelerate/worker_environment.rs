@@ -212,8 +212,8 @@ pub(super) fn set_environment(
     named
 }
 
-/// Removes the section `section`, which does not apply to this job, from `keys`. Adds a note with
-/// the reason if the section is not empty.
+/// Removes the section `section` of Accelerate's configuration, which does not apply to this job,
+/// from `keys`. Adds a note with the reason if the section is not empty.
 fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
     let Some(part) = keys.take_section(section) else { return };
     if !part.remaining_names().is_empty() {
@@ -280,8 +280,8 @@ fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds a note for each key of the section `part` that was not converted. Moves the errors of
-/// `part` to `keys`, the outermost mapping of the file.
+/// Adds a note for each key of the section `part` of Accelerate's configuration that was not
+/// converted. Moves the errors of `part` to `keys`, the outermost mapping of the file.
 fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
     let (rest, errors) = part.into_untaken();
     keys.errors.extend(errors);
@@ -290,8 +290,9 @@ fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: R
     }
 }
 
-/// Adds to `draft` the environment variables for the keys of the section `part`, by the rules in
-/// `table`. Each key is looked up with the prefix `prefix` first, and then without it.
+/// Adds to `draft` the environment variables for the keys of the section `part` of Accelerate's
+/// configuration, by the rules in `table`. Each key is looked up with the prefix `prefix` first,
+/// and then without it.
 fn set_variables_by_rules(
     draft: &mut JobDraft,
     part: &mut RemainingKeys<'_>,
@@ -370,6 +371,7 @@ fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>)
     if part.remaining_names().is_empty() {
         return;
     }
+    /// The prefix that the keys of the section may have.
     const VARIABLE_PREFIX: &str = "parallelism_config_";
     draft.set_env("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "true");
     let above_one = |size: &str| {

@@ -21,7 +21,7 @@ use jobspec::{
 };
 use std::path::Path;
 
-/// The name of the other program in messages.
+/// The name of `deepspeed` in messages to the user.
 const PROGRAM_NAME: &str = "deepspeed";
 /// The hostfile that DeepSpeed reads if the user names none.
 const DEFAULT_HOSTFILE: &str = "/job/hostfile";
@@ -71,7 +71,7 @@ const LOCAL_JOB_RULES: &[OptionRule] = &[
     ("no_ssh", &[], NoEffect("the job runs on one machine")),
 ];
 
-/// A command line of `deepspeed`.
+/// A command line of `deepspeed`, divided into options and the program.
 #[derive(Debug)]
 pub(crate) struct DeepSpeedCommand {
     given: CommandLine,
@@ -86,7 +86,7 @@ pub(crate) struct DeepSpeedFiles {
     pub(crate) variables: Vec<String>,
 }
 
-/// The hosts and slots on which a `deepspeed` command line runs its workers.
+/// The hosts and slots (places for workers) on which a `deepspeed` command line runs its workers.
 #[derive(Debug)]
 enum DeepSpeedResources {
     /// This machine, with this number of workers, and the numbers of the GPUs if the command line
@@ -113,7 +113,7 @@ impl DeepSpeedCommand {
         self.given.last_value("save_pid").is_some()
     }
 
-    /// Converts the command line to a job.
+    /// Converts a command line of `deepspeed` to a job.
     pub(crate) fn convert(
         self,
         files: &DeepSpeedFiles,
@@ -166,12 +166,13 @@ impl DeepSpeedCommand {
     }
 }
 
-/// Returns the value of the integer option `name`, or -1 if the option was not given.
+/// Returns the value of the integer option `name` of `deepspeed`, or -1 if the option was not
+/// given.
 fn read_integer_option(given: &CommandLine, name: &str) -> i64 {
     given.last_value(name).and_then(|text| text.trim().parse().ok()).unwrap_or(-1)
 }
 
-/// Selects the hosts and slots of the job by the rules of `deepspeed`.
+/// Selects the hosts and slots (places for workers) of the job by the rules of `deepspeed`.
 fn select_resources(
     given: &CommandLine,
     files: &DeepSpeedFiles,
@@ -236,7 +237,8 @@ fn select_resources(
     Ok(DeepSpeedResources::Local(workers, devices.filter(|_| uses_gpus && selects_gpus)))
 }
 
-/// Parses a hostfile into hosts and slots. Fails if the text is not valid.
+/// Parses a hostfile into host names, each with its number of slots (places for workers). Fails if
+/// the text is not valid.
 fn parse_hostfile_slots(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnostic> {
     match parse_hostfile(text) {
         Ok(entries) => {

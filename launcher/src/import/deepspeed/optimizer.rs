@@ -85,6 +85,7 @@ fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled:
 /// Converts DeepSpeed's `betas`, the decay rates of the optimizer's moments, to
 /// `train.optimizer.betas`.
 fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
+    /// The key for the decay rates in a DeepSpeed configuration.
     const BETAS_KEY: &str = "optimizer.params.betas";
     let auto = params.is_auto("betas");
     let item = params.take("betas");
@@ -129,8 +130,9 @@ fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
     rate
 }
 
-/// Converts the number `name` of the optimizer to the job key `path`, and returns the number. If
-/// the key is absent, sets `default`. If the value is `auto`, adds a note and returns `default`.
+/// Converts the numeric parameter `name` of DeepSpeed's optimizer to the job key `path`, and
+/// returns the number. If the key is absent, sets `default`. If the value is `auto`, adds a note
+/// and returns `default`.
 fn convert_number(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,

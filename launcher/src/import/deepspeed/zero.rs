@@ -54,7 +54,9 @@ fn convert_gather(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
 /// Converts DeepSpeed's setting that offloads optimizer states to files to the job key
 /// `train.zero.offload`. Adds notes about all other offloading.
 fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
+    /// The key of a DeepSpeed configuration that offloads optimizer states.
     const OFFLOAD_KEY: &str = "train.zero.offload";
+    /// The advice in the note about offloading to host memory.
     const OFFLOAD_ADVICE: &str = "set `train.zero.offload: {optimizer: DIRECTORY}` for files, or `{optimizer: cpu}` \
                            with `cluster.devices: cuda` for host memory";
     for (name, optimizer) in [("offload_optimizer", true), ("offload_param", false)] {

@@ -3,7 +3,7 @@
 //! torchrun accepts `--a-b x`, `--a_b=x`, unambiguous prefixes of options, and `-m`.
 use crate::import::command_line::{CommandLine, CommandLineError, OptionTable};
 
-/// The options of torchrun.
+/// The options of torchrun, with the kind of value that each of them takes.
 pub(super) const TORCHRUN_OPTIONS: OptionTable = OptionTable {
     program: "torchrun",
     values: &[
@@ -50,15 +50,15 @@ pub(super) const TORCHRUN_OPTIONS: OptionTable = OptionTable {
 /// The options for which torchrun reads no default from the environment.
 const OPTIONS_WITHOUT_VARIABLE: [&str; 2] = ["logs-specs", "numa-binding"];
 
-/// Parses the arguments of torchrun. The name `torchrun` may precede them, because users copy it
-/// along.
+/// Parses the arguments of torchrun into options and the program. The name `torchrun` may precede
+/// them, because users copy it along.
 pub(super) fn parse_torchrun_args(args: &[String]) -> Result<CommandLine, CommandLineError> {
     let named = args.first().is_some_and(|first| first.rsplit('/').next() == Some("torchrun"));
     TORCHRUN_OPTIONS.parse(if named { &args[1..] } else { args })
 }
 
-/// Adds the defaults that torchrun reads from variables such as `PET_NPROC_PER_NODE`. The function
-/// `variable` returns the value of a variable.
+/// Adds the defaults of options that torchrun reads from environment variables such as
+/// `PET_NPROC_PER_NODE`. The function `variable` returns the value of a variable.
 pub(super) fn insert_variable_defaults<'a>(
     given: &mut CommandLine,
     variable: impl Fn(&str) -> Option<&'a str>,

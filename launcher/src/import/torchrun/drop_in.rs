@@ -22,11 +22,14 @@ use jobspec::{
     quote_yaml,
 };
 
+/// The name of `torchrun` in messages to the user.
 const PROGRAM_NAME: &str = "torchrun";
-/// The names of this machine that need no note in `--rdzv-endpoint` and `--master-addr`.
+/// The host names in `--rdzv-endpoint` and `--master-addr` of torchrun that mean this machine, so
+/// that no note is needed.
 const LOOPBACK_NAMES: [&str; 4] = ["", "localhost", "127.0.0.1", "[::1]"];
 
-/// The options of torchrun without counterpart in a job.
+/// The options of torchrun that have no counterpart in a job, each with what launch does if the
+/// option is given.
 const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("rdzv-backend", &["static", "c10d"], NoEffect("launch assigns the ranks itself")),
     ("rdzv-conf", &[""], NoEffect("launch assigns the ranks itself")),
@@ -97,9 +100,9 @@ pub(crate) fn convert_torchrun_command(
     }
 }
 
-/// Removes from `given` the options that describe the nodes, and returns the nodes that they
-/// describe. Returns `None` if the command line does not state the number of nodes. Fails if a
-/// value is not valid.
+/// Removes from `given` the options that describe the nodes (hosts) of the job, and returns the
+/// nodes that they describe. Returns `None` if the command line does not state the number of nodes.
+/// Fails if a value is not valid.
 fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnostic> {
     let rank = given.take_last_value("node-rank");
     let Some(text) = given.take_last_value("nnodes") else {
@@ -161,6 +164,7 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
 
 /// Removes `--nproc-per-node` from `given`, and returns the number of workers that it requests.
 fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result<i64, Diagnostic> {
+    /// The name of the option in errors.
     const OPTION_NAME: &str = "--nproc-per-node";
     let workers = match given.take_last_value("nproc-per-node").as_deref() {
         None => 1,
@@ -231,8 +235,8 @@ fn take_command(
     Ok(build_env_command(command, context, &[], &set))
 }
 
-/// Replaces torchrun's macros in an argument of the script: `$$` becomes `$`, and `${local_rank}`
-/// the local rank. Fails if the result differs between workers.
+/// Replaces torchrun's macros in an argument of the user's script: `$$` becomes `$`, and
+/// `${local_rank}` the local rank. Fails if the result differs between workers.
 fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic> {
     let mut text = String::new();
     let mut rest = argument;
@@ -269,6 +273,7 @@ fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic>
 /// join (`is_joining`), the nodes meet at the address, and launch chooses another port for the
 /// ranks.
 fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining: bool) {
+    /// The reason that notes give for ignoring an address.
     const NOTE_REASON: &str = "the ranks of one host meet at its loopback address";
     if given.take_flag("virtual-local-rank") {
         draft.set_imported("--virtual-local-rank", "run.visible_devices", "one");
@@ -298,7 +303,8 @@ fn quote_number(text: &str) -> String {
     crate::import::value_text::format_whole_number(text)
 }
 
-/// Converts the options for the log directory and for the ranks on the console.
+/// Converts torchrun's options for the log directory, and for the ranks whose output the console
+/// shows, to keys of the job.
 fn set_logs(draft: &mut JobDraft, given: &mut CommandLine, workers: i64) -> Result<(), Diagnostic> {
     if let Some(dir) = given.take_last_value("log-dir") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));
