@@ -26,7 +26,8 @@ pub(crate) struct BackgroundThread {
     queue: Arc<QueueCloser>,
 }
 
-/// Closes the queue of a thread when the last handle of the thread is dropped.
+/// Closes the job queue of a [`BackgroundThread`] when the last handle of the thread is dropped, so
+/// that the thread ends after the queued jobs.
 #[derive(Debug)]
 struct QueueCloser(Arc<JobQueue>);
 
@@ -71,11 +72,12 @@ impl std::fmt::Debug for QueueState {
 }
 
 impl JobQueue {
+    /// Locks the mutex of the queued jobs and of the state of the thread.
     fn lock(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs jobs until the queue is closed and empty.
+    /// Runs the queued functions (jobs) on the calling thread until the queue is closed and empty.
     fn run_jobs(&self) {
         let mut state = self.lock();
         loop {
@@ -98,8 +100,8 @@ impl JobQueue {
 }
 
 impl BackgroundThread {
-    /// Starts a thread with the name `name`, which may have at most 15 bytes. `max_bytes` limits
-    /// the size of the jobs that wait.
+    /// Starts a thread that calls queued functions. The thread gets the name `name`, which may have
+    /// at most 15 bytes. `max_bytes` limits the size of the jobs that wait.
     pub(crate) fn start(name: &str, max_bytes: usize) -> io::Result<BackgroundThread> {
         let queue = Arc::new(JobQueue { max_bytes, state: Mutex::default(), changed: Condvar::new() });
         let jobs = queue.clone();
@@ -123,14 +125,14 @@ impl BackgroundThread {
         true
     }
 
-    /// Returns for how long the job that the thread currently runs has been running. Returns zero
-    /// if no job runs.
+    /// Returns for how long the function that the thread currently calls has been running. Returns
+    /// zero if no job runs.
     pub(crate) fn busy_time(&self) -> Duration {
         self.queue.0.lock().busy_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// Blocks until all jobs so far have ended, but at most for `limit`. Returns whether all of
-    /// them have ended.
+    /// Blocks until the thread has called all functions that were queued so far, but at most for
+    /// `limit`. Returns whether all of them have ended.
     pub(crate) fn flush(&self, limit: Duration) -> bool {
         let queue = &self.queue.0;
         let state = queue.lock();
@@ -152,8 +154,8 @@ impl WriteRetrySwitch {
         self.0.1.notify_all();
     }
 
-    /// Waits for `pause` before a failed write is repeated. Returns `false` once the repetitions
-    /// have ended.
+    /// Sleeps for `pause` before a failed write is repeated, or until the switch ends the
+    /// repetitions. Returns `false` once the repetitions have ended.
     fn wait_before_retry(&self, pause: Duration) -> bool {
         let has_ended = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.0.1.wait_timeout_while(has_ended, pause, |has_ended| !*has_ended);
@@ -161,8 +163,8 @@ impl WriteRetrySwitch {
     }
 }
 
-/// Writes all of `bytes`, and repeats failed writes until they succeed or `retries` ends the
-/// repetitions. A write that succeeded in part continues behind its last byte. `on_failure` is
+/// Writes all of `bytes`, and repeats failed writes until they succeed or the switch `retries` ends
+/// the repetitions. A write that succeeded in part continues behind its last byte. `on_failure` is
 /// called with the first error. Fails with the number of unwritten bytes and the last error if
 /// `retries` ends the repetitions, or if the error is permanent, such as that of a closed
 /// descriptor.
@@ -202,7 +204,8 @@ pub(crate) struct RetryPauses {
 }
 
 impl RetryPauses {
-    /// Returns `true` before the first repetition of the operation.
+    /// Returns `true` before the first repetition of the operation, which means that the operation
+    /// has failed only once.
     pub(crate) fn is_first(&self) -> bool {
         self.failures == 0
     }

@@ -63,7 +63,8 @@ pub(crate) struct ChangeWatcher {
 }
 
 impl ChangeWatcher {
-    /// Starts to watch the target. A target that does not exist is watched once it exists.
+    /// Starts to watch `target`, a file or a directory tree, for changes. A target that does not
+    /// exist is watched once it exists.
     pub(crate) fn start(target: WatchTarget) -> ChangeWatcher {
         let changed = Arc::new(Notify::new());
         let mut watcher = ChangeWatcher { target, watched: Vec::new(), watchers: Vec::new(), changed };
@@ -100,7 +101,8 @@ impl ChangeWatcher {
         true
     }
 
-    /// Returns whether a watch of a directory includes everything below the directory.
+    /// Returns the mode of a watch: whether it includes everything below the watched directory, or
+    /// only the entries of the directory itself.
     fn recursive_mode(&self) -> RecursiveMode {
         match self.target {
             WatchTarget::File(_) => RecursiveMode::NonRecursive,
@@ -108,7 +110,8 @@ impl ChangeWatcher {
         }
     }
 
-    /// Watches a directory through inotify. Returns `None` if that is not possible.
+    /// Starts a watch of a directory through inotify, the change notification of Linux. Returns
+    /// `None` if that is not possible.
     fn start_native_watcher(&self, path: &Path) -> Option<Box<dyn Watcher + Send>> {
         let changed = self.changed.clone();
         let handler = move |event: notify::Result<Event>| {
@@ -122,7 +125,8 @@ impl ChangeWatcher {
         Some(Box::new(watcher))
     }
 
-    /// Polls a file, or the modification times in a directory tree, every [`POLL_INTERVAL`].
+    /// Starts a thread that polls a file, or the modification times in a directory tree, every
+    /// [`POLL_INTERVAL`].
     fn start_poll_watcher(&self, path: &Path) -> Option<Box<dyn Watcher + Send>> {
         let (changed, is_file) = (self.changed.clone(), matches!(self.target, WatchTarget::File(_)));
         let handler = move |event: notify::Result<Event>| {

@@ -18,7 +18,7 @@ use std::{
     sync::Arc,
 };
 
-/// The result of starting a detached controller.
+/// The result of starting a detached controller: its process, and whether the workers run.
 #[derive(Debug)]
 pub(crate) enum DetachedStart {
     /// All workers run. Holds the pid of the controller.
@@ -27,8 +27,8 @@ pub(crate) enum DetachedStart {
     Ended(ExitStatus),
 }
 
-/// Starts this executable as a detached controller. Blocks until the job has started or the
-/// controller has ended.
+/// Starts this executable again as a detached controller, which runs in a separate session and
+/// outlives the terminal. Blocks until the job has started or the controller has ended.
 ///
 /// The function `args` returns the arguments of the controller. Its parameter is the number of the
 /// file descriptor from which the controller creates its [`StartNotifier`]. The controller reads
@@ -67,7 +67,7 @@ pub(crate) fn start_detached_controller(
     Ok(DetachedStart::Started(child.id()))
 }
 
-/// Creates the standard input of a controller: a file in memory with this content.
+/// Creates the standard input of a detached controller: a file in memory that contains `content`.
 fn create_input(content: &[u8]) -> io::Result<Stdio> {
     if content.is_empty() {
         return Ok(Stdio::null());
@@ -84,9 +84,10 @@ fn create_input(content: &[u8]) -> io::Result<Stdio> {
 pub(crate) struct StartNotifier(Arc<OwnedFd>);
 
 impl StartNotifier {
-    /// Takes ownership of the inherited file descriptor `fd` and sets its close-on-exec flag. No
-    /// other code may use or close the descriptor, so the function must be called at most once, and
-    /// before this process opens files. Fails for the standard streams (0 to 2).
+    /// Takes ownership of the inherited pipe `fd`, through which the start is reported, and sets
+    /// its close-on-exec flag. No other code may use or close the descriptor, so the function must
+    /// be called at most once, and before this process opens files. Fails for the standard streams
+    /// (0 to 2).
     pub(crate) fn from_inherited_fd(fd: RawFd) -> io::Result<StartNotifier> {
         if fd <= 2 {
             return Err(io::Error::other("a standard stream is not a descriptor to notify on"));
@@ -98,7 +99,7 @@ impl StartNotifier {
         Ok(StartNotifier(Arc::new(fd)))
     }
 
-    /// Notifies the waiting process that all workers run.
+    /// Notifies the process that has started this detached controller that all workers run.
     pub(crate) fn notify_started(self) {
         // An error means that the waiting process has ended.
         if let Ok(fd) = self.0.try_clone() {

@@ -110,8 +110,8 @@ pub(crate) fn format_rank_label(ranks: &str) -> String {
     format!("{noun} {ranks}")
 }
 
-/// Formats the phases of all ranks: the most common phase without ranks, then each other phase with
-/// the ranks in that phase.
+/// Formats what all ranks do (their phases, such as `training`): the most common phase without
+/// ranks, then each other phase with its ranks.
 pub(crate) fn format_phases(phases: &BTreeMap<Rank, WorkerPhase>) -> String {
     let groups = group_ranks_by_value(phases.iter().map(|(r, p)| (*r, p)));
     match groups.as_slice() {
@@ -126,7 +126,7 @@ pub(crate) fn format_phases(phases: &BTreeMap<Rank, WorkerPhase>) -> String {
     }
 }
 
-/// Returns the text of a worker's phase for the progress bar, such as `training`.
+/// Returns the text for what a worker does (its phase), such as `training`, for the progress bar.
 fn format_phase(phase: WorkerPhase) -> &'static str {
     match phase {
         WorkerPhase::Starting => "starting",

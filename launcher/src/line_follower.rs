@@ -67,8 +67,8 @@ impl LineFollower {
         Ok(true)
     }
 
-    /// Opens the file at the path again if another file has replaced the open file, or if the open
-    /// file was truncated. Returns whether there is more to read.
+    /// Opens the followed file again if its path now belongs to another file, or if the open file
+    /// was truncated. Returns whether there is more to read.
     fn reopen_if_replaced(&mut self) -> io::Result<bool> {
         let open = self.file.metadata()?;
         let Ok(current) = std::fs::metadata(&self.path) else { return Ok(false) };

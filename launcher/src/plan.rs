@@ -1,4 +1,5 @@
-//! [`Plan`]: the host, CPUs, accelerators and environment of each worker of an attempt.
+//! [`Plan`]: the host, CPUs, accelerators and environment of each worker of an attempt (one start
+//! of all workers).
 //!
 //! A plan depends only on the job, the attempt and the inventories of the hosts. Every attempt has
 //! its own plan, because a restart may use other hosts.
@@ -25,8 +26,8 @@ use key_error::key_error;
 use protocol::control::{HostInventory, HostPlan, WorkerPlan};
 use std::path::PathBuf;
 
-/// The plan of one attempt: all workers, host by host, with their CPUs, accelerators and
-/// environment.
+/// The plan of one attempt (one start of all workers): the workers of each host, with their CPUs,
+/// accelerators and environment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The name of the run.
@@ -60,8 +61,8 @@ impl Plan {
     }
 }
 
-/// The attempt that is planned: its number, the earlier restarts, and the checkpoint to resume
-/// from.
+/// The properties of the attempt (start of all workers) that is planned: its number, the earlier
+/// restarts, and the checkpoint to resume from.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Attempt {
     /// The number of the attempt, from 0.
@@ -78,7 +79,8 @@ const MAX_WORKERS_PER_HOST: u32 = 1024;
 /// The largest number of workers of a job.
 pub(crate) const MAX_WORKERS: u32 = 1 << 20;
 
-/// Plans an attempt of `job` on `hosts`. Ranks follow the order of the hosts.
+/// Plans an attempt: decides which workers of `job` run on which of `hosts`, with which CPUs,
+/// accelerators and environment. Ranks follow the order of the hosts.
 ///
 /// The errors name the keys of the job that the hosts cannot satisfy.
 pub fn plan_attempt(
@@ -90,7 +92,8 @@ pub fn plan_attempt(
     build_plan(job, hosts, run, attempt).map_err(|error| vec![error])
 }
 
-/// Builds the plan of an attempt. Fails with the first error.
+/// Builds the plan of one attempt: which workers run on which hosts, with which CPUs, accelerators
+/// and environment. Fails with the first error.
 fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) -> diagnostic::Result<Plan> {
     let capacities = hosts.iter().map(|host| compute_host_capacity(job, host));
     let capacities: Vec<HostCapacity> = capacities.collect::<Result<_, _>>()?;
@@ -160,15 +163,15 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
     })
 }
 
-/// The number of workers on a host, and the accelerators that the job uses there.
+/// The number of workers that are planned on a host, and the accelerators that the job uses there.
 struct HostCapacity {
     /// The number of workers on the host.
     workers: u32,
     accelerators: accelerator_selection::AcceleratorSelection,
 }
 
-/// A host for which workers are planned, with its first rank. torchrun calls the workers of a host
-/// a group.
+/// A host for which workers are planned, with the rank of its first worker. torchrun calls the
+/// workers of a host a group.
 struct HostWithFirstRank<'a> {
     host: &'a JobHost,
     capacity: &'a HostCapacity,
@@ -235,11 +238,12 @@ fn plan_workers(
     Ok((0..*workers).zip(&slots).map(plan_worker).collect())
 }
 
-/// Computes the number of workers on a host, and selects their accelerators. Fails if the job
-/// places more workers on the host than there are slots, or if there are fewer accelerators than
-/// slots. Also fails if the accelerators do not suffice for the workers, or if there are too many
-/// workers.
+/// Determines how many workers a host gets, and selects the accelerators that they use. Fails if
+/// the job places more workers on the host than there are slots, or if there are fewer accelerators
+/// than slots. Also fails if the accelerators do not suffice for the workers, or if there are too
+/// many workers.
 fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
+    /// The job key that sets the number of workers.
     const WORKERS_KEY: &str = "cluster.workers_per_host";
     let name = &host.name;
     let accelerators =
@@ -291,8 +295,9 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
     }
 }
 
-/// Returns the job that is sent to the hosts in an attempt. If the run has saved a checkpoint, the
-/// job resumes from it. The job of a program does not contain the list of hosts.
+/// Returns the form of the job that the hosts get in an attempt: with the checkpoint from which
+/// this attempt resumes. If the run has saved a checkpoint, the job resumes from it. The job of a
+/// program does not contain the list of hosts.
 fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     let mut job = job.clone();
     if job.run.command.is_some() {
@@ -324,8 +329,8 @@ fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     job.run.workdir.join(dir)
 }
 
-/// Returns warnings about hosts with more workers than CPUs or accelerators, about ranks in
-/// `run.logs.show` that do not exist, and about memory copies for which there are too few hosts.
+/// Returns warnings about the plan: hosts with more workers than CPUs or accelerators, ranks in
+/// `run.logs.show` that do not exist, and memory copies for which there are too few hosts.
 /// `capacities` contains the number of workers of each host.
 fn collect_warnings(
     job: &JobSpec,

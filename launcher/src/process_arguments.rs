@@ -18,9 +18,9 @@ pub(crate) unsafe fn overwrite_secret_arguments() {
     hide_in_place(area);
 }
 
-/// Overwrites with `*` the part of each argument in `area` that contains the value of a secret
-/// variable or option. In `area`, a zero byte follows each argument. Overwriting begins at the
-/// first byte that must be hidden and continues to the end of the argument.
+/// Overwrites with `*`, in the arguments in `area`, the values of secret variables and options. In
+/// `area`, a zero byte follows each argument. Overwriting begins at the first byte that must be
+/// hidden and continues to the end of the argument.
 fn hide_in_place(area: &mut [u8]) {
     let words: Vec<String> =
         area.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();

@@ -1,5 +1,5 @@
-//! [`BoundRendezvous`]: the bound address `MASTER_ADDR`:`MASTER_PORT` at which the workers of a job
-//! meet.
+//! [`BoundRendezvous`]: the port `MASTER_PORT` at which the workers of a job meet, bound before the
+//! workers start.
 //!
 //! The rendezvous is a store that launch serves for programs, or a port that is reserved for rank 0
 //! until just before the workers start. The controller, or the agent on the host of rank 0, binds
@@ -19,11 +19,11 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// How often a pair of free ports is searched: one for the rendezvous, and the next one for JAX's
-/// coordinator.
+/// How often a pair of free ports is searched: one for the rendezvous of the workers, and the next
+/// one for JAX's coordinator.
 const MAX_PAIR_ATTEMPTS: usize = 16;
 
-/// The bound address at which the workers of a job meet.
+/// The port at which the workers of a job meet (`MASTER_PORT`), bound before the workers start.
 #[derive(Debug)]
 pub(crate) struct BoundRendezvous {
     service: RendezvousService,
@@ -41,7 +41,8 @@ enum RendezvousService {
 }
 
 impl RendezvousService {
-    /// Binds the service that `bind` describes.
+    /// Binds the port of the rendezvous and, if `bind` requests this, starts a store for torch at
+    /// the port.
     fn bind(bind: &RendezvousRequest, messages: &mpsc::Sender<String>) -> io::Result<RendezvousService> {
         if bind.store {
             let server = StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())?;
@@ -62,10 +63,10 @@ impl RendezvousService {
 }
 
 impl BoundRendezvous {
-    /// Binds the rendezvous that `bind` describes: starts a store, or reserves a port for rank 0.
-    /// Also reserves the port of JAX's coordinator, if `bind` requests it and the port is free. The
-    /// store sends lines for the user to `messages`. Fails if the port is taken, or if the store
-    /// cannot serve that many clients.
+    /// Binds the rendezvous port that `bind` describes: starts a store for torch there, or reserves
+    /// the port for rank 0. Also reserves the port of JAX's coordinator, if `bind` requests it and
+    /// the port is free. The store sends lines for the user to `messages`. Fails if the port is
+    /// taken, or if the store cannot serve that many clients.
     pub(crate) fn bind(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -84,9 +85,9 @@ impl BoundRendezvous {
         Err(build_port_error(bind, &error))
     }
 
-    /// Tries to bind the rendezvous to one candidate port after another, and prefers ports whose
-    /// next port is free for JAX's coordinator. The iterator ends after a failure for which other
-    /// ports do not help.
+    /// Returns an iterator that tries to bind one candidate port after another, and prefers ports
+    /// whose next port is free for JAX's coordinator. The iterator ends after a failure for which
+    /// other ports do not help.
     fn bind_candidates(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -110,8 +111,9 @@ impl BoundRendezvous {
         })
     }
 
-    /// Binds the rendezvous at `port`, or at any port for 0. Fails if `with_coordinator` is set and
-    /// the port of JAX's coordinator is not free or not among the ports of the job.
+    /// Binds the rendezvous of the workers at the port `port`, or at any free port for 0. Fails if
+    /// `with_coordinator` is set and the port of JAX's coordinator is not free or not among the
+    /// ports of the job.
     fn bind_port(
         bind: &RendezvousRequest,
         port: u16,
@@ -135,8 +137,8 @@ impl BoundRendezvous {
         self.service.port()
     }
 
-    /// Makes the rendezvous ready for workers that are about to start. Frees the ports that are
-    /// reserved for rank 0. For a store, raises the limit of open files of this process.
+    /// Makes the rendezvous port usable by workers that are about to start. Frees the ports that
+    /// are reserved for rank 0. For a store, raises the limit of open files of this process.
     ///
     /// Returns the number of the port, and the store if there is one. The caller must keep the
     /// store for as long as the workers run.
@@ -155,7 +157,7 @@ impl BoundRendezvous {
     }
 }
 
-/// Builds the error for a rendezvous whose port cannot be bound.
+/// Builds the error that the port of the rendezvous cannot be bound.
 fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     let address = bind.address;
     let diagnostic = match bind.port {

@@ -19,13 +19,14 @@ use std::{env, ffi::OsString, fmt, path::Path};
 pub(crate) const REDACTED: &str = "***";
 /// The largest number of variables that `run.pass_env` may select.
 const MAX_PASSED_VARIABLES: usize = 4096;
-/// The largest total size of the names and values that `run.pass_env` may select, in bytes.
+/// The largest total size of the names and values of variables that `run.pass_env` may select, in
+/// bytes.
 const MAX_PASSED_BYTES: usize = 1 << 20;
-/// The largest value that is read from a file, in bytes.
+/// The largest size of a file with the value of a secret variable, in bytes.
 const MAX_VALUE_BYTES: u64 = 64 << 10;
 
-/// Environment variables whose values must not be printed. The `Debug` form contains only the
-/// names.
+/// The environment variables of a job whose values must not be printed or stored. The `Debug` form
+/// contains only the names.
 #[derive(Clone, Default)]
 pub(crate) struct SecretVariables {
     /// The variables of `run.env` whose values come from a file or from another variable
@@ -45,8 +46,8 @@ impl SecretVariables {
         SecretVariables { referenced: run.env_from.iter().filter_map(find).collect(), passed }
     }
 
-    /// Returns an iterator over the names and values that are added to the environment of each
-    /// worker.
+    /// Returns an iterator over the names and values of the secret variables, which are added to
+    /// the environment of each worker.
     pub(crate) fn pairs(&self) -> impl Iterator<Item = (String, String)> {
         self.passed.iter().chain(&self.referenced).cloned()
     }
@@ -149,8 +150,8 @@ pub(crate) fn select_passed_variables(
     Ok(passed)
 }
 
-/// Reads the variable `variable` of launch's environment. Error messages name the job's variable
-/// `name`, which gets the value.
+/// Reads the environment variable `variable` of this process, which `from_env` of the job names.
+/// Error messages name the job's variable `name`, which gets the value.
 fn read_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
     // `var_os` panics for names that no variable can have.
     let value = if variable.contains(['=', '\0']) { None } else { env::var_os(variable) };
@@ -165,8 +166,8 @@ fn read_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
     })
 }
 
-/// Reads a file as text without the line break at its end. Error messages name the job's variable
-/// `name`, which gets the value.
+/// Reads the file that `from_file` of the job names as text, without the line break at its end.
+/// Error messages name the job's variable `name`, which gets the value.
 fn read_value_file(name: &str, path: &Path) -> diagnostic::Result<String> {
     let file = path.display().to_string();
     let invalid = |reason: &str| {

@@ -25,8 +25,9 @@ pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 /// The largest number of lines of a hostfile that are also parsed as host filters.
 const MAX_FILTER_LINES: usize = 8;
 
-/// Parses bytes as the stream of a control connection, which is a sequence of frames whose messages
-/// all have one type. Fails if the bytes do not match any of the four message types.
+/// Parses untrusted bytes as a control connection between controller and agent: a sequence of
+/// messages of one type, each with its length. Fails if the bytes do not match any of the four
+/// message types.
 pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     let parsers: [fn(&[u8]) -> ParseResult; 4] = [
         |bytes| parse_frames(bytes, |_: FromAgent| ()),
@@ -38,9 +39,10 @@ pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
 }
 
-/// Parses bytes as the frames of a neighbour in the tree of agents, and gives each frame to the
-/// router of a controller and to the router of an agent, as a frame from below and from above.
+/// Parses untrusted bytes as messages in the tree of agents, and gives each to the router of a
+/// controller and to the router of an agent.
 pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
+    /// The numbers of the two links of the agent: to its parent and to its child.
     const LINK_IDS: [LinkId; 2] = [1, 2];
     let mut controller = TreeRouter::new_controller();
     controller.open_stream(1);
@@ -56,9 +58,9 @@ pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
     })
 }
 
-/// Creates valid streams of an agent, of a controller and of a neighbour in the tree of agents,
-/// from which fuzzing of [`parse_control_stream`] and [`parse_tree_frames`] starts. They are not
-/// files, because they change with the messages.
+/// Creates valid input for fuzzing [`parse_control_stream`] and [`parse_tree_frames`]: messages of
+/// an agent, of a controller and of a neighbour in the tree of agents. They are not files, because
+/// they change with the messages.
 pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
     let inventory = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
     let exited = FromAgent::Exited {
@@ -86,12 +88,13 @@ pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
     ]
 }
 
-/// Encodes messages as a sequence of frames. Leaves out messages that are too long.
+/// Encodes messages in the format of a control connection, each with its length. Leaves out
+/// messages that are too long.
 fn encode_frames(messages: &[impl Serialize]) -> Vec<u8> {
     messages.iter().filter_map(|message| frame::encode_frame(message).ok()).flatten().collect()
 }
 
-/// Parses a sequence of frames of the message type `T`, encodes each message again, and passes it
+/// Parses a sequence of encoded messages of the type `T`, encodes each message again, and passes it
 /// to `receive`.
 fn parse_frames<T: Serialize + DeserializeOwned>(
     mut bytes: &[u8],
@@ -108,8 +111,8 @@ fn parse_frames<T: Serialize + DeserializeOwned>(
     if bytes.is_empty() { Ok(()) } else { Err(FrameError::Truncated.into()) }
 }
 
-/// Parses a hostfile, and applies the first lines as host filters of DeepSpeed (include and
-/// exclude) to the hosts.
+/// Parses untrusted text as a hostfile, and applies the first lines as host filters of DeepSpeed
+/// (include and exclude) to the hosts.
 pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     let text = str::from_utf8(bytes)?;
     if text.len() > hosts::MAX_HOSTFILE_BYTES {
@@ -128,21 +131,22 @@ pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses an item of `cluster.hosts`, which may have a user, a port and ranges of host numbers.
+/// Parses untrusted text as an item of `cluster.hosts`, which may have a user, a port and ranges of
+/// host numbers.
 pub fn parse_host_list(bytes: &[u8]) -> ParseResult {
     hosts::parse_hosts(str::from_utf8(bytes)?)?;
     Ok(())
 }
 
-/// Parses the environment variables in which a scheduler describes an allocation. Each line of the
-/// input is the value of one variable.
+/// Parses untrusted text as the environment variables in which a scheduler such as Slurm describes
+/// an allocation. Each line of the input is the value of one variable.
 pub fn parse_allocation_variables(bytes: &[u8]) -> ParseResult {
     crate::cluster::parse_allocation_variables(str::from_utf8(bytes)?)?;
     Ok(())
 }
 
-/// Loads a job.yaml. Converts a valid job to YAML, loads the YAML as a second job, and panics if
-/// the two jobs differ.
+/// Loads untrusted text as a job.yaml. Converts a valid job to YAML, loads the YAML as a second
+/// job, and panics if the two jobs differ.
 pub fn parse_job(bytes: &[u8]) -> ParseResult {
     let load = |text: String| {
         let source = JobSource::Text { name: "job.yaml".to_owned(), text };
@@ -155,20 +159,20 @@ pub fn parse_job(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses requests to the rendezvous store and executes them on an empty store. The files in
-/// `tests/corpus` are examples.
+/// Parses untrusted bytes as requests to the rendezvous store and executes them on an empty store.
+/// The files in `tests/corpus` are examples.
 pub fn parse_store_requests(bytes: &[u8]) -> ParseResult {
     Ok(crate::rendezvous::serve_untrusted_clients(bytes)?)
 }
 
-/// Converts a configuration of Accelerate to a job, which must be a valid one.
+/// Converts untrusted text, as a configuration of Accelerate, to a job, which must be a valid one.
 pub fn parse_accelerate_config(bytes: &[u8]) -> ParseResult {
     let document = Document::parse("config.yaml", str::from_utf8(bytes)?, DocumentSyntax::Yaml)?;
     let converted = import::convert_accelerate_config(&document, &ImportOptions::default());
     expect_valid_imported_job(converted.map_err(take_first_error)?)
 }
 
-/// Converts a configuration of DeepSpeed to a job, which must be a valid one.
+/// Converts untrusted text, as a configuration of DeepSpeed, to a job, which must be a valid one.
 pub fn parse_deepspeed_config(bytes: &[u8]) -> ParseResult {
     let document = Document::parse("config.json", str::from_utf8(bytes)?, DocumentSyntax::Json)?;
     let converted = import::convert_deepspeed_config(&document, None, &ImportOptions::default());
@@ -185,7 +189,7 @@ fn expect_valid_imported_job(imported: ImportedJob) -> ParseResult {
     }
 }
 
-/// Parses the `run.json` of a run directory.
+/// Parses untrusted text as the `run.json` of a run directory.
 pub fn parse_run_record(bytes: &[u8]) -> ParseResult {
     match crate::runs::parse_run_record(bytes) {
         Some(_) => Ok(()),
@@ -193,8 +197,8 @@ pub fn parse_run_record(bytes: &[u8]) -> ParseResult {
     }
 }
 
-/// Parses the lines of a journal, and formats each event as text and in both schemas. Panics if an
-/// event cannot be parsed again.
+/// Parses untrusted text as lines of a run's journal (its file of events), and formats each event
+/// as text and in both schemas. Panics if an event cannot be parsed again.
 pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     for line in str::from_utf8(bytes)?.lines() {
         let event = TimedEvent::from_json(line)?;
@@ -208,14 +212,15 @@ pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses the kernel's answer to the rendezvous store's question which user owns a socket.
+/// Parses untrusted bytes as the kernel's answer to the question which user owns a socket
+/// (sock_diag).
 pub fn parse_socket_answer(bytes: &[u8]) -> ParseResult {
     crate::rendezvous::parse_socket_answer(bytes, 0)?;
     Ok(())
 }
 
-/// Parses the invitation that an agent reads from stdin before the agent connects to its
-/// controller.
+/// Parses untrusted text as the line on stdin by which an agent learns the addresses of its
+/// controller and the key of the job (invitation).
 pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
     crate::connection::handshake::Invitation::read(&mut &bytes[..])?;
     Ok(())

@@ -12,24 +12,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of hosts that have separate metrics.
+/// The largest number of hosts that get separate metrics; in larger jobs only the mean and maximum
+/// over all hosts are recorded.
 const MAX_HOSTS: usize = 16;
-/// The largest number of GPUs of a host that have separate metrics.
+/// The largest number of GPUs of a host that get separate metrics.
 const MAX_GPUS: usize = 8;
-/// The largest number of ranks that have separate metrics.
+/// The largest number of ranks that get separate metrics.
 const MAX_RANKS: usize = 64;
-/// The longest name of a host within a metric's name, in bytes.
+/// The longest host name within a metric's name, in bytes.
 const MAX_HOST_BYTES: usize = 100;
 /// The number of bytes in a megabyte.
 const MEGABYTE: f64 = 1e6;
 
-/// The shortest time between two records of the metrics.
+/// The shortest time between two records of a run's usage metrics.
 const SHORTEST_RECORD_INTERVAL: Duration = Duration::from_secs(10);
-/// The additional time between two records for each metric, which limits the size of files and
-/// databases.
+/// The additional time between two records of the usage metrics for each metric, which limits the
+/// size of files and databases.
 const INTERVAL_PER_METRIC: Duration = Duration::from_millis(100);
 
-/// Decides when the metrics are recorded the next time.
+/// Decides when the usage metrics of a run (CPU, memory, GPUs, step times) are recorded the next
+/// time.
 #[derive(Debug)]
 pub(crate) struct UsageSchedule {
     next: Instant,
@@ -38,18 +40,19 @@ pub(crate) struct UsageSchedule {
 }
 
 impl UsageSchedule {
-    /// Creates a schedule whose first record is due at once.
+    /// Creates a schedule whose first record of the usage metrics is due at once.
     pub(crate) fn new() -> UsageSchedule {
         UsageSchedule { next: Instant::now(), newest: None }
     }
 
-    /// Returns whether a record may be due.
+    /// Returns whether so much time has passed that the usage metrics may be recorded again.
     pub(crate) fn is_due(&self) -> bool {
         Instant::now() >= self.next
     }
 
-    /// Returns the metrics to record. Returns `None` if no record is due: soon after the last one
-    /// in the same attempt, or if there is no newer measurement.
+    /// Returns the usage metrics to record now, as pairs of name and value. Returns `None` if no
+    /// record is due: soon after the last one in the same attempt, or if there is no newer
+    /// measurement.
     pub(crate) fn list_due_metrics(&mut self, status: &RunStatus) -> Option<Vec<(String, f64)>> {
         let has_restarted = self.newest.is_some_and(|(attempt, _)| attempt != status.attempt);
         let is_known = self.newest.is_some_and(|(_, time)| status.time <= time);
@@ -65,7 +68,8 @@ impl UsageSchedule {
     }
 }
 
-/// Lists the metrics of a run's hosts, GPUs and ranks, as pairs of name and value.
+/// Lists the usage of a run's hosts and GPUs and the step times of its ranks, as pairs of metric
+/// name and value.
 fn list_usage_metrics(status: &RunStatus) -> Vec<(String, f64)> {
     let mut metrics = Vec::new();
     if status.hosts.len() <= MAX_HOSTS {
@@ -93,7 +97,8 @@ fn list_usage_metrics(status: &RunStatus) -> Vec<(String, f64)> {
     metrics
 }
 
-/// Lists the times of each rank in the newest steps. Lists nothing if they are unknown.
+/// Lists how long the newest steps of each rank took, as pairs of metric name and value. Lists
+/// nothing if they are unknown.
 fn list_step_times(status: &RunStatus) -> Vec<(String, f64)> {
     if status.step_times.steps == 0 {
         return Vec::new();
@@ -110,7 +115,8 @@ fn list_step_times(status: &RunStatus) -> Vec<(String, f64)> {
     values.collect()
 }
 
-/// Lists the values of a host, without those of its GPUs.
+/// Lists the usage of a host (CPU, memory, disk, network), without that of its GPUs, as pairs of
+/// metric name and value.
 fn list_host_values(usage: &HostUsage) -> Vec<(String, f64)> {
     let seconds = usage.interval_ms.max(1) as f64 / 1000.0;
     let rate = |bytes: u64| bytes as f64 / MEGABYTE / seconds;
@@ -127,7 +133,7 @@ fn list_host_values(usage: &HostUsage) -> Vec<(String, f64)> {
     values.map(|(key, value)| (key.to_owned(), value)).into()
 }
 
-/// Lists the values of a host's GPUs, if they are known.
+/// Lists the known usage of a host's GPUs as pairs of metric name and value.
 fn list_gpu_values(gpus: &[GpuUsage]) -> Vec<(String, f64)> {
     let mut values = Vec::new();
     for gpu in gpus.iter().take(MAX_GPUS) {
@@ -138,7 +144,7 @@ fn list_gpu_values(gpus: &[GpuUsage]) -> Vec<(String, f64)> {
     values
 }
 
-/// Computes the mean and the maximum of each value over all hosts, and over all GPUs.
+/// Computes the mean and the maximum of each usage metric over all hosts, and over all GPUs.
 fn summarize_hosts(hosts: &[HostStatus]) -> Vec<(String, f64)> {
     let mut values: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for host in hosts {
@@ -158,7 +164,8 @@ fn summarize_hosts(hosts: &[HostStatus]) -> Vec<(String, f64)> {
     values.into_iter().flat_map(summarize).collect()
 }
 
-/// Makes a part of a metric's name from the name of a host. MLflow accepts only these characters.
+/// Converts the name of a host to a valid part of a metric's name. MLflow accepts only these
+/// characters.
 fn make_metric_name_part(host: &str) -> String {
     let is_accepted = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     host.chars().take(MAX_HOST_BYTES).map(|c| if is_accepted(c) { c } else { '_' }).collect()

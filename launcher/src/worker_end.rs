@@ -7,7 +7,7 @@ use std::fmt;
 /// The exit code of a Rust process that panicked.
 pub(crate) const PANIC_EXIT_CODE: u8 = 101;
 
-/// The way in which a worker ended whose end was not the root cause of the job's failure.
+/// How a worker ended whose end was not the root cause of the job's failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WorkerEnd {
     /// The process ended. `builtin` states whether it ran the built-in runtime.

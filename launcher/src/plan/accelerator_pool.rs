@@ -9,7 +9,8 @@ use jobspec::{
 use protocol::{control::HostInventory, hardware::Accelerator};
 use std::collections::BTreeSet;
 
-/// The largest number of entries of a variable that lists devices. Further entries are ignored.
+/// The largest number of entries of a variable such as `CUDA_VISIBLE_DEVICES` that are read.
+/// Further entries are ignored.
 const MAX_LISTED_DEVICES: usize = 1024;
 
 /// The accelerators of one kind on a host, in the order in which a program numbers them if no
@@ -36,20 +37,22 @@ impl<'a> AcceleratorPool<'a> {
         }
     }
 
-    /// Returns the names of all accelerators of the pool. An accelerator whose name is unknown has
-    /// its position as a placeholder.
+    /// Returns the names by which an environment variable such as `CUDA_VISIBLE_DEVICES` lists all
+    /// accelerators of the pool. An accelerator whose name is unknown has its position as a
+    /// placeholder.
     pub(super) fn names(&self) -> Vec<String> {
         let name = |index: usize| self.name_of_index(index).unwrap_or_else(|| index.to_string());
         (0..self.accelerators.len()).map(name).collect()
     }
 
-    /// Returns whether the name of an accelerator of the pool is unknown.
+    /// Returns whether the name of at least one accelerator of the pool is unknown, so that no
+    /// environment variable can list it.
     pub(super) fn is_unnamed(&self) -> bool {
         (0..self.accelerators.len()).any(|index| self.name_of_index(index).is_none())
     }
 
-    /// Returns the name by which the environment variable of this kind lists the accelerator with
-    /// this index; `None` if unknown.
+    /// Returns the name by which an environment variable such as `CUDA_VISIBLE_DEVICES` lists the
+    /// accelerator with the index `index`; `None` if unknown.
     fn name_of_index(&self, index: usize) -> Option<String> {
         let accelerator = self.accelerators[index];
         match self.kind {
@@ -59,8 +62,8 @@ impl<'a> AcceleratorPool<'a> {
         }
     }
 
-    /// Returns the names of the accelerators with the numbers `numbers`. Fails if there is no such
-    /// accelerator, unless the accelerators of the host are `unknown`.
+    /// Returns the names of the accelerators that have the numbers `numbers` on their host. Fails
+    /// if there is no such accelerator, unless the accelerators of the host are `unknown`.
     pub(super) fn list_names_of_numbers(
         &self,
         numbers: &[u32],
@@ -74,9 +77,10 @@ impl<'a> AcceleratorPool<'a> {
         numbers.iter().map(name).collect()
     }
 
-    /// Returns the accelerators that a variable of the host's environment lists, each once. Like
-    /// the runtimes, ignores the first invalid entry and everything after it. Returns `None` if no
-    /// variable restricts the accelerators.
+    /// Returns the names of the accelerators that an environment variable such as
+    /// `CUDA_VISIBLE_DEVICES` of the host already lists, each once. Like the runtimes, ignores the
+    /// first invalid entry and everything after it. Returns `None` if no variable restricts the
+    /// accelerators.
     pub(super) fn inherited_names(&self) -> Option<Vec<String>> {
         let variable = |name: &str| find_variable(self.inventory, name);
         let list = match self.kind {
@@ -118,8 +122,8 @@ impl<'a> AcceleratorPool<'a> {
         number.map_or_else(|| self.accelerators.iter().find(has_uuid), by_number).copied()
     }
 
-    /// Returns the NUMA node of the accelerator with this name. Returns `None` if the node or the
-    /// accelerator is unknown.
+    /// Returns the NUMA node of the accelerator with the name `name`. Returns `None` if the node or
+    /// the accelerator is unknown.
     pub(super) fn find_numa_node(&self, name: &str) -> Option<u32> {
         self.find_accelerator(name)?.numa_node
     }
@@ -135,7 +139,7 @@ impl<'a> AcceleratorPool<'a> {
             .with_help(format!("{unit}s count from 0"))
     }
 
-    /// Creates the error that the host has no accelerator, although `devices` requires one.
+    /// Creates the error that the host has no accelerator, although `cluster.devices` requires one.
     pub(super) fn no_accelerator_error(&self, devices: &DeviceSelection) -> Diagnostic {
         let (host, traits) = (&self.inventory.host, self.kind.traits());
         let value = if *devices == DeviceSelection::Cuda { "cuda" } else { traits.name };

@@ -91,8 +91,8 @@ pub(super) fn select_accelerators(
     })
 }
 
-/// Returns the selection of a job whose programs see no accelerators. Fails if the host has
-/// accelerators that cannot be hidden.
+/// Returns a selection that hides all accelerators of the host from the programs of the job. Fails
+/// if the host has accelerators that cannot be hidden.
 fn hide_accelerators(inventory: &HostInventory) -> diagnostic::Result<AcceleratorSelection> {
     let kinds = list_accelerator_kinds(&inventory.accelerators);
     if let Some(traits) = kinds.iter().map(|kind| kind.traits()).find(|traits| traits.hide.is_none()) {
@@ -132,7 +132,7 @@ fn list_usable_kinds(inventory: &HostInventory, trains: bool) -> Vec<Accelerator
     kinds
 }
 
-/// Chooses among `kinds`, the kinds of accelerators that the job can use on a host. If there are
+/// Chooses the kind of accelerators, among `kinds`, that the job uses on a host. If there are
 /// several, the job or an environment variable that lists devices of one kind decides. Returns
 /// `None` if nothing decides.
 fn choose_kind(
@@ -164,7 +164,7 @@ fn choose_kind(
     }
 }
 
-/// Creates the error of a host with accelerators of several kinds, of which the job must choose
+/// Creates the error that a host has accelerators of several kinds, of which the job must choose
 /// one.
 fn mixed_kinds_error(kinds: &[AcceleratorKind], inventory: &HostInventory) -> Diagnostic {
     let host = &inventory.host;
@@ -188,10 +188,10 @@ fn mixed_kinds_error(kinds: &[AcceleratorKind], inventory: &HostInventory) -> Di
 }
 
 impl AcceleratorSelection {
-    /// Keeps only the accelerators whose numbers are among the slots that a filter of hosts
-    /// selects. If no filter selects slots, keeps all. Fails if a slot is not the number of an
-    /// accelerator, or if `cluster.devices` also lists numbers. If the job uses no accelerators on
-    /// the host, fails unless the selected slots are 0, 1, 2 and so on without gaps.
+    /// Removes the accelerators that a host filter such as `host:0,2` does not select by their
+    /// numbers (slots). If no filter selects slots, keeps all. Fails if a slot is not the number of
+    /// an accelerator, or if `cluster.devices` also lists numbers. If the job uses no accelerators
+    /// on the host, fails unless the selected slots are 0, 1, 2 and so on without gaps.
     pub(super) fn with_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
         let Some(slots) = &host.selected_slots else { return Ok(self) };
         if !self.mixed.is_empty() {
@@ -248,7 +248,7 @@ impl AcceleratorSelection {
         self.names.len()
     }
 
-    /// Returns the noun for one accelerator, such as `GPU`.
+    /// Returns the word for one accelerator of this kind, such as `GPU`, for messages.
     pub(super) fn unit_noun(&self) -> &'static str {
         self.kind.traits().unit
     }
@@ -259,7 +259,7 @@ impl AcceleratorSelection {
         !self.hidden.is_empty() || sees_nothing && !self.unknown
     }
 
-    /// Returns the largest number of workers on the host that can have an accelerator, alone or
+    /// Returns the largest number of workers on the host for which there are accelerators, alone or
     /// shared.
     pub(super) fn worker_capacity(&self) -> usize {
         self.count() * self.workers_per_gpu.max(1) as usize
@@ -271,14 +271,14 @@ impl AcceleratorSelection {
         (local_rank / self.workers_per_gpu.max(1)) as usize
     }
 
-    /// Returns the NUMA node of the accelerator of the worker with this local rank; `None` if
-    /// unknown or without an accelerator.
+    /// Returns the NUMA node of the accelerator that the worker with the local rank `local_rank`
+    /// uses; `None` if unknown or without an accelerator.
     pub(super) fn numa_node_of_worker(&self, local_rank: u32) -> Option<u32> {
         self.numa_nodes.get(self.accelerator_index_of_worker(local_rank)).copied().flatten()
     }
 
-    /// Returns the name of the device of the worker with this local rank, such as `gpu 0`, `npu 0`,
-    /// `cpu` or `unknown`.
+    /// Returns the name of the device that the worker with the local rank `local_rank` uses, such
+    /// as `gpu 0`, `npu 0`, `cpu` or `unknown`.
     pub(super) fn device_label_of_worker(&self, local_rank: u32) -> String {
         let none = if self.unknown || !self.mixed.is_empty() { "unknown" } else { "cpu" };
         let kind = match self.kind {
@@ -377,9 +377,10 @@ impl AcceleratorSelection {
         if self.mixed.is_empty() { Ok(()) } else { Err(mixed_kinds_error(&self.mixed, inventory)) }
     }
 
-    /// Returns the environment variables that select the accelerators of the worker with this local
-    /// rank. The list is empty if the worker inherits the accelerators of its agent. Built-in
-    /// workers always get one GPU, so `policy` only applies to programs.
+    /// Returns the environment variables, such as `CUDA_VISIBLE_DEVICES`, that select the
+    /// accelerators of the worker with the local rank `local_rank`. The list is empty if the worker
+    /// inherits the accelerators of its agent. Built-in workers always get one GPU, so `policy`
+    /// only applies to programs.
     pub(super) fn build_env(&self, policy: VisibleDevices, local_rank: u32) -> Vec<(&'static str, String)> {
         if !self.hidden.is_empty() {
             let mut env = vec![(CUDA_VISIBLE_DEVICES, String::new())];

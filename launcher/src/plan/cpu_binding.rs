@@ -57,8 +57,8 @@ pub(super) fn assign_cpus(
     }
 }
 
-/// Assigns to each worker all cores of its NUMA nodes. Workers on the same nodes share the cores.
-/// Returns `None` if a worker would have no cores.
+/// Assigns to each worker all cores of the NUMA nodes that the worker is to run on. Workers on the
+/// same nodes share the cores. Returns `None` if a worker would have no cores.
 fn bind_to_numa_nodes(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<WorkerCpus>> {
     let nodes = group_cores_by_node(cores);
     let assigned = assign_numa_nodes(&nodes, gpu_nodes);
@@ -100,9 +100,9 @@ fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<Wo
     Some(shares.into_iter().map(slot).collect())
 }
 
-/// Divides `units`, which are cores or single CPUs, into equal shares, one for each worker. The
-/// share of a worker is within the NUMA nodes that [`assign_numa_nodes`] assigns to the worker. Returns
-/// `None` if a share would be empty.
+/// Divides the cores or CPUs in `units` into equal shares, one for each worker. The share of a
+/// worker is within the NUMA nodes that [`assign_numa_nodes`] assigns to the worker. Returns `None`
+/// if a share would be empty.
 fn divide_within_nodes<'c>(
     units: &[&'c CpuCore],
     gpu_nodes: &[Option<u32>],
@@ -134,8 +134,8 @@ fn group_cores_by_node<'c>(cores: &[&'c CpuCore]) -> BTreeMap<u32, Vec<&'c CpuCo
     nodes
 }
 
-/// Chooses the NUMA nodes whose CPUs each worker gets. Two workers have either the same nodes or no
-/// node in common.
+/// Chooses for each worker of a host the NUMA nodes whose CPUs it gets. Two workers have either the
+/// same nodes or no node in common.
 ///
 /// A worker gets the node of its GPU. Workers without a known GPU node get equal shares of the
 /// nodes without a GPU, where each share consists of neighbouring nodes. If every node has a GPU,

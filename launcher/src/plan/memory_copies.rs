@@ -7,8 +7,8 @@ use diagnostic::{
 };
 use jobspec::JobSpec;
 
-/// The number of buffers for each copied state on a host: a failure while one buffer is written
-/// leaves the previous copy in the other one intact.
+/// The number of buffers in which a host stores each copy of another host's training state, so that
+/// a failure while one is written leaves the other intact.
 const BUFFERS_PER_COPY: u64 = 2;
 
 /// The memory and the network traffic that the copies of the training state in the hosts' memory
@@ -26,9 +26,9 @@ pub(crate) struct MemoryCopyCost {
 }
 
 impl MemoryCopyCost {
-    /// Computes the memory and network traffic that the memory copies of `job` need, if host `i`
-    /// has `workers[i]` workers. `state_bytes` contains the size of the state of each rank, in
-    /// bytes. Returns `None` if the job keeps no memory copies.
+    /// Computes the memory and network traffic that the copies of the training state in other
+    /// hosts' memory need, if host `i` has `workers[i]` workers. `state_bytes` contains the size of
+    /// the state of each rank, in bytes. Returns `None` if the job keeps no memory copies.
     pub(crate) fn compute(job: &JobSpec, workers: &[usize], state_bytes: &[u64]) -> Option<Self> {
         let spec = job.checkpoint.memory.as_ref().filter(|_| !state_bytes.is_empty())?;
         let mut rest = state_bytes.iter();
@@ -62,8 +62,8 @@ impl MemoryCopyCost {
     }
 }
 
-/// Returns a warning if the job has fewer hosts than it needs to keep the configured number of
-/// copies on other hosts.
+/// Returns a warning if the job has too few hosts to keep `checkpoint.memory.copies` copies of each
+/// host's training state in the memory of other hosts.
 pub(super) fn find_unplaced_copies_warning(job: &JobSpec, hosts: usize) -> Option<Diagnostic> {
     let copies = job.checkpoint.memory.as_ref()?.copies;
     let others = hosts.saturating_sub(1) as u64;

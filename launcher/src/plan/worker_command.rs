@@ -1,8 +1,9 @@
 //! Builds the command line of a worker that runs a program, and of the programs that wrap it.
 use jobspec::{RunSpec, ids::Rank};
 
-/// Builds the command line of a worker. If `run.local_rank_argument` is set, `--local_rank=N`
-/// follows the script. Returns `None` for the built-in runtime.
+/// Builds the command line of a worker, from the program of the job and the programs that wrap it.
+/// If `run.local_rank_argument` is set, `--local_rank=N` follows the script. Returns `None` for the
+/// built-in runtime.
 pub(super) fn build_worker_command(run: &RunSpec, local_rank: Rank) -> Option<Vec<String>> {
     let mut words = run.command.clone()?;
     if run.local_rank_argument {
@@ -12,15 +13,17 @@ pub(super) fn build_worker_command(run: &RunSpec, local_rank: Rank) -> Option<Ve
     Some(words)
 }
 
-/// Builds the words that precede the command of a worker (`run.wrap`). The first item of the job is
-/// the outermost program. `values` are the placeholders of a worker with their values.
+/// Builds the words of `run.wrap`, such as the call of a profiler, that precede the command of a
+/// worker. The first item of the job is the outermost program. `values` are the placeholders of a
+/// worker with their values.
 pub(super) fn build_wrapper(run: &RunSpec, rank: Rank, values: &[(&str, String)]) -> Vec<String> {
     let items = run.wrap.iter().filter(|item| item.ranks.contains(rank));
     items.flat_map(|item| item.expand_words(values)).collect()
 }
 
-/// Returns the index of the script in a command line. The script is the first word after Python and
-/// its options. In other commands it is the program itself.
+/// Returns the index of the word that names the user's script in a command line such as `python -u
+/// train.py`. The script is the first word after Python and its options. In other commands it is
+/// the program itself.
 fn find_script_index(words: &[String]) -> usize {
     let program = words.first().map_or("", |w| w.rsplit('/').next().unwrap_or(w));
     if !program.starts_with("python") && !program.starts_with("pypy") {

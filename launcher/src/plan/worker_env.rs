@@ -12,7 +12,7 @@ use std::{
     path::Path,
 };
 
-/// The value of an address before the rendezvous is bound.
+/// The placeholder for the address in environment variables before the rendezvous port is bound.
 const UNKNOWN_ADDRESS: &str = "auto";
 /// The largest number of threads that `OMP_NUM_THREADS` may set for one worker.
 const MAX_THREADS: u32 = 4096;
@@ -36,7 +36,8 @@ pub(super) struct SharedEnvValues<'a> {
     pub(super) on_cpus: bool,
 }
 
-/// The ranks, the number of threads and the accelerators of one worker.
+/// The values in the environment of one worker: its ranks, its number of threads and its
+/// accelerators.
 pub(super) struct WorkerPosition<'a> {
     pub(super) rank: Rank,
     pub(super) local_rank: u32,
@@ -96,9 +97,9 @@ pub(super) fn build_worker_env(
     added.chain(job.run.env.iter().cloned()).collect()
 }
 
-/// Returns the variables of Accelerate and JAX that programs get unless the user sets them.
-/// Accelerate trains each worker alone on CPUs, unless a variable states that CPUs are intended.
-/// [`insert_rendezvous`] replaces the address of JAX's coordinator.
+/// Returns the environment variables of Accelerate and JAX that the workers get unless the user
+/// sets them. Accelerate trains each worker alone on CPUs, unless a variable states that CPUs are
+/// intended. [`insert_rendezvous`] replaces the address of JAX's coordinator.
 fn build_framework_defaults(
     job_env: &SharedEnvValues<'_>,
     inventory: &HostInventory,
@@ -114,8 +115,8 @@ fn build_framework_defaults(
     defaults
 }
 
-/// Returns whether a program probably uses DeepSpeed: whether it gets the argument of DeepSpeed's
-/// launcher, or whether the job or the user's environment contains a setting of DeepSpeed.
+/// Returns whether the user's program probably uses DeepSpeed, from its arguments and from the
+/// settings of DeepSpeed in its environment.
 fn uses_deepspeed(run: &RunSpec, inventory: &HostInventory) -> bool {
     let is_setting = |(name, value): &(String, String)| {
         env::ACCELERATE_DEEPSPEED_VARIABLES.contains(&name.as_str())
@@ -127,8 +128,8 @@ fn uses_deepspeed(run: &RunSpec, inventory: &HostInventory) -> bool {
     run.local_rank_argument || is_reference || is_given
 }
 
-/// Returns the variables that select the network interface of NCCL, Gloo and TensorPipe in a job on
-/// several hosts. Values of the user or of the host replace those of launch.
+/// Returns the environment variables that make NCCL, Gloo and TensorPipe use the right network
+/// interface in a job on several hosts. Values of the user or of the host replace those of launch.
 ///
 /// Unless the job names a network, NCCL selects the fastest interface itself, and Gloo and
 /// TensorPipe get the interface only if the controller reached the host through it. Any other
@@ -180,8 +181,8 @@ pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
     }
 }
 
-/// Returns those variables of torchrun, DeepSpeed and JAX that launch sets only for programs, and
-/// not for built-in workers.
+/// Returns the environment variables of torchrun, DeepSpeed and JAX that workers get if they run a
+/// program, but not if they run the built-in training.
 fn build_program_env(
     job_env: &SharedEnvValues<'_>,
     position: &WorkerPosition<'_>,

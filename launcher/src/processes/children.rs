@@ -14,8 +14,8 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// Makes this process the subreaper of its descendants. Orphaned descendants then become children
-/// of this process instead of init.
+/// Makes this process the subreaper of its descendants: a descendant whose parent has died becomes
+/// a child of this process instead of init.
 pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
 }
@@ -26,6 +26,7 @@ pub(crate) fn become_subreaper() -> io::Result<()> {
 /// Transports start processes on several threads. Without the lock, a process could be reaped, or
 /// killed as an unknown one, before its transport has listed it.
 pub(crate) fn lock_children() -> MutexGuard<'static, ()> {
+    /// The lock of all starts, reaps and kills of child processes of this process.
     static CHILDREN_LOCK: Mutex<()> = Mutex::new(());
     CHILDREN_LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -31,13 +31,14 @@ impl Console {
         Console { bar, stdout_works: true, stderr_works: true }
     }
 
-    /// Returns the progress bar style with the layout `template` (in the syntax of `indicatif`), or
-    /// with the default layout if `template` is invalid.
+    /// Returns the style of the progress bar with the layout `template` (in the syntax of
+    /// `indicatif`), or the default style if `template` is invalid.
     fn make_bar_style(template: &str) -> ProgressStyle {
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         style.progress_chars("━╸─")
     }
 
+    /// Returns whether a progress bar is shown.
     pub(super) fn has_bar(&self) -> bool {
         self.bar.is_some()
     }
@@ -52,7 +53,7 @@ impl Console {
     }
 
     /// Sets the text next to the progress bar and, if `done` is given, the number of finished
-    /// steps.
+    /// training steps.
     pub(super) fn set_status(&mut self, done: Option<u64>, message: String) {
         if let Some(bar) = &self.bar {
             if let Some(done) = done {
@@ -93,6 +94,7 @@ impl Console {
         }
     }
 
+    /// Writes `text` to stderr, above the progress bar.
     fn write_to_stderr(&mut self, line: &str) {
         if self.stderr_works {
             self.stderr_works = self.write_above_bar(|| write_line(io::stderr().lock(), line)).is_ok();

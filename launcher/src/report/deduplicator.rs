@@ -9,13 +9,13 @@ use std::{
     time::Duration,
 };
 
-/// The longest time that a line waits for equal lines of other ranks.
+/// The longest time that an output line of a worker waits for equal lines of other ranks.
 pub(super) const MERGE_WINDOW: Duration = Duration::from_millis(100);
-/// The largest number of lines that wait for equal lines of other ranks. If more lines wait, the
-/// oldest one is shown immediately.
+/// The largest number of output lines that wait for equal lines of other ranks. If more lines wait,
+/// the oldest one is shown immediately.
 const MAX_WAITING_LINES: usize = 1024;
 
-/// A line of output, with the ranks that printed the line.
+/// An output line, with all ranks that have printed it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MergedLine {
     pub(super) ranks: BTreeSet<Rank>,
@@ -23,8 +23,8 @@ pub(super) struct MergedLine {
     pub(super) text: String,
 }
 
-/// Merges equal output lines of several ranks. Each line waits for equal lines of other ranks for
-/// up to [`MERGE_WINDOW`].
+/// Merges equal output lines of several ranks, so that each is shown once with the numbers of the
+/// ranks. Each line waits for equal lines of other ranks for up to [`MERGE_WINDOW`].
 #[derive(Debug, Default)]
 pub(super) struct Deduplicator {
     /// The waiting lines in the order of first arrival. Each entry has a consecutive number and the
@@ -47,9 +47,9 @@ impl Deduplicator {
         Deduplicator { shown_ranks, ..Deduplicator::default() }
     }
 
-    /// Adds the line `text`, which `rank` printed, to the waiting lines. `now` is the time of
-    /// arrival, measured from any fixed start. Returns the lines to show at `now`, which may
-    /// include the added line.
+    /// Adds the output line `text` of rank `rank` to the lines that wait for equal lines of other
+    /// ranks. `now` is the time of arrival, measured from any fixed start. Returns the lines to
+    /// show at `now`, which may include the added line.
     pub(super) fn push_line(
         &mut self,
         now: Duration,
@@ -78,7 +78,8 @@ impl Deduplicator {
         self.take_due_lines(now)
     }
 
-    /// Removes and returns the lines to show at `now`.
+    /// Removes and returns the lines that have waited long enough at the time `now`, so that they
+    /// are shown.
     ///
     /// A line is due if all ranks have printed the line or if the line has waited for
     /// [`MERGE_WINDOW`]. A due line still waits for older lines.
@@ -96,7 +97,7 @@ impl Deduplicator {
         due
     }
 
-    /// Returns the time at which the oldest waiting line becomes due, or `None` if no line waits.
+    /// Returns the time at which the oldest waiting line must be shown, or `None` if no line waits.
     pub(super) fn deadline(&self) -> Option<Duration> {
         self.waiting.front().map(|(_, since, _)| *since + MERGE_WINDOW)
     }
@@ -120,7 +121,7 @@ impl Deduplicator {
         Some(line)
     }
 
-    /// Returns the waiting line with this number, or `None` if the line does not wait any more.
+    /// Returns the waiting line with the number `number`, or `None` if it no longer waits.
     fn find_waiting_line(&mut self, number: u64) -> Option<&mut (u64, Duration, MergedLine)> {
         let first = self.waiting.front()?.0;
         self.waiting.get_mut(number.checked_sub(first)? as usize)

@@ -3,7 +3,8 @@ use crate::format::{format_hosts, format_number};
 use diagnostic::quantity::{format_bytes, format_count, format_duration};
 use protocol::event::{Event, FailureReport, ResumeSource};
 
-/// Formats an event as one line of text. Omits the output lines and the help of a failure.
+/// Formats an event of a run, such as a step or a failure, as one line of text. Omits the output
+/// lines and the help of a failure.
 pub(crate) fn format_event(event: &Event) -> String {
     match event {
         Event::Start { run, run_dir, world } => {

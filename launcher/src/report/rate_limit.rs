@@ -2,14 +2,16 @@
 //! are counted instead of shown.
 use std::time::Duration;
 
-/// The largest average number of lines per second that are shown over a long time.
+/// The largest average number of output lines of workers per second that are shown over a long
+/// time.
 const LINES_PER_SECOND: f64 = 200.0;
-/// The largest number of lines that may be shown in one burst.
+/// The largest number of output lines of workers that may be shown at once.
 const BURST_LINES: f64 = 2000.0;
-/// The least time between two reports of omitted lines while no line is shown.
+/// The least time between two reports of omitted output lines while no line is shown.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A token bucket that limits the rate of shown lines and counts the omitted ones.
+/// Limits how many output lines of workers are shown per second (a token bucket), and counts the
+/// omitted lines.
 #[derive(Debug)]
 pub(super) struct LineRateLimit {
     tokens: f64,
@@ -18,8 +20,8 @@ pub(super) struct LineRateLimit {
     reported_at: Duration,
 }
 
-/// What to do with a line of output: show or omit it, and whether to report first how many lines
-/// were omitted.
+/// What to do with an output line of a worker: show or omit it, and whether to report first how
+/// many lines were omitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineDecision {
     Show,
@@ -31,6 +33,7 @@ pub(super) enum LineDecision {
 }
 
 impl LineRateLimit {
+    /// Creates a limit that admits [`BURST_LINES`] lines at once.
     pub(super) fn new() -> Self {
         LineRateLimit {
             tokens: BURST_LINES,
@@ -40,8 +43,8 @@ impl LineRateLimit {
         }
     }
 
-    /// Decides whether a line that arrives at `now` is shown, and counts an omitted line. `now` is
-    /// the time since any fixed start.
+    /// Decides whether an output line that arrives at `now` is shown, and counts a line that is
+    /// not. `now` is the time since any fixed start.
     pub(super) fn decide_line(&mut self, now: Duration) -> LineDecision {
         let passed = now.saturating_sub(self.refilled_at).as_secs_f64();
         self.tokens = (self.tokens + passed * LINES_PER_SECOND).min(BURST_LINES);
@@ -64,8 +67,8 @@ impl LineRateLimit {
         LineDecision::Omit
     }
 
-    /// Returns the number of lines that were omitted and not yet reported, and resets the number to
-    /// 0.
+    /// Returns the number of output lines that were omitted and not yet reported, and resets the
+    /// number to 0.
     pub(super) fn take_omitted(&mut self) -> u64 {
         std::mem::take(&mut self.omitted)
     }

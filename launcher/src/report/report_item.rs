@@ -1,11 +1,13 @@
-//! [`ReportItem`]: an item in the queue of the reporting thread. Also defines the options and the
-//! summary of a run that the thread shows.
+//! [`ReportItem`]: what the controller passes to the thread that shows the run to the user, such as
+//! an event or an output line. Also defines the options and the summary of a run that the thread
+//! shows.
 use crate::worker_end::PeerEnd;
 use jobspec::ids::Rank;
 use protocol::event::{Event, EventSchema, WorkerPhase};
 use std::path::PathBuf;
 
-/// The options and sizes of a run that determine how the run is shown to the user.
+/// What the reporter needs to know to show a run to the user: the output options, and the number of
+/// workers and hosts.
 #[derive(Clone, Debug)]
 pub(crate) struct ReportConfig {
     /// The schema in which events are printed to stdout as JSON lines; `None` without `--json`.
@@ -27,7 +29,8 @@ pub(crate) struct ReportConfig {
     pub(crate) hosts: usize,
 }
 
-/// The result of a run, which the reporter shows in the final messages.
+/// The result of a run (exit code, ends of ranks, files), which the final messages to the user
+/// show.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RunSummary {
     pub(crate) exit_code: u8,
@@ -46,7 +49,7 @@ pub(crate) struct RunSummary {
     pub(crate) seconds: f64,
 }
 
-/// An item in the queue of the reporting thread, which shows the item to the user.
+/// An event, output line or message that waits for the thread that shows the run to the user.
 #[derive(Debug)]
 pub(super) enum ReportItem {
     Event(Event),

@@ -16,9 +16,11 @@ use std::{
     time::Duration,
 };
 
-/// The largest number of items that wait in the queue of the reporting thread.
+/// The largest number of events and messages that wait for the thread that shows the run to the
+/// user.
 const QUEUE_CAPACITY: usize = 1 << 16;
-/// The largest number of lines of workers that wait in the queue of the reporting thread.
+/// The largest number of output lines of workers that wait for the thread that shows the run to the
+/// user.
 const MAX_QUEUED_LINES: usize = 2048;
 /// How long the controller waits at the end of a run while stdout and stderr accept no output.
 /// After that, the remaining output is dropped. A pager and a paused terminal accept no output.
@@ -35,7 +37,8 @@ pub(crate) struct Reporter {
     dropped: u64,
 }
 
-/// Counters that the reporting thread and the [`Reporter`] share.
+/// Counters of waiting and omitted lines that the thread which shows the run shares with its
+/// handle.
 #[derive(Debug, Default)]
 struct ReportCounters {
     /// The number of items that the reporting thread has shown.
@@ -45,7 +48,7 @@ struct ReportCounters {
 }
 
 impl Reporter {
-    /// Starts the reporting thread. Fails if the thread cannot be started.
+    /// Starts the thread that shows a run to the user. Fails if the thread cannot be started.
     pub(crate) fn start(config: ReportConfig) -> std::io::Result<Reporter> {
         let (queue, items) = sync_channel(QUEUE_CAPACITY);
         let (finished, done) = sync_channel(1);
@@ -81,20 +84,20 @@ impl Reporter {
         Ok(Reporter { queue, done, counters, dropped: 0 })
     }
 
-    /// Queues an event of the run, which the reporting thread then shows to the user. Drops and
-    /// counts the event if the queue is full.
+    /// Queues an event of the run for the thread that shows the run to the user. Drops and counts
+    /// the event if the queue is full.
     pub(crate) fn show_event(&mut self, event: Event) {
         self.enqueue(ReportItem::Event(event));
     }
 
-    /// Queues an event of an earlier controller, which is shown to the user, but not printed as
-    /// JSON.
+    /// Queues an event that an earlier controller of the run has reported, which is shown to the
+    /// user, but not printed as JSON.
     pub(crate) fn show_earlier_event(&mut self, event: Event) {
         self.enqueue(ReportItem::Context(event));
     }
 
-    /// Queues an output line of a worker, which the reporting thread then shows to the user. Drops
-    /// and counts the line if [`MAX_QUEUED_LINES`] lines are waiting.
+    /// Queues an output line of a worker for the thread that shows the run to the user. Drops and
+    /// counts the line if [`MAX_QUEUED_LINES`] lines are waiting.
     pub(crate) fn show_line(&mut self, rank: Rank, stderr: bool, text: String) {
         if self.counters.queued_lines.load(Ordering::Relaxed) >= MAX_QUEUED_LINES {
             self.dropped += 1;
@@ -106,18 +109,19 @@ impl Reporter {
         }
     }
 
-    /// Queues the current phase of a rank, which the progress bar shows.
+    /// Queues what a rank does now (its phase, such as `training`), which the progress bar shows.
     pub(crate) fn show_phase(&mut self, rank: Rank, phase: WorkerPhase) {
         self.enqueue(ReportItem::Progress { rank, phase });
     }
 
-    /// Queues a message that the reporting thread writes to stderr.
+    /// Queues a message for the thread that shows the run to the user, which writes the message to
+    /// stderr.
     pub(crate) fn show_message(&mut self, text: String) {
         self.enqueue(ReportItem::Message(text));
     }
 
-    /// Adds an item to the queue of the reporting thread. If items were dropped, a message with
-    /// their number precedes the item.
+    /// Adds an item to the queue of the thread that shows the run to the user. If items were
+    /// dropped, a message with their number precedes the item.
     ///
     /// Returns `false` if the queue is full. The item is then dropped and counted.
     fn enqueue(&mut self, item: ReportItem) -> bool {
@@ -134,8 +138,8 @@ impl Reporter {
         sent
     }
 
-    /// Shows the summary at the end of the run. Blocks until all queued items are written, or until
-    /// stdout and stderr have accepted no output for [`STUCK_TIMEOUT`].
+    /// Shows the final messages at the end of the run. Blocks until all queued items are written,
+    /// or until stdout and stderr have accepted no output for [`STUCK_TIMEOUT`].
     pub(crate) fn finish(mut self, summary: RunSummary) {
         self.enqueue(ReportItem::Message(String::new())); // reports dropped lines
         let mut item = ReportItem::Finish(summary);

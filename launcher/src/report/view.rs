@@ -37,7 +37,8 @@ const AVERAGING_SECONDS: f64 = 10.0;
 /// be shown. Smaller shares are omitted.
 const MIN_SHOWN_EXPOSED_SHARE: f64 = 0.05;
 
-/// The displayed state of a run, and the console that displays the run.
+/// What was shown of a run so far (step, loss, waiting lines), and the console on which the run is
+/// shown.
 pub(super) struct RunView {
     config: ReportConfig,
     console: Console,
@@ -61,6 +62,7 @@ pub(super) struct RunView {
 }
 
 impl RunView {
+    /// Creates the view of a run that has not shown anything yet.
     pub(super) fn new(config: ReportConfig) -> Self {
         let stdout_is_terminal = io::stdout().is_terminal();
         // JSON lines on the same terminal would break the progress bar.
@@ -89,7 +91,7 @@ impl RunView {
         view
     }
 
-    /// Shows an item of the queue, such as an event or an output line, on the console. Before an
+    /// Shows an item from the queue, such as an event or an output line, on the console. Before an
     /// event, a message or the summary, shows all lines that wait for equal lines of other ranks.
     pub(super) fn show_item(&mut self, item: ReportItem) {
         // Lines that arrived before an event must be shown before the event.
@@ -118,6 +120,7 @@ impl RunView {
         }
     }
 
+    /// Adds an output line of a worker to the lines that wait for equal lines of other ranks.
     fn queue_line(&mut self, rank: Rank, stderr: bool, text: String) {
         if self.config.prefix {
             let lines = self.dedup.push_line(self.started_at.elapsed(), rank, stderr, text);
@@ -127,13 +130,13 @@ impl RunView {
         }
     }
 
-    /// Returns the time until [`RunView::show_due_lines`] must be called. Returns `None` if no line
-    /// is waiting.
+    /// Returns the time until [`RunView::show_due_lines`] must be called because a waiting line is
+    /// due. Returns `None` if no line is waiting.
     pub(super) fn time_to_deadline(&self) -> Option<Duration> {
         self.dedup.deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
     }
 
-    /// Shows the lines that have waited long enough for equal lines of other ranks.
+    /// Shows the output lines that have waited long enough for equal lines of other ranks.
     pub(super) fn show_due_lines(&mut self) {
         let lines = self.dedup.take_due_lines(self.started_at.elapsed());
         self.show_lines(lines);
@@ -156,8 +159,8 @@ impl RunView {
         self.console.write_message(&format!("[{lines} omitted here; {logs} has the complete output]"));
     }
 
-    /// Writes an output line of a worker to the console, after the text `prefix`. `stderr` is
-    /// whether the worker printed the line to stderr.
+    /// Writes an output line of a worker to the console, after `prefix`, the numbers of its ranks.
+    /// `stderr` is whether the worker printed the line to stderr.
     ///
     /// A line that the user's program printed to its stdout is written to stdout, unless stdout
     /// carries JSON events. All other lines, and all lines of the built-in runtime, are written to
@@ -182,8 +185,8 @@ impl RunView {
         self.console.write_worker_line(&format!("{prefix}{text}"), is_message);
     }
 
-    /// Shows an event: with `--json`, writes it as one JSON line to stdout. Writes the text of most
-    /// events to stderr, and updates the progress bar.
+    /// Shows an event to the user as text or, with `--json`, as one line of JSON on stdout. Writes
+    /// the text of most events to stderr, and updates the progress bar.
     fn show_event(&mut self, event: &Event) {
         if let Some(schema) = self.config.json
             && let Ok(line) = event.to_json(schema)
@@ -222,7 +225,7 @@ impl RunView {
         }
     }
 
-    /// Remembers those values of an event that the progress bar or the final messages will show.
+    /// Stores those values of an event that the progress bar or the final messages will show.
     fn update_summary_state(&mut self, event: &Event) {
         match event {
             Event::Ready { step, total_steps, .. } => {
@@ -245,14 +248,16 @@ impl RunView {
         }
     }
 
+    /// Writes a message to stderr, above the progress bar.
     fn write_message(&mut self, text: &str) {
         self.console.write_message(&format!("launch: {}", filter_line(text)));
     }
 
     // ---- steps ----
 
-    /// Records the metrics of a step and updates the progress bar. Without a progress bar and
-    /// `--json`, writes lines about some steps (see [`STEP_LINE_COUNT`] and [`STEP_LINE_INTERVAL`]).
+    /// Shows the metrics of a training step, such as loss and speed, in the progress bar or as a
+    /// line. Without a progress bar and `--json`, writes lines about some steps (see
+    /// [`STEP_LINE_COUNT`] and [`STEP_LINE_INTERVAL`]).
     fn show_step(&mut self, event: &Event) {
         let Event::Step { step, loss, grad_norm, lr, tokens_per_s, exposed_comm_s, .. } = event else {
             return;
@@ -287,8 +292,8 @@ impl RunView {
         }
     }
 
-    /// Updates the text and position of the progress bar. `done` is the number of finished steps,
-    /// or `None` to keep the position.
+    /// Updates the text of the progress bar and the number of finished steps. `done` is the number
+    /// of finished steps, or `None` to keep the position.
     fn update_bar(&mut self, done: Option<u64>) {
         if !self.console.has_bar() {
             return;
@@ -357,14 +362,14 @@ impl RunView {
         self.show_file_paths(summary);
     }
 
-    /// Describes the end of a rank that was not the root cause. Names the host of the rank if the
-    /// run has several hosts.
+    /// Describes how a rank ended that was not the root cause of the failure. Names the host of the
+    /// rank if the run has several hosts.
     fn format_peer_end(&self, peer: &PeerEnd) -> String {
         if self.config.hosts > 1 { format!("{} (on {})", peer.end, peer.host) } else { peer.end.to_string() }
     }
 
-    /// Writes the paths of the run's files to stderr. For a built-in training that failed or was
-    /// stopped, also writes the command that resumes the training.
+    /// Writes the paths of the run's files, such as logs and checkpoints, to stderr. For a built-in
+    /// training that failed or was stopped, also writes the command that resumes the training.
     fn show_file_paths(&mut self, summary: &RunSummary) {
         let weights = self.weights.as_ref().map(|path| format!("  weights      {}", path.display()));
         let checkpoint = self
@@ -383,8 +388,8 @@ impl RunView {
     }
 }
 
-/// Formats the share of a step in which computation waits for collectives. Returns an empty text if
-/// the share is less than [`MIN_SHOWN_EXPOSED_SHARE`].
+/// Formats the share of a step's duration in which computation waits for collectives. Returns an
+/// empty text if the share is less than [`MIN_SHOWN_EXPOSED_SHARE`].
 ///
 /// `exposed` is the waiting time, and `step` the duration of the step, both in seconds.
 fn format_exposed_share(exposed: f64, step: f64) -> String {

@@ -40,8 +40,8 @@ fn write_with_mode(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> io:
     File::open(directory)?.sync_all()
 }
 
-/// Writes a temporary file that is to replace the file `name` in `directory`. Returns the file and
-/// its path.
+/// Writes `bytes` to a temporary file that is to replace the file `name` in `directory`. Returns
+/// the file and its path.
 fn create_temporary_file(
     directory: &Path,
     name: &str,
@@ -58,8 +58,8 @@ fn create_temporary_file(
     Ok((file, temporary))
 }
 
-/// Reads a file of this user that not all users can write. Fails if the file is not such a regular
-/// file, or if it is longer than `limit` bytes.
+/// Reads a file that belongs to this user and is not writable by all users. Fails if the file is not
+/// such a regular file, or if it is longer than `limit` bytes.
 pub(crate) fn read_private_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_own_file_without_links(path)?.take(limit + 1).read_to_end(&mut bytes)?;

@@ -1,5 +1,5 @@
-//! [`open_controller`]: opens a handle of the process that controls a run, after checking that the
-//! process with the recorded pid really is the controller.
+//! [`open_controller`]: opens a handle of the process that controls a run, if its open files prove
+//! that the process with the recorded pid is the controller.
 use super::{
     process_identity::ProcessHandle,
     registry::{JOURNAL_FILE, RunRecord},
@@ -10,14 +10,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a controller may take to open the journal after it has written `run.json`.
+/// How long a controller may take after writing `run.json` until it has opened the journal, by
+/// which it is recognized.
 const PROOF_TIMEOUT: Duration = Duration::from_secs(2);
-/// The interval at which the open files of the process that may be the controller are checked.
+/// The interval at which the open files of a process are checked, to find out whether it is the
+/// controller of a run.
 const PROOF_POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// The largest number of open files of a process that are checked.
+/// The largest number of open files of a process that are checked to find out whether it is the
+/// controller of a run.
 const MAX_OPEN_FILES: usize = 1 << 17;
 
-/// Opens a handle of the controller of a run. Returns `None` if the controller has ended.
+/// Opens a handle of the process that controls a run, by which it can be signalled and awaited.
+/// Returns `None` if the controller has ended.
 ///
 /// # Errors
 /// Fails if the process in the record does not have the run's journal open. Every user can write a
@@ -36,7 +40,8 @@ pub(crate) fn open_controller(record: &RunRecord) -> io::Result<Option<ProcessHa
     }
 }
 
-/// Returns whether the process that `record` names as the controller has the run's journal open.
+/// Returns whether the process that the run's `run.json` names as the controller has the run's
+/// journal (its file of events) open.
 fn has_journal_open(record: &RunRecord) -> io::Result<bool> {
     let journal = open_own_file(&record.run_dir.join(JOURNAL_FILE))?.metadata()?;
     let files = fs::read_dir(format!("/proc/{}/fd", record.controller.pid))?;

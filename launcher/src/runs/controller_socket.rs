@@ -16,8 +16,8 @@ use std::{
     },
 };
 
-/// The number of names from which a controller chooses one, so that another user cannot easily take
-/// all of them.
+/// The number of names for its socket from which a controller chooses a free one, so that another
+/// user cannot easily take all of them.
 const SOCKET_NAME_COUNT: u32 = 16;
 
 /// Returns the addresses that the socket of a controller may have, in the order in which they are

@@ -52,8 +52,8 @@ impl ProcessIdentity {
         self.is_on_this_boot() && read_start_ticks(self.pid) == Some(self.start_ticks)
     }
 
-    /// Opens a handle of the process. The handle never refers to a later process with the same pid.
-    /// Returns `None` if the process has ended.
+    /// Opens a handle of the process (pidfd), if it still runs on this machine. The handle never
+    /// refers to a later process with the same pid. Returns `None` if the process has ended.
     pub(crate) fn open_handle(&self) -> io::Result<Option<ProcessHandle>> {
         // SAFETY: pidfd_open returns a new descriptor or fails.
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, self.pid, 0) };

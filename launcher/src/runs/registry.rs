@@ -1,4 +1,5 @@
-//! Records the runs of this user, and determines which runs are active and how the others ended.
+//! Records the runs of this user in a state directory, and determines which runs are active and how
+//! the others ended.
 use super::{atomic_file::write_atomically, process_identity::ProcessIdentity};
 use crate::{
     clock::read_unix_time_ms,
@@ -19,19 +20,19 @@ use std::{
 
 /// The version of the format of `run.json`.
 const RECORD_VERSION: u32 = 1;
-/// The file of a run directory that contains the journal of events.
+/// The name of the file in a run directory that contains the events of the run (the journal).
 pub(crate) const JOURNAL_FILE: &str = "events.jsonl";
-/// The number of bytes of a `run.json` that are read. A longer file is not a valid record.
+/// The largest number of bytes of a `run.json` that are read. A longer file is not a valid record.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// The number of attempts to read a `run.json` before it counts as invalid. A controller that takes
-/// over a run replaces the file, and a file that is being replaced looks like that of another run.
+/// How often a `run.json` is read before it counts as invalid. A controller that takes over a run
+/// replaces the file, and a file that is being replaced looks like that of another run.
 const MAX_RECORD_READS: usize = 3;
-/// The longest ID of a run in a record, in bytes.
+/// The longest run ID that a `run.json` may contain, in bytes.
 const MAX_ID_BYTES: usize = 128;
-/// The longest name of a job in a record, in bytes.
+/// The longest job name that a `run.json` may contain, in bytes.
 const MAX_NAME_BYTES: usize = 128;
-/// The largest number of links to records in the state directory. The links of the oldest ended
-/// runs are removed first.
+/// The largest number of links to `run.json` files that the state directory of this user contains.
+/// The links of the oldest ended runs are removed first.
 const MAX_RECORDS: usize = 500;
 /// The largest number of entries that are read of one directory.
 const MAX_DIR_ENTRIES: usize = 10_000;
@@ -39,8 +40,8 @@ const MAX_DIR_ENTRIES: usize = 10_000;
 /// as lost. The margin is needed because a controller updates the modification time of its journal
 /// only from time to time.
 const UNATTENDED_MARGIN: Duration = Duration::from_secs(60);
-/// The number of bytes at the end of a journal that are searched for the last step and for the
-/// `done` event.
+/// The number of bytes at the end of a run's journal (its file of events) in which the last step
+/// and the `done` event are searched.
 const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
 
 /// The content of `run.json`: a run and the controller that executes it.
@@ -70,7 +71,7 @@ pub(crate) struct RunRecord {
     pub(crate) controller: ProcessIdentity,
 }
 
-/// A run and its current state.
+/// A run of this user and its current state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Run {
     /// The content of the run's `run.json`.
@@ -81,7 +82,7 @@ pub(crate) struct Run {
     pub(crate) step: Option<u64>,
 }
 
-/// The state of a run: active, or the way in which the run ended.
+/// The state of a run: running, unattended, on another machine, or the way in which it ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum RunState {
     /// The controller's process exists on this machine.
@@ -98,7 +99,7 @@ pub(crate) enum RunState {
     Lost(RunLossReason),
 }
 
-/// The reason why the journal of a run records no end although the controller has ended.
+/// The reason why the controller of a run has ended without recording the end of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunLossReason {
     /// The controller ended without recording an end, for example because it was killed.
@@ -129,7 +130,7 @@ pub(crate) fn register_run(
     })
 }
 
-/// Records this process as the controller of a run that it has taken over.
+/// Records this process in `run.json` as the controller of a run that it has taken over.
 pub(crate) fn register_takeover(run_dir: &Path) -> io::Result<()> {
     let record = read_record(&run_dir.join("run.json"));
     let record = record.ok_or_else(|| io::Error::other("the run directory has no valid `run.json`"))?;
@@ -150,7 +151,7 @@ fn write_record(record: &RunRecord) -> io::Result<()> {
     }
 }
 
-/// Returns the state directory with the links to run records. Returns `None` if neither
+/// Returns the directory of this user's links to `run.json` files. Returns `None` if neither
 /// `XDG_STATE_HOME` nor `HOME` is an absolute path.
 fn resolve_state_dir() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -158,8 +159,9 @@ fn resolve_state_dir() -> Option<PathBuf> {
     state.map(|state| state.join("launch/runs"))
 }
 
-/// Removes the oldest links in the state directory `directory` if there are [`MAX_RECORDS`] or
-/// more. Keeps the links of active runs. The names of links sort by the start time of the run.
+/// Removes the oldest links to `run.json` files in the state directory `directory` if there are
+/// [`MAX_RECORDS`] or more. Keeps the links of active runs. The names of links sort by the start
+/// time of the run.
 fn remove_old_records(directory: &Path) {
     let mut names = list_json_files(directory);
     names.sort();
@@ -203,14 +205,14 @@ pub(crate) fn load_run_in_directory(directory: &Path) -> Option<Run> {
     read_record(&directory.join("run.json")).map(load_run)
 }
 
-/// Reads a run record from the `run.json` at `file`. Returns `None` if the file is unreadable or
+/// Reads the `run.json` of a run at the path `file`. Returns `None` if the file is unreadable or
 /// invalid, has another version than [`RECORD_VERSION`], does not belong to this user, or names the
 /// run directory of another record.
 fn read_record(file: &Path) -> Option<RunRecord> {
     (0..MAX_RECORD_READS).find_map(|_| read_record_once(file))
 }
 
-/// Tries once to read a run record from the `run.json` at `file`. Returns `None` for the reasons
+/// Tries once to read the `run.json` of a run at the path `file`. Returns `None` for the reasons
 /// for which [`read_record`] does, and if the file is replaced while it is read.
 fn read_record_once(file: &Path) -> Option<RunRecord> {
     let (mut bytes, opened) = (Vec::new(), open_own_file(file).ok()?);
@@ -237,8 +239,8 @@ pub(crate) fn parse_run_record(text: &[u8]) -> Option<RunRecord> {
     is_valid.then_some(record)
 }
 
-/// Determines the state and the last step of a recorded run from the controller's process and the
-/// journal.
+/// Determines the state and the last step of a run, from the process of its controller and its
+/// journal (file of events).
 pub(crate) fn load_run(record: RunRecord) -> Run {
     let alive = record.controller.is_alive();
     let journal = read_journal_end(&record.run_dir.join(JOURNAL_FILE));
@@ -259,7 +261,8 @@ pub(crate) fn load_run(record: RunRecord) -> Run {
     Run { record, state, step }
 }
 
-/// The last recorded state of a run, from the end of its journal.
+/// What the end of a run's journal (its file of events) shows: the last step, the end of the run,
+/// and the time of the last change.
 #[derive(Debug, Default, PartialEq)]
 struct JournalEnd {
     /// The last optimizer step; `None` if the end of the journal records none.
@@ -270,7 +273,7 @@ struct JournalEnd {
     modified: Option<SystemTime>,
 }
 
-/// Reads the last recorded state of a run from the end of its journal.
+/// Reads the last step and the end of a run from the last part of its journal (its file of events).
 fn read_journal_end(journal: &Path) -> JournalEnd {
     let mut bytes = Vec::new();
     let read = open_own_file(journal).and_then(|mut file| {
@@ -293,7 +296,7 @@ fn read_journal_end(journal: &Path) -> JournalEnd {
     journal
 }
 
-/// Returns the file of the state directory that records the end of a run.
+/// Returns the path of the file in the state directory that records the end of the run `run`.
 fn find_end_file(run: &str) -> Option<PathBuf> {
     Some(resolve_state_dir()?.join(format!("{run}.end")))
 }

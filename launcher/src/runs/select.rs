@@ -49,7 +49,7 @@ pub(crate) enum RunSelectionError<'r> {
 }
 
 impl RunSelectionError<'_> {
-    /// Returns the matching runs if more than one run matches the command line. Returns an empty
+    /// Returns the runs that match the command line, if more than one matches. Returns an empty
     /// slice for other errors.
     pub(crate) fn candidates(&self) -> &[&Run] {
         match self {
@@ -125,7 +125,7 @@ pub(crate) fn select_run<'r>(
     }
 }
 
-/// Selects the only run without a controller.
+/// Selects the only run whose controller was lost and whose workers continue.
 fn select_unattended_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
     let unattended: Vec<&Run> = runs.iter().filter(|run| run.state == RunState::Unattended).collect();
     match unattended.as_slice() {

@@ -1,4 +1,5 @@
-//! [`RendezvousStore`]: the keys, queues and waits of the rendezvous store, without I/O and clock.
+//! [`RendezvousStore`]: the keys, queues and waiting clients of the rendezvous store (a server for
+//! torch's `TCPStore`), without I/O and clock.
 //!
 //! The store has no timeouts: a client that has waited too long cancels its wait.
 use super::{
@@ -13,17 +14,18 @@ pub(super) type ClientId = u64;
 /// The overhead in bytes that counts toward the store's size limit for each value, each item of a
 /// queue, and each key that a client waits for, in addition to their contents.
 const ENTRY_OVERHEAD_BYTES: usize = 128;
-/// The reply to CHECK if all keys exist, and the reply to a WAIT or BARRIER that ends.
+/// The reply of the store to CHECK if all keys exist, and to a WAIT or BARRIER that ends.
 const READY_REPLY: u8 = 0;
-/// The reply to CHECK if a key is missing.
+/// The reply of the store to CHECK if a key is missing.
 const NOT_READY_REPLY: u8 = 1;
-/// The reply to CANCEL_WAIT.
+/// The reply of the store to CANCEL_WAIT.
 const CANCELED_REPLY: u8 = 1;
 
-/// Replies and the clients that receive them, in the order in which they must be sent.
+/// Replies of the store, each with the client that receives it, in the order in which they must be
+/// sent.
 pub(super) type ClientReplies = Vec<(ClientId, StoreReply)>;
 
-/// The keys or the barrier that a client waits for.
+/// What a client of the rendezvous store waits for: keys or a barrier.
 #[derive(Debug)]
 enum ClientWait {
     /// The client waits for all of these keys. The number counts the keys that are missing.
@@ -48,14 +50,14 @@ pub(super) struct RendezvousStore {
 }
 
 impl RendezvousStore {
-    /// Returns the total number of bytes of all keys, values, queues and waits. [`MAX_STORE_BYTES`]
-    /// limits this number.
+    /// Returns the total size of the store in bytes: of all keys, values, queues and waits.
+    /// [`MAX_STORE_BYTES`] limits this number.
     pub(super) fn total_bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Executes a request of the client `client`, and appends the replies to this and other clients
-    /// to `out`. After an error the caller must close the client's connection.
+    /// Executes a request of the client `client` of the store, and appends the replies to this and
+    /// other clients to `out`. After an error the caller must close the client's connection.
     pub(super) fn handle_request(
         &mut self,
         client: ClientId,
@@ -108,8 +110,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Ends the wait of a client that cancelled its wait, was woken or has disconnected. Does
-    /// nothing if the client does not wait.
+    /// Ends the wait of a client, because the client cancelled it, was woken or has disconnected.
+    /// Does nothing if the client does not wait.
     pub(super) fn end_wait(&mut self, client: ClientId) {
         let (map, keys) = match self.waiting.remove(&client) {
             None => return,
@@ -183,9 +185,10 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Decrements the number of missing keys of each client that waits for `key`. The caller must
-    /// just have added the key's first value or item, and must then wake clients whose number is 0.
-    /// The cost per client does not depend on the number of keys that the client waits for.
+    /// Decrements the number of missing keys of each client that waits for `key`, which now exists.
+    /// The caller must just have added the key's first value or item, and must then wake clients
+    /// whose number is 0. The cost per client does not depend on the number of keys that the client
+    /// waits for.
     fn record_added_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -194,8 +197,8 @@ impl RendezvousStore {
         }
     }
 
-    /// Increments the number of missing keys of each client that waits for `key`. The caller must
-    /// just have removed the key's last value or item.
+    /// Increments the number of missing keys of each client that waits for `key`, which no longer
+    /// exists. The caller must just have removed the key's last value or item.
     fn record_removed_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -204,7 +207,7 @@ impl RendezvousStore {
         }
     }
 
-    /// Updates the number of bytes in use when an entry of `before` bytes is replaced by one of
+    /// Adjusts the total size of the store when an entry of `before` bytes is replaced by one of
     /// `after` bytes. Fails, without a change, if the result exceeds [`MAX_STORE_BYTES`].
     fn account_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
         let bytes = self.bytes - before + after;
@@ -392,7 +395,7 @@ fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
     keys.iter().map(|key| 2 * key.len() + ENTRY_OVERHEAD_BYTES).sum()
 }
 
-/// Returns the length of a queue as the signed number that replies contain.
+/// Converts the length of a queue to the signed number that replies of the store contain.
 fn count_items(queue: &VecDeque<StoreValue>) -> i64 {
     queue.len() as i64
 }

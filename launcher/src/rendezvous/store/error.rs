@@ -34,7 +34,7 @@ pub(crate) enum StoreClientError {
     BuffersFull,
 }
 
-/// The kinds of lengths in a request to the rendezvous store that are compared with a limit.
+/// The lengths in a request to the rendezvous store that have a limit, such as the length of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RequestLengthField {
     Key,

@@ -1,5 +1,6 @@
-//! [`StoreServer`]: the network server of the rendezvous store. The server has a separate thread
-//! and runtime, so that thousands of clients and the controller do not delay each other.
+//! [`StoreServer`]: the network server of the rendezvous store, which speaks torch's `TCPStore`
+//! protocol. The server has a separate thread and runtime, so that thousands of clients and the
+//! controller do not delay each other.
 //!
 //! Connections of other users of this machine, and from hosts that do not belong to the job, are
 //! closed. Addresses are never resolved to names.
@@ -35,19 +36,19 @@ use tokio::{
 /// The largest number of simultaneous connections to the rendezvous store. Further connections are
 /// closed with a warning. A rank has one or two connections.
 const MAX_CONNECTIONS: usize = 65_536;
-/// The number of file descriptors that the process needs in addition to those for the connections
-/// of clients.
+/// The number of file descriptors that the process of the rendezvous store needs in addition to
+/// those for client connections.
 const OTHER_OPEN_FILES: u64 = 64;
-/// The largest number of bytes that one read from a client's socket returns.
+/// The largest number of bytes that one read from the socket of a store client returns.
 const READ_CHUNK_BYTES: usize = 64 << 10;
-/// The number of bytes of waiting replies to a client above which they are written before more of
-/// its requests are executed.
+/// The number of bytes of replies to a store client above which they are written before more of its
+/// requests are executed.
 const REPLY_BATCH_BYTES: usize = 256 << 10;
-/// How long a client may take to send the handshake after it has connected. After this time, the
-/// server closes the connection.
+/// How long a client of the rendezvous store may take to send the handshake after it has connected.
+/// After this time, the server closes the connection.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the server waits before it accepts connections again, after file descriptors have run
-/// out.
+/// How long the rendezvous store waits before it accepts connections again, after file descriptors
+/// have run out.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A running rendezvous store. Dropping the server closes every connection and frees the port.
@@ -59,9 +60,9 @@ pub(crate) struct StoreServer {
 }
 
 impl StoreServer {
-    /// Starts a store that listens at `port` (0: any free port) of `address`. It serves processes
-    /// of this user on this machine, and processes at the `allowed` addresses. `messages` receives
-    /// lines for the user.
+    /// Starts a rendezvous store that listens at `port` (0: any free port) of `address`. It serves
+    /// processes of this user on this machine, and processes at the `allowed` addresses. `messages`
+    /// receives lines for the user.
     pub(crate) fn start(
         address: IpAddr,
         port: u16,
@@ -71,7 +72,7 @@ impl StoreServer {
         Self::start_with_timeout(address, port, allowed, messages, HANDSHAKE_TIMEOUT)
     }
 
-    /// Starts a store that closes connections on which no handshake arrives within
+    /// Starts a rendezvous store that closes connections on which no handshake arrives within
     /// `handshake_timeout`.
     fn start_with_timeout(
         address: IpAddr,
@@ -118,8 +119,8 @@ impl StoreServer {
         check_file_limit(clients, hard)
     }
 
-    /// Raises the soft limit of open files to the hard limit, because each client needs an open
-    /// file. Processes that are started afterwards inherit the limit.
+    /// Raises the soft limit of open files to the hard limit, because each client of the store
+    /// needs an open file. Processes that are started afterwards inherit the limit.
     pub(crate) fn raise_file_limit() {
         if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
             // If the limit stays low, late clients wait to be accepted, and the user is warned.
@@ -163,7 +164,8 @@ fn check_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
     Ok(())
 }
 
-/// The state that all connections of a store server share.
+/// The state that all client connections of a rendezvous store share: the store, the reply buffers
+/// and the limit of warnings.
 struct ServerState {
     store: RefCell<RendezvousStore>,
     /// The unwritten replies to each client.
@@ -178,7 +180,7 @@ struct ServerState {
     handshake_timeout: Duration,
 }
 
-/// The replies to one client that are not written to its socket yet.
+/// The replies to one client of the rendezvous store that are not written to its socket yet.
 #[derive(Default)]
 struct ReplyBuffer {
     bytes: RefCell<Vec<u8>>,
@@ -187,6 +189,7 @@ struct ReplyBuffer {
 }
 
 impl ServerState {
+    /// Creates the state of a rendezvous store without clients.
     fn new(messages: mpsc::Sender<String>, handshake_timeout: Duration) -> Self {
         ServerState {
             store: RefCell::default(),
@@ -199,13 +202,14 @@ impl ServerState {
         }
     }
 
-    /// Sends a warning to the user. Drops the warning if the channel of messages is full.
+    /// Sends a warning about the rendezvous store to the user. Drops the warning if the channel of
+    /// messages is full.
     fn warn_user(&self, text: String) {
         _ = self.messages.try_send(format!("launch: rendezvous store: {text}"));
     }
 
-    /// Sends a warning about a client to the user, unless a warning about its address was sent
-    /// shortly before.
+    /// Sends a warning about a client of the store to the user, unless a warning about its address
+    /// was sent shortly before.
     fn warn_about_peer(&self, peer: SocketAddr, text: &str) {
         tracing::debug!(target: "store", %peer, text, "warning");
         let omitted = self.warning_limit.borrow_mut().admit_warning(peer.ip(), Instant::now());
@@ -217,8 +221,9 @@ impl ServerState {
     }
 }
 
-/// Accepts connections, and starts a task for each connection that `admission` admits. Warns the
-/// user about rejected connections. Returns only if the listener cannot be used.
+/// Accepts connections to the rendezvous store, and starts a task for each connection that
+/// `admission` admits. Warns the user about rejected connections. Returns only if the listener
+/// cannot be used.
 async fn accept_clients(listener: StdListener, mut admission: AdmissionPolicy, state: ServerState) {
     let shared = Rc::new(state);
     let listener = match TcpListener::from_std(listener) {
@@ -259,7 +264,8 @@ async fn accept_clients(listener: StdListener, mut admission: AdmissionPolicy, s
     }
 }
 
-/// Accepts the next connection. Warns the user once if open files have run out.
+/// Waits for the next connection to the rendezvous store and accepts it. Warns the user once if
+/// open files have run out.
 async fn accept_connection(listener: &TcpListener, shared: &ServerState) -> (TcpStream, SocketAddr) {
     let mut has_warned = false;
     loop {
@@ -279,7 +285,7 @@ async fn accept_connection(listener: &TcpListener, shared: &ServerState) -> (Tcp
     }
 }
 
-/// The connection of a client, with its unparsed input.
+/// The connection of a client of the rendezvous store, with the input that was not parsed yet.
 struct ClientConnection {
     client: ClientId,
     stream: TcpStream,
@@ -295,8 +301,8 @@ struct ClientConnection {
 }
 
 impl ClientConnection {
-    /// Serves a client until the connection ends. Warns the user if the client violates the
-    /// protocol or a limit.
+    /// Serves a client of the rendezvous store until the connection ends. Warns the user if the
+    /// client violates the protocol or a limit.
     async fn serve_client(client: ClientId, stream: TcpStream, peer: SocketAddr, shared: Rc<ServerState>) {
         // Replies are small, and the client waits for them.
         _ = stream.set_nodelay(true);
@@ -319,8 +325,9 @@ impl ClientConnection {
         }
     }
 
-    /// Serves requests until the client closes the connection. Fails if the client violates the
-    /// protocol or a limit, or sends no handshake in time.
+    /// Reads and executes requests of a client of the rendezvous store until the client closes the
+    /// connection. Fails if the client violates the protocol or a limit, or sends no handshake in
+    /// time.
     async fn serve_requests(&mut self) -> Result<(), StoreClientError> {
         let handshake_deadline = tokio::time::Instant::now() + self.shared.handshake_timeout;
         loop {
@@ -342,7 +349,7 @@ impl ClientConnection {
         }
     }
 
-    /// Writes the replies in the reply buffer to the client's socket.
+    /// Writes the replies that wait in the client's reply buffer to the client's socket.
     async fn write_replies(&mut self) -> io::Result<()> {
         let bytes = std::mem::take(&mut *self.reply_buffer.bytes.borrow_mut());
         self.writing = bytes.len();
@@ -362,9 +369,9 @@ impl ClientConnection {
         Ok(n)
     }
 
-    /// Executes every complete request in `input` and removes it. Fails if the client violates the
-    /// protocol or a limit, or if the buffers of all connections and the store together exceed
-    /// [`MAX_STORE_BYTES`] bytes.
+    /// Executes every complete request in the client's input and removes it from there. Fails if
+    /// the client violates the protocol or a limit, or if the buffers of all connections and the
+    /// store together exceed [`MAX_STORE_BYTES`] bytes.
     async fn handle_requests(&mut self) -> Result<(), StoreClientError> {
         let mut consumed = 0;
         while self.input.len() - consumed >= self.needed {
@@ -395,8 +402,8 @@ impl ClientConnection {
         }
     }
 
-    /// Executes a request of this client on the store. Puts each reply, which may be for other
-    /// clients, into the reply buffer of its client. Fails if the first request is not the
+    /// Executes a request of this client on the rendezvous store. Puts each reply, which may be for
+    /// other clients, into the reply buffer of its client. Fails if the first request is not the
     /// handshake, or if the store rejects the request.
     fn handle_request(&mut self, request: StoreRequest) -> Result<(), StoreClientError> {
         match request {

@@ -29,7 +29,7 @@ const REQUEST_BYTES: usize = 56;
 const ANSWER_BYTES: usize = 72;
 /// The byte offset of the user id in an answer of sock_diag. The inode follows.
 const UID_OFFSET: usize = 64;
-/// The longest answer of the kernel that is read, in bytes.
+/// The longest answer of the kernel to a sock_diag request that is read, in bytes.
 const MAX_ANSWER_BYTES: usize = 8 << 10;
 /// How long this process waits for the kernel's answer to a sock_diag request, in seconds. The
 /// kernel normally answers at once.
@@ -53,7 +53,7 @@ pub(crate) enum SocketAnswer {
     Error(i32),
 }
 
-/// A reason why an answer of the kernel cannot be used.
+/// The reason why the kernel's answer to a sock_diag request cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum SocketAnswerError {
     #[error("the answer is shorter than its header states")]

@@ -32,9 +32,9 @@ pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClien
     first_error
 }
 
-/// Executes every complete request in `input` and removes it from `input`. Encodes the replies and
-/// drops them. Fails if a request is not valid. Panics if the parser asks for no more bytes than
-/// `input` has, because a connection would then loop forever.
+/// Executes every complete request to the store in `input` and removes it from `input`. Encodes the
+/// replies and drops them. Fails if a request is not valid. Panics if the parser asks for no more
+/// bytes than `input` has, because a connection would then loop forever.
 fn handle_requests(
     store: &mut RendezvousStore,
     client: ClientId,

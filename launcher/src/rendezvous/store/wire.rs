@@ -62,7 +62,8 @@ pub(super) enum StoreReply {
     Keys(Vec<StoreKey>),
 }
 
-/// The result of parsing the first request in the input of a connection.
+/// The result of parsing the first request in the input of a connection to the rendezvous store: a
+/// request, too few bytes, or an error.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum RequestParseOutcome {
     /// A complete request, and the number of its bytes.
@@ -73,7 +74,8 @@ pub(super) enum RequestParseOutcome {
     Malformed(StoreClientError),
 }
 
-/// Parses the request at the start of `bytes`. Bytes after the request are ignored.
+/// Parses the request to the rendezvous store at the start of `bytes`. Bytes after the request are
+/// ignored.
 pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
     // A long request that arrives in pieces is parsed often. So nothing is copied before the
     // request is complete.
@@ -89,7 +91,7 @@ pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
     }
 }
 
-/// The reason why parsing stopped before the end of a request.
+/// The reason why parsing stopped before the end of a request: too few bytes, or an error.
 enum RequestParseStop {
     /// The request continues after the present bytes. It has at least this many bytes, including
     /// the present ones.
@@ -97,7 +99,7 @@ enum RequestParseStop {
     Malformed(StoreClientError),
 }
 
-/// A parser of one request, with its position in the bytes.
+/// A parser of one request to the rendezvous store, with its position in the bytes.
 struct RequestParser<'b> {
     bytes: &'b [u8],
     offset: usize,
@@ -107,7 +109,7 @@ struct RequestParser<'b> {
 }
 
 impl RequestParser<'_> {
-    /// Parses one request, whose first byte is the operation.
+    /// Parses one request to the rendezvous store, whose first byte names the operation.
     fn parse_request(&mut self) -> Result<StoreRequest, RequestParseStop> {
         Ok(match self.read_array::<1>()?[0] {
             0 => self.read_magic()?,
@@ -135,7 +137,7 @@ impl RequestParser<'_> {
         })
     }
 
-    /// Parses the handshake, which has to contain [`HANDSHAKE_MAGIC`].
+    /// Parses the handshake of a store client, which has to contain [`HANDSHAKE_MAGIC`].
     fn read_magic(&mut self) -> Result<StoreRequest, RequestParseStop> {
         match u32::from_le_bytes(self.read_array()?) {
             HANDSHAKE_MAGIC => Ok(StoreRequest::Validate),
@@ -143,8 +145,8 @@ impl RequestParser<'_> {
         }
     }
 
-    /// Consumes and returns the next `length` bytes. Fails with [`RequestParseStop::Incomplete`] if
-    /// fewer bytes are left.
+    /// Consumes the next `length` bytes of the request and returns them. Fails with
+    /// [`RequestParseStop::Incomplete`] if fewer bytes are left.
     fn take_bytes(&mut self, length: usize) -> Result<&[u8], RequestParseStop> {
         let end = self.offset.saturating_add(length);
         let taken = self.bytes.get(self.offset..end).ok_or(RequestParseStop::Incomplete(end))?;
@@ -152,20 +154,20 @@ impl RequestParser<'_> {
         Ok(taken)
     }
 
-    /// Consumes the next `N` bytes and returns them as an array.
+    /// Consumes the next `N` bytes of the request and returns them as an array.
     fn read_array<const N: usize>(&mut self) -> Result<[u8; N], RequestParseStop> {
         let mut array = [0; N];
         array.copy_from_slice(self.take_bytes(N)?);
         Ok(array)
     }
 
-    /// Parses a signed 64-bit integer.
+    /// Parses a signed 64-bit integer of a request to the store.
     fn read_number(&mut self) -> Result<i64, RequestParseStop> {
         Ok(i64::from_le_bytes(self.read_array()?))
     }
 
-    /// Parses an unsigned 64-bit length. Fails if the length is above `limit`. `field` names the
-    /// length in the error.
+    /// Parses an unsigned 64-bit length in a request to the store, and checks its limit. Fails if
+    /// the length is above `limit`. `field` names the length in the error.
     fn read_length(&mut self, field: RequestLengthField, limit: u64) -> Result<usize, RequestParseStop> {
         let length = u64::from_le_bytes(self.read_array()?);
         if length > limit {
@@ -178,27 +180,30 @@ impl RequestParser<'_> {
         Ok(length as usize)
     }
 
-    /// Parses a key: its length, then its bytes. Fails if the key is longer than [`MAX_KEY_BYTES`].
+    /// Parses a key of the store: its length, then its bytes. Fails if the key is longer than
+    /// [`MAX_KEY_BYTES`].
     fn read_key(&mut self) -> Result<StoreKey, RequestParseStop> {
         let length = self.read_length(RequestLengthField::Key, MAX_KEY_BYTES)?;
         self.read_bytes(length)
     }
 
-    /// Parses a value: its length, then its bytes. Fails if the value is longer than [`MAX_VALUE_BYTES`].
+    /// Parses a value of the store: its length, then its bytes. Fails if the value is longer than
+    /// [`MAX_VALUE_BYTES`].
     fn read_value(&mut self) -> Result<StoreValue, RequestParseStop> {
         let length = self.read_length(RequestLengthField::Value, MAX_VALUE_BYTES)?;
         self.read_bytes(length)
     }
 
-    /// Consumes the next `length` bytes. Returns a copy of them if `copies` is set, and an empty
-    /// vector if not.
+    /// Consumes the next `length` bytes of the request. Returns a copy of them if `copies` is set,
+    /// and an empty vector if not.
     fn read_bytes(&mut self, length: usize) -> Result<Vec<u8>, RequestParseStop> {
         let copies = self.copies;
         let bytes = self.take_bytes(length)?;
         Ok(if copies { bytes.to_vec() } else { Vec::new() })
     }
 
-    /// Parses a list of keys. Fails if the list has more than [`MAX_KEYS_PER_REQUEST`] keys.
+    /// Parses a list of keys in a request to the store. Fails if the list has more than
+    /// [`MAX_KEYS_PER_REQUEST`] keys.
     fn read_keys(&mut self) -> Result<Vec<StoreKey>, RequestParseStop> {
         self.read_list(8, Self::read_key)
     }

@@ -1,4 +1,5 @@
-//! Formats the hosts with their ranks and usage, for `launch top`.
+//! Formats the hosts of a run, with their ranks and their usage of CPU, memory and GPUs, as lines
+//! for `launch top`.
 use dashboard::{RankState, RunSnapshot, SnapshotHost};
 use diagnostic::{
     quantity::{format_bytes, format_duration},
@@ -10,12 +11,12 @@ use ratatui::{
     text::{Line, Span},
 };
 
-/// The number of columns of the names of hosts.
+/// The width of the host names in `launch top`, in columns.
 const NAME_COLUMNS: usize = 14;
-/// The number of columns of the usage of a host.
+/// The width of a host's usage of CPU, memory and GPUs in `launch top`, in columns.
 const USAGE_COLUMNS: usize = 46;
 
-/// Formats the hosts around the selected rank, at most `height` lines of `width` columns.
+/// Formats the hosts near the selected rank as at most `height` lines of `width` columns.
 pub(super) fn format_hosts(run: &RunSnapshot, selected: u32, height: u16, width: u16) -> Vec<Line<'static>> {
     let has_selected = |host: &SnapshotHost| {
         (host.first_rank..host.first_rank.saturating_add(host.workers)).contains(&selected)
@@ -28,7 +29,7 @@ pub(super) fn format_hosts(run: &RunSnapshot, selected: u32, height: u16, width:
     hosts.map(|host| format_host(run, host, selected, cells)).collect()
 }
 
-/// Formats a host with at most `cells` ranks.
+/// Formats a host of the run as a line with at most `cells` ranks.
 fn format_host(run: &RunSnapshot, host: &SnapshotHost, selected: u32, cells: usize) -> Line<'static> {
     let name: String = filter_line(&host.host).chars().take(NAME_COLUMNS - 1).collect();
     let mut spans = vec![Span::raw(format!("{name:NAME_COLUMNS$}"))];
@@ -48,7 +49,7 @@ fn format_host(run: &RunSnapshot, host: &SnapshotHost, selected: u32, cells: usi
     Line::from(spans)
 }
 
-/// Formats the cell of a rank.
+/// Formats the cell of a rank in the line of its host.
 fn format_rank(run: &RunSnapshot, rank: u32, selected: u32) -> Span<'static> {
     let is_slow = run.status.as_ref().is_some_and(|s| s.stragglers.iter().any(|report| report.rank == rank));
     let (letter, color) = match run.states.get(rank as usize) {
@@ -64,7 +65,7 @@ fn format_rank(run: &RunSnapshot, rank: u32, selected: u32) -> Span<'static> {
     Span::styled(letter, if rank == selected { style.add_modifier(Modifier::REVERSED) } else { style })
 }
 
-/// Formats what a host uses.
+/// Formats a host's usage of CPU, memory and GPUs.
 fn format_usage(usage: &HostUsage) -> String {
     let percent = |share: f64| format!("{:.0}%", share * 100.0);
     let per_second = |bytes: u64| format_bytes(bytes.saturating_mul(1000) / usage.interval_ms.max(1));
@@ -81,7 +82,7 @@ fn format_usage(usage: &HostUsage) -> String {
     )
 }
 
-/// Describes the selected rank: its state, times and memory.
+/// Describes the rank that the user of `launch top` has selected: its state, step times and memory.
 pub(super) fn describe_rank(run: &RunSnapshot, rank: u32) -> String {
     let state = match run.states.get(rank as usize) {
         Some(RankState::Running) => "running",

@@ -1,4 +1,5 @@
-//! Runs the full-screen view: prepares and restores the terminal, reads keys and new data.
+//! Runs the full-screen view of `launch top`: prepares and restores the terminal, reads keys and
+//! new data.
 use super::{
     top_state::{KeyAction, TopState},
     view::draw,
@@ -13,28 +14,30 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time between two reads of the run.
+/// The time after which `launch top` reads the state of the run again.
 const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
-/// The longest time for which the view waits for a key before it checks for a signal.
+/// The longest time for which `launch top` waits for a key before it checks for a signal.
 const KEY_WAIT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The time after a signal at which the kernel ends the program if it has not ended, in seconds.
-/// The library that reads the keys does not return if the terminal is closed while it reads.
+/// The time after a signal such as SIGTERM at which the kernel ends `launch top` if it has not
+/// ended, in seconds. The library that reads the keys does not return if the terminal is closed
+/// while it reads.
 const END_TIMEOUT_S: u32 = 2;
 
-/// Whether a signal that ends the program has arrived.
+/// Whether a signal that ends `launch top` has arrived.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 
 /// The source of the data that `launch top` shows.
 pub(crate) trait TopSource {
-    /// Returns the state of the run; `None` if the run no longer exists.
+    /// Returns the present state of the run; `None` if the run no longer exists.
     fn take_snapshot(&self) -> Option<RunSnapshot>;
 
-    /// Returns the end of the log of a rank. Returns no lines if the log is not on this machine.
+    /// Returns the last lines of the log of a rank. Returns no lines if the log is not on this
+    /// machine.
     fn read_log_end(&self, rank: u32) -> Vec<String>;
 }
 
-/// Records that a signal has requested the end of the program. Called by the kernel when a signal
+/// Records that a signal has requested the end of `launch top`. Called by the kernel when a signal
 /// arrives.
 extern "C" fn record_signal(_: libc::c_int) {
     IS_ENDING.store(true, Ordering::Relaxed);
@@ -47,8 +50,8 @@ pub(crate) fn can_show_full_screen() -> bool {
     io::stdin().is_terminal() && io::stdout().is_terminal()
 }
 
-/// Shows the run on the whole terminal until the user quits or a signal arrives. Restores the
-/// terminal, also after a panic.
+/// Shows the run on the whole terminal until the user quits `launch top` or a signal arrives.
+/// Restores the terminal, also after a panic.
 pub(crate) fn show_run(source: &dyn TopSource) -> io::Result<()> {
     if !can_show_full_screen() {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "stdin or stdout is not a terminal"));
@@ -65,7 +68,7 @@ pub(crate) fn show_run(source: &dyn TopSource) -> io::Result<()> {
     shown.and(restored)
 }
 
-/// Draws the run and reads keys until the program must end.
+/// Draws the run and processes keys until `launch top` must end.
 fn run_event_loop(source: &dyn TopSource, terminal: &mut ratatui::DefaultTerminal) -> io::Result<()> {
     let mut state = TopState::default();
     let mut refreshed: Option<Instant> = None;
@@ -97,8 +100,8 @@ fn run_event_loop(source: &dyn TopSource, terminal: &mut ratatui::DefaultTermina
     Ok(())
 }
 
-/// Waits for input for [`KEY_WAIT_INTERVAL`] and returns all events that have arrived. Fails if the
-/// terminal was closed.
+/// Waits for input from the terminal for [`KEY_WAIT_INTERVAL`] and returns all events that have
+/// arrived. Fails if the terminal was closed.
 fn read_events() -> io::Result<Vec<Event>> {
     let stdin = io::stdin();
     let mut fds = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];

@@ -1,12 +1,13 @@
-//! [`TopState`]: what `launch top` shows, and how keys change it.
+//! [`TopState`]: the state of the view of `launch top` (shown run, selected rank, search text), and
+//! how keys change it.
 use dashboard::RunSnapshot;
 use diagnostic::terminal_text::filter_line;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
-/// The longest text that can be searched for, in characters.
+/// The longest text that the user of `launch top` can search for, in characters.
 const MAX_FILTER_CHARS: usize = 100;
 
-/// The shown run, and the user's choices.
+/// The state of the view of `launch top`: the shown run, the selected rank and the search text.
 #[derive(Debug, Default)]
 pub(super) struct TopState {
     /// The state of the run; `None` before it was read.
@@ -31,7 +32,7 @@ pub(super) enum KeyAction {
 }
 
 impl TopState {
-    /// Changes the state according to a key.
+    /// Changes the state of the view as the pressed key requests.
     pub(super) fn handle_key(&mut self, key: KeyEvent) -> KeyAction {
         if key.kind == KeyEventKind::Release {
             return KeyAction::Redraw;
@@ -63,12 +64,13 @@ impl TopState {
         KeyAction::Redraw
     }
 
-    /// Sets the newest state of the run.
+    /// Replaces the shown state of the run by a newer one.
     pub(super) fn set_run(&mut self, run: RunSnapshot) {
         self.run = Some(run);
         self.select_rank(self.selected);
     }
 
+    /// Selects the rank `rank`, or the last rank if the run has no such rank.
     fn select_rank(&mut self, rank: u32) {
         let ranks = self.run.as_ref().map_or(0, |run| run.states.len() as u32);
         let rank = rank.min(ranks.saturating_sub(1));
@@ -78,7 +80,8 @@ impl TopState {
         self.selected = rank;
     }
 
-    /// Selects the rank at the same position of the host above or below.
+    /// Selects another host (`by` hosts further down), on which the rank at the same position
+    /// becomes the selected one.
     fn select_host(&mut self, by: isize) {
         let Some(run) = &self.run else { return };
         let has_rank =
@@ -91,12 +94,13 @@ impl TopState {
         self.select_rank(host.first_rank + position.min(host.workers.saturating_sub(1)));
     }
 
-    /// Returns whether a line contains the text that the user searches for, without regard to case.
+    /// Returns whether an output line contains the text that the user searches for, without regard
+    /// to case.
     pub(super) fn matches_search(&self, line: &str) -> bool {
         self.filter.is_empty() || line.to_lowercase().contains(&self.filter.to_lowercase())
     }
 
-    /// Lists the messages about slow ranks.
+    /// Lists the messages about slow ranks of the shown run.
     pub(super) fn list_warnings(&self) -> Vec<String> {
         let status = self.run.as_ref().and_then(|run| run.status.as_ref());
         status.map_or_else(Vec::new, |status| {

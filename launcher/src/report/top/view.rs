@@ -19,15 +19,15 @@ use ratatui::{
 };
 use serde_json::Value;
 
-/// The smallest width, in columns, at which the view shows events and log next to each other, and
-/// the curve of the loss.
+/// The smallest width of the terminal, in columns, at which `launch top` shows events and log next
+/// to each other, and the curve of the loss.
 const MIN_WIDE_COLUMNS: u16 = 120;
-/// The largest number of lines of the hosts, without the border.
+/// The largest number of lines that `launch top` uses for hosts, without the border.
 const MAX_HOST_LINES: u16 = 20;
-/// The height of the curve of the loss, with its border.
+/// The height of the curve of the loss in `launch top`, in lines with its border.
 const CURVE_LINES: u16 = 6;
 
-/// Draws the whole screen.
+/// Draws the whole screen of `launch top`.
 pub(super) fn draw(frame: &mut Frame, state: &TopState) {
     let area = frame.area();
     let Some(run) = &state.run else {
@@ -74,7 +74,7 @@ pub(super) fn draw(frame: &mut Frame, state: &TopState) {
     frame.render_widget(Paragraph::new(format_foot(state)), foot);
 }
 
-/// Formats the state and the numbers of a run.
+/// Formats the first lines of the screen: the state of the run, its step, loss and speed.
 fn format_head(run: &RunSnapshot) -> Vec<Line<'static>> {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let color = match run.info.state {
@@ -110,7 +110,7 @@ fn format_head(run: &RunSnapshot) -> Vec<Line<'static>> {
     ]
 }
 
-/// Draws the curve of the loss. The lowest loss has the lowest bar.
+/// Draws the curve of the loss into an area of the screen. The lowest loss has the lowest bar.
 fn draw_losses(frame: &mut Frame, run: &RunSnapshot, area: Rect) {
     let columns = usize::from(area.width.saturating_sub(2)).max(1);
     let finite: Vec<f64> = run.losses.iter().map(|(_, loss)| *loss).collect();
@@ -129,7 +129,7 @@ fn draw_losses(frame: &mut Frame, run: &RunSnapshot, area: Rect) {
     frame.render_widget(Sparkline::default().data(bars).block(build_frame(title)), area);
 }
 
-/// Draws the last lines that fit into an area.
+/// Draws the last lines of a text that fit into an area of the screen.
 fn draw_last_lines(frame: &mut Frame, title: String, lines: Vec<String>, area: Rect) {
     let fitting = usize::from(area.height.saturating_sub(2));
     let first = lines.len().saturating_sub(fitting);
@@ -137,11 +137,12 @@ fn draw_last_lines(frame: &mut Frame, title: String, lines: Vec<String>, area: R
     frame.render_widget(Paragraph::new(lines).block(build_frame(title)), area);
 }
 
+/// Builds a border with the title `title`.
 fn build_frame(title: String) -> Block<'static> {
     Block::new().borders(Borders::ALL).title(title)
 }
 
-/// Formats an event as one line. Events of other versions are shown as JSON.
+/// Formats an event of the journal as one line. Events of other versions are shown as JSON.
 fn format_event_line(event: &Value) -> String {
     let text = match Event::from_json(&event.to_string()) {
         Ok(event) => format_event(&event),
@@ -150,7 +151,7 @@ fn format_event_line(event: &Value) -> String {
     filter_line(&text)
 }
 
-/// Formats the last line: the keys, or the text that is searched for.
+/// Formats the last line of the screen: the keys, or the text that the user searches for.
 fn format_foot(state: &TopState) -> Line<'static> {
     match (&state.input, state.filter.is_empty()) {
         (Some(input), _) => Line::raw(format!("/{}", filter_line(input))),
