@@ -51,8 +51,8 @@ pub(crate) struct AttachArgs {
     detached: Option<String>,
 }
 
-/// Runs `launch attach`: takes over a run in this process or, with `--detach`, in a detached
-/// process. Returns the exit code of the run.
+/// Runs `launch attach`: takes over a run whose controller was lost, in this process or, with
+/// `--detach`, in a detached process. Returns the exit code of the run.
 pub(crate) fn run(args: AttachArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Unattended)?;
     if let RunState::Ended(code, _) = run.state {
@@ -65,7 +65,8 @@ pub(crate) fn run(args: AttachArgs, context: &CommandContext) -> diagnostic::Res
     }
 }
 
-/// Takes over a run, and runs its controller in this process until the run ends.
+/// Takes over a run whose controller was lost, and runs a new controller in this process until the
+/// run ends.
 fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagnostic::Result<u8> {
     let record = run.record;
     let starter =
@@ -134,8 +135,8 @@ fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagn
     Ok(controller::attach_to_run(request, options, attach))
 }
 
-/// Starts a controller in a separate session, and blocks until it has taken over the run or has
-/// ended. Returns 0, or the exit code of a controller that has not taken over the run.
+/// Starts a controller in a separate session, and blocks until the controller has taken over the
+/// run or has ended. Returns 0, or the exit code of a controller that has not taken over the run.
 fn start_detached_takeover(args: &AttachArgs, run: &Run, context: &CommandContext) -> diagnostic::Result<u8> {
     let (name, directory) = (&run.record.run, &run.record.run_dir);
     let console = directory.join("console.log");

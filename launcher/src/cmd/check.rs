@@ -65,8 +65,8 @@ pub(crate) fn run(args: CheckArgs, context: &CommandContext) -> diagnostic::Resu
     }
 }
 
-/// Takes part, as a joining node, in the `launch check` that node 0 at `address` performs. Returns
-/// the exit code of the check.
+/// Takes part, as a node that joins, in the `launch check` that node 0 at `address` performs for
+/// the whole job. Returns the exit code of the check.
 fn join_check(
     request: &JobRequest,
     address: &RendezvousAddress,
@@ -147,14 +147,14 @@ fn collect_probe_targets(job: &JobSpec) -> probe::ProbeTargets {
     }
 }
 
-/// Returns the time limit for a TCP connection between two hosts, in milliseconds: the connection
+/// Returns the time limit for a test connection between two hosts, in milliseconds: the connection
 /// timeout of SSH (`cluster.ssh`), but at most 5 s.
 fn limit_peer_timeout_ms(job: &JobSpec) -> u64 {
     job.cluster.ssh.connect_timeout_ms.min(5000)
 }
 
-/// Creates a text that differs for every run of `launch check`, from the process ID and the time.
-/// The names of the nonce files contain the text.
+/// Creates a text that is unique for each run of `launch check`, from the process ID and the time.
+/// The names of the files that test shared directories contain the text.
 fn create_nonce() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{:x}-{:x}", std::process::id(), now.as_nanos())

@@ -2,7 +2,8 @@
 use super::{gpu_check::args::GpuCheckFunction, output::OutputFormat};
 use protocol::preflight::Preflight;
 
-/// The output format of a command and the inputs that do not come from its arguments.
+/// What each command of `launch` gets in addition to its arguments: the output format, and inputs
+/// such as the preflight checks.
 pub(crate) struct CommandContext {
     /// The format in which the command prints its results.
     pub(crate) format: OutputFormat,

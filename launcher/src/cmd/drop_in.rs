@@ -60,8 +60,8 @@ const DEEPSPEED_ENV_FILE: &str = ".deepspeed_env";
 /// The largest size of a file with environment variables for workers, in bytes.
 const MAX_VARIABLE_FILE_BYTES: u64 = 1 << 20;
 
-/// Returns whether `program`, the first word of a command line, is the name or path of another
-/// launcher that launch replaces, such as `torchrun`.
+/// Returns whether `program`, the first word of a command line, is the name or path of a launcher
+/// that launch replaces, such as `torchrun`.
 pub fn is_other_launcher(program: &OsStr) -> bool {
     OtherLauncher::from_program_name(program).is_some()
 }
@@ -142,7 +142,7 @@ fn select_job_arguments(launcher: OtherLauncher, arguments: &[OsString]) -> Opti
     }
 }
 
-/// Prints the help of a drop-in command.
+/// Prints the help of `launch torchrun`, `launch accelerate` or `launch deepspeed`.
 fn print_help(launcher: OtherLauncher, context: &CommandContext) -> diagnostic::Result<u8> {
     let mut definition = (context.build_definition)();
     definition.build();
@@ -275,8 +275,8 @@ fn read_variable_file(path: &Path) -> diagnostic::Result<String> {
     String::from_utf8(bytes).map_err(|_| rejected("a file of variables is not UTF-8 text:"))
 }
 
-/// Returns whether a command line of `deepspeed` requests a file with the process id. Returns
-/// `false` for an invalid command line.
+/// Returns whether a command line of `deepspeed` requests a file with the process ID
+/// (`--save_pid`). Returns `false` for an invalid command line.
 fn requests_pid_file(words: &[String]) -> bool {
     DeepSpeedCommand::parse(words).is_ok_and(|command| command.requests_pid_file())
 }

@@ -1,4 +1,4 @@
-//! `launch events`: prints the events of a run from the run's journal.
+//! `launch events`: prints the events of a run from the run's journal (its file of events).
 use super::{
     context::CommandContext,
     output::{OutputFormat, output_error, path_error},
@@ -30,15 +30,16 @@ pub(crate) struct EventsArgs {
     follow: bool,
 }
 
-/// Runs `launch events`: prints the journal of a run and returns the exit code.
+/// Runs `launch events`: prints the events of a run and returns the exit code.
 pub(crate) fn run(args: EventsArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
     print_journal(&run, args.follow, context.format)?;
     Ok(protocol::exit::DONE)
 }
 
-/// Prints the journal of a run. With `follow`, also prints new events until the controller has
-/// ended. Returns early if the reader of stdout closes the pipe.
+/// Prints the events of a run from the run's journal (its file of events). With `follow`, also
+/// prints new events until the controller has ended. Returns early if the reader of stdout closes
+/// the pipe.
 fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::Result<()> {
     let file = run.record.run_dir.join("events.jsonl");
     let unreadable = |e: std::io::Error| path_error(command::RUN_FILE_UNREADABLE, "cannot read", &file, &e);
@@ -87,8 +88,8 @@ fn convert_json_line(line: &str, format: OutputFormat) -> String {
     format!("{}\n", escape_unprintable_in_json(converted.as_deref().unwrap_or(line)))
 }
 
-/// Returns 1, the event schema of journal lines without a schema number. Earlier releases wrote
-/// such lines.
+/// Returns 1, the version of the event schema of journal lines that state no version. Earlier
+/// releases wrote such lines.
 fn default_schema() -> u8 {
     1
 }

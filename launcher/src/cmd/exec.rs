@@ -1,4 +1,4 @@
-//! `launch exec`: runs a command next to a worker of a run.
+//! `launch exec`: runs a command on the host of a worker of a run, for example a debugger.
 use super::{context::CommandContext, ps::resolve_run};
 use crate::{
     connection::{FrameError, encode_frame, read_frame},
@@ -103,8 +103,8 @@ enum ExecError {
     Output,
 }
 
-/// Sends the request to run a command, and writes the output of the command to stdout and stderr.
-/// Returns the last reply.
+/// Sends the request of `launch exec` to the controller, and writes the output of the command to
+/// stdout and stderr. Returns the last reply.
 async fn run_command(stream: StdStream, request: ExecRequest) -> Result<ExecReply, ExecError> {
     stream.set_nonblocking(true).map_err(|_| ExecError::Connection)?;
     let (mut reader, mut writer) =

@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 
 /// The largest number of codes that are suggested for a misspelled code.
 const MAX_SUGGESTIONS: usize = 3;
-/// The least Jaro-Winkler similarity, from 0 to 1, between a misspelled code and a suggestion.
+/// The least Jaro-Winkler similarity, from 0 to 1, between a misspelled diagnostic code and a
+/// suggested one.
 const MIN_SIMILARITY: f64 = 0.75;
 
 /// Arguments of `launch explain`.
@@ -52,8 +53,8 @@ fn code_to_json(code: Code) -> Value {
     })
 }
 
-/// Finds the diagnostic code with this name. `name` may have upper-case letters, and underscores
-/// instead of hyphens. Fails for an unknown name, with similar codes as suggestions.
+/// Finds the diagnostic code with the name `name`. `name` may have upper-case letters, and
+/// underscores instead of hyphens. Fails for an unknown name, with similar codes as suggestions.
 fn find_code(name: &str) -> diagnostic::Result<Code> {
     let normalized = name.trim().to_ascii_lowercase().replace('_', "-");
     Code::from_name(&normalized).ok_or_else(|| {

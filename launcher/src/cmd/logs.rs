@@ -25,8 +25,8 @@ use std::{
 /// The help text for a rank whose log is not on this host.
 const LOGS_ON_OTHER_HOSTS: &str = "without a shared run directory each host keeps its logs; \
                                    `run.logs.show` selects the ranks whose output is copied here";
-/// The file name prefix of copies of the ranks' console output. The controller keeps these copies
-/// for ranks whose logs are on other hosts.
+/// The beginning of the names of the files in which the controller stores the console output of
+/// ranks on other hosts. The controller keeps these copies for ranks whose logs are on other hosts.
 const CONSOLE_COPY_PREFIX: &str = "streamed-";
 /// The number of bytes of log text that are collected before they are written to stdout.
 const WRITE_BATCH_BYTES: usize = 64 << 10;
@@ -80,7 +80,8 @@ pub(crate) fn run(args: LogsArgs, _context: &CommandContext) -> diagnostic::Resu
     Ok(protocol::exit::DONE)
 }
 
-/// Prints log files of a run, filtered and optionally followed.
+/// Prints log files of a run: those of the selected ranks, filtered by `--grep` and `--since`, and
+/// followed while they grow.
 struct LogViewer<'a> {
     run: &'a Run,
     directory: PathBuf,

@@ -11,7 +11,8 @@ use jobspec::{
 };
 use std::path::PathBuf;
 
-/// The options of a command that is started once on each node.
+/// The options of a command that the user starts once on each node, such as `--nodes` and
+/// `--node-rank`.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct NodeArgs {
     /// Number of nodes, including node 0: N or MIN:MAX; start launch once on each node
@@ -36,7 +37,8 @@ pub(crate) struct NodeArgs {
 }
 
 impl NodeArgs {
-    /// Returns the name of one of the options that the user gave, or `None` if no option was given.
+    /// Returns the name of one of the node options, such as `--nodes`, that the user gave, or
+    /// `None` if none was given.
     fn find_given_option(&self) -> Option<&'static str> {
         let given = [
             (self.nodes.is_some(), "--nodes"),
@@ -74,8 +76,8 @@ pub(super) enum NodeRole {
     },
 }
 
-/// Chooses the role of this process for the job of a request. Fails if this process is one node of
-/// several, but cannot join the others.
+/// Chooses whether this process runs the requested job alone, controls the nodes that join, or is
+/// one of these nodes. Fails if this process is one node of several, but cannot join the others.
 pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::Result<NodeRole> {
     let option = args.find_given_option();
     let loaded = LoadedJob::load(&request)?;
@@ -125,7 +127,8 @@ fn build_alone_role(mut request: JobRequest, job: &JobSpec) -> NodeRole {
     NodeRole::Alone(request)
 }
 
-/// The settings of a node, from options, environment variables and the job.
+/// The settings of this node from options, environment variables and the job: number of nodes, node
+/// rank, address of node 0 and key file.
 #[derive(Debug)]
 struct NodeSettings {
     nodes: NodeCount,
@@ -227,8 +230,8 @@ fn describe_node(nodes: Option<NodeCount>, rank: Option<u32>, source: Option<&st
     }
 }
 
-/// Returns the key file of a node, or `None` if its user has requested nodes without a key. Fails
-/// if there is neither.
+/// Returns the file with the key that the nodes share, or `None` if the user has requested nodes
+/// without a key. Fails if there is neither.
 fn choose_key_file(
     args: &NodeArgs,
     job: &JobSpec,

@@ -1,6 +1,6 @@
 //! [`OptionValueError`] and the parsers of option values that several commands use.
 
-/// The error that the value of a command-line option does not have the expected form.
+/// The error that the value of a command-line option is malformed, such as a size without a unit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum OptionValueError {
     /// The value is not a rank or a range of ranks.

@@ -55,8 +55,8 @@ pub(crate) fn print_output(text: &str) -> diagnostic::Result<u8> {
     convert_write_result(command_output::write_text(text))
 }
 
-/// Writes a value and a line end to stdout, without unprintable characters, and returns the exit
-/// code 0. Fails if the write fails.
+/// Writes a value as a line to stdout, without unprintable characters, and returns the exit code 0.
+/// Fails if the write fails.
 pub(crate) fn print_line(value: impl Display) -> diagnostic::Result<u8> {
     print_output(&format!("{value}\n"))
 }

@@ -43,9 +43,9 @@ fn placeholder_run_id() -> RunId {
     RunId("{run}".to_owned())
 }
 
-/// Prints the warnings about a job to stderr and the plan to stdout. With `with_job`, the text
-/// output ends with the job with all defaults. With `--verbose`, activates the environments of
-/// `run.activate` on this machine, and also prints what they change.
+/// Prints the plan of a job (what would run where) to stdout, and the warnings about the job to
+/// stderr. With `with_job`, the text output ends with the job with all defaults. With `--verbose`,
+/// activates the environments of `run.activate` on this machine, and also prints what they change.
 fn print_plan(prepared: &PreparedJob, context: &CommandContext, with_job: bool) -> diagnostic::Result<u8> {
     output::print_warnings(&prepared.warnings);
     let changes = match context.verbosity {
@@ -67,7 +67,7 @@ fn print_plan(prepared: &PreparedJob, context: &CommandContext, with_job: bool) 
     output::print_output(&text)
 }
 
-/// Formats a selection of ranks: `all ranks`, `rank 3`, `ranks 0,3-5`.
+/// Formats the ranks that a job key selects as text: `all ranks`, `rank 3`, `ranks 0,3-5`.
 fn format_rank_selection(ranks: &RankSelection) -> String {
     match ranks {
         RankSelection::All => "all ranks".to_owned(),
@@ -75,8 +75,8 @@ fn format_rank_selection(ranks: &RankSelection) -> String {
     }
 }
 
-/// Activates the environments of `run.activate` on this machine. Returns `None` for a job that
-/// activates nothing.
+/// Activates the environments that `run.activate` names (such as a Conda environment) on this
+/// machine, and returns the changed variables. Returns `None` for a job that activates nothing.
 fn activate_environment(prepared: &PreparedJob) -> diagnostic::Result<Option<EnvironmentChanges>> {
     let run = &prepared.job.run;
     if run.activate.is_empty() || run.command.is_none() {
@@ -138,7 +138,7 @@ fn env_to_json(env: &[(String, String)]) -> Map<String, Value> {
     env.iter().map(|(name, value)| (name.clone(), Value::from(redact_secret_value(name, value)))).collect()
 }
 
-/// Returns a warning as a JSON object with the members of the diagnostic. The object also has
+/// Returns a warning as a JSON object with its code, message and other fields. The object also has
 /// `path`, `file`, `line`, `column` and `hint`, which schema 1 had.
 fn warning_to_json(warning: &Diagnostic) -> Value {
     let mut object = warning.to_json();
@@ -282,9 +282,9 @@ fn add_master_variables(p: &PreparedJob, worker: &WorkerPlan) -> Vec<(String, St
     env
 }
 
-/// Formats the memory estimate of the rank that needs the most memory, with one line for each
-/// component of the estimate. The last line has the sum of the estimates of all ranks. Returns an
-/// empty text if there are no estimates.
+/// Formats the memory estimate of the rank that needs the most memory, with one line for each use
+/// of memory. The last line has the sum of the estimates of all ranks. Returns an empty text if
+/// there are no estimates.
 ///
 /// `kind` is the name of the memory in the text: `memory` or `GPU memory`. `installed` is the
 /// memory of this machine in bytes. If it is 0, the text does not mention the memory of this

@@ -101,14 +101,13 @@ impl LoadedJob {
         error.into_diagnostic(|mistakes| self.create_invalid_job_error(mistakes))
     }
 
-    /// Adds the place of the mistake (file, line and column) to each diagnostic whose subject is a
-    /// key of the job.
+    /// Adds file, line and column to each diagnostic whose subject is a key of the job.
     fn locate_mistakes(&self, diagnostics: impl IntoIterator<Item = Diagnostic>) -> Vec<Diagnostic> {
         diagnostics.into_iter().map(|diagnostic| self.sources.add_location(diagnostic)).collect()
     }
 }
 
-/// Loads a job, checks it and makes its plan. Writes no files.
+/// Loads a job, checks it, and plans which worker runs on which host. Writes no files.
 ///
 /// # Errors
 ///
@@ -180,8 +179,8 @@ pub(super) fn build_planning_host(target: &HostTarget, local: &HostInventory) ->
     JobHost { name, slots: target.slots, selected_slots, local: target.local, inventory }
 }
 
-/// Returns an error for `cluster.use_hosts` if it exceeds the number of hosts, and an error for
-/// `run.min_hosts` if it exceeds the number of used hosts.
+/// Returns an error for each of the keys `cluster.use_hosts` and `run.min_hosts` that requires more
+/// hosts than there are.
 fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
     let used = job.cluster.use_hosts.map_or(hosts, |n| n as usize);
     let min_hosts = if let MinHosts::AtLeast(n) = job.run.min_hosts { n as usize } else { 0 };

@@ -107,8 +107,7 @@ pub(super) fn format_run_table(runs: &[Run], now_ms: u64) -> String {
     format_table(&rows)
 }
 
-/// Formats the time since the start of a run, given in seconds, in the largest fitting unit:
-/// `5 min ago`.
+/// Formats how long ago a run began, given in seconds, in the largest fitting unit: `5 min ago`.
 fn format_age(seconds: f64) -> String {
     match seconds as u64 {
         s @ 0..120 => format!("{s} s ago"),

@@ -1,5 +1,5 @@
-//! `launch quickstart`: writes a job that trains a small model, and its training text, so that an
-//! installed launch can be tried without any other file.
+//! `launch quickstart`: writes a job file that trains a small model, and its training text, so that
+//! launch can be tried without any other file.
 use super::{
     context::CommandContext,
     output::{path_error, print_json, print_line},
@@ -82,7 +82,7 @@ fn write_files(dir: &Path) -> diagnostic::Result<Vec<PathBuf>> {
     Ok(contents.iter().map(|(name, _)| dir.join(name)).collect())
 }
 
-/// Creates the error that a file exists which the command would replace.
+/// Creates the error that `launch quickstart` would replace an existing file.
 fn build_file_exists_error(path: &Path) -> Diagnostic {
     let path = path.display().to_string();
     Diagnostic::error(command::QUICKSTART_EXISTS, format!("{path} exists and has other content"))

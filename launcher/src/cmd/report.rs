@@ -1,4 +1,4 @@
-//! `launch report`: writes what the page of `launch serve` shows of runs to one HTML file.
+//! `launch report`: writes the page of `launch serve` about some runs to one HTML file.
 use super::{
     context::CommandContext,
     dashboard_runs::create_dashboard,

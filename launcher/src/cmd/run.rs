@@ -153,7 +153,8 @@ fn run_request(
     }
 }
 
-/// Joins, as a node, the run that node 0 at `address` controls. Returns the exit code of the run.
+/// Joins the run that node 0 at `address` controls, with this machine as another node. Returns the
+/// exit code of the run.
 fn join_run_as_node(
     request: &JobRequest,
     address: &RendezvousAddress,
@@ -206,7 +207,7 @@ fn choose_worker_count(args: &RunArgs) -> WorkerCount {
     WorkerCount { value: workers.to_string(), argument: Some(format!("--workers {workers}")) }
 }
 
-/// The number of workers of a program, and the option or variable from which it comes.
+/// The number of workers of a program, and the name of the option or variable that sets it.
 #[derive(Debug)]
 struct WorkerCount {
     /// The value of `cluster.workers_per_host` in YAML.
@@ -329,13 +330,13 @@ fn build_controller_args(args: &RunArgs, run: &RunId, fd: i32, verbosity: u8) ->
     words
 }
 
-/// Encodes the values of `--set` for the standard input of a detached controller. In contrast to
-/// arguments, standard input is not shown in lists of processes.
+/// Encodes the overrides of `--set` as text for the standard input of a detached controller. In
+/// contrast to arguments, standard input is not shown in lists of processes.
 fn encode_overrides(overrides: &[String]) -> Vec<u8> {
     overrides.join("\0").into_bytes()
 }
 
-/// Returns the values of `--set`, which a detached controller reads from its standard input.
+/// Reads the overrides of `--set` from standard input, in the process of a detached controller.
 fn read_overrides(args: &RunArgs) -> diagnostic::Result<Vec<String>> {
     if !args.set_from_stdin {
         return Ok(args.set.clone());
@@ -441,8 +442,9 @@ fn draw_random_bits() -> u16 {
     RandomState::new().hash_one(std::process::id()) as u16
 }
 
-/// Prints the events of a run that ended before its workers ran, as JSON lines to stdout. If the
-/// controller did not record its end, prints that it ended with `exit_code`.
+/// Prints the events of a run that ended before its workers ran, as JSON lines to stdout, from the
+/// journal of the run. If the controller did not record its end, prints that it ended with
+/// `exit_code`.
 fn print_recorded_events(run_dir: &Path, exit_code: u8, elapsed: Duration, format: OutputFormat) {
     let journal = fs::read_to_string(run_dir.join("events.jsonl")).unwrap_or_default();
     let events: Vec<Event> = journal.lines().filter_map(|line| Event::from_json(line).ok()).collect();
@@ -468,7 +470,7 @@ fn print_failure_events(error: &Diagnostic, exit_code: u8, elapsed: Duration, fo
     print_events(&[failure, done], format);
 }
 
-/// Prints events as JSON lines to stdout.
+/// Prints events of a run as JSON lines to stdout.
 fn print_events(events: &[Event], format: OutputFormat) {
     for line in events.iter().filter_map(|event| event.to_json(format.schema).ok()) {
         // The exit code reports the failure to a program that has closed stdout.

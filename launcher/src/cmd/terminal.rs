@@ -4,8 +4,8 @@ use crate::{cluster::HostTarget, plan::Plan, report::command_output};
 use diagnostic::{Diagnostic, codes::host, quantity::format_count};
 use jobspec::JobSpec;
 
-/// Checks that this process has a terminal and that the rank of `run.terminal` is on this machine.
-/// `is_detached` states whether this process is a controller in the background.
+/// Checks that this process has a terminal and that the rank that `run.terminal` names runs on this
+/// machine. `is_detached` states whether this process is a controller in the background.
 pub(super) fn check_terminal(
     job: &JobSpec,
     plan: &Plan,

@@ -1,4 +1,5 @@
-//! `launch top`: shows a run on the whole terminal.
+//! `launch top`: shows the state of a run on the whole terminal and updates it until the user
+//! quits.
 use super::{dashboard_runs::create_dashboard, ps::resolve_run};
 use crate::{
     report::{TopSource, show_run},
@@ -9,7 +10,8 @@ use dashboard::{Dashboard, RunSnapshot};
 use diagnostic::{Diagnostic, codes::command};
 use std::{io, sync::Arc, time::Duration};
 
-/// The longest time for which one refresh reads the journal of the run.
+/// The longest time for which one refresh of `launch top` reads the journal of the run (its file of
+/// events).
 const MAX_JOURNAL_READ_TIME: Duration = Duration::from_millis(200);
 
 /// Arguments of `launch top`.
@@ -21,7 +23,8 @@ pub(crate) struct TopArgs {
     run: Option<String>,
 }
 
-/// The run that `launch top` shows.
+/// The ID of the run that `launch top` shows, with the data source (dashboard) from which its state
+/// is read.
 struct ShownRun {
     dashboard: Arc<Dashboard>,
     run: String,
@@ -37,7 +40,7 @@ impl TopSource for ShownRun {
     }
 }
 
-/// Runs `launch top`: shows the run until the user quits.
+/// Runs `launch top`: shows the state of a run on the whole terminal until the user quits.
 pub(crate) fn run(args: &TopArgs) -> diagnostic::Result<u8> {
     let run = resolve_run(args.run.as_deref(), RunFilter::Any)?;
     let name = run.record.run.clone();

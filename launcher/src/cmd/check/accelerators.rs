@@ -1,5 +1,5 @@
-//! [`check_accelerators`]: performs the check of `launch check` that concerns the accelerators of a
-//! host, of every vendor.
+//! [`check_accelerators`]: the check of `launch check` that concerns the accelerators (GPUs, NPUs
+//! and others) of a host.
 use super::check_report::CheckResult;
 use diagnostic::{codes::host as codes, quantity::format_count};
 use jobspec::{AcceleratorKind, DeviceSelection, JobSpec};

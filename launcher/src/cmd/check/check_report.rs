@@ -90,8 +90,8 @@ impl CheckResult {
         CheckResult { level: CheckLevel::Fail, ..CheckResult::warn(name, code, found, help) }
     }
 
-    /// Sets the field `name` of the result to `value`. The JSON report contains the fields, the
-    /// text report does not.
+    /// Sets the additional field `name` of the check result, which the JSON output shows, to
+    /// `value`. The JSON report contains the fields, the text report does not.
     pub(super) fn with_field(mut self, name: &str, value: impl Into<Value>) -> CheckResult {
         self.fields.insert(name.to_owned(), value.into());
         self

@@ -1,5 +1,5 @@
-//! [`evaluate_probes`]: converts the probe results of the hosts to the check results of
-//! `launch check`.
+//! [`evaluate_probes`]: derives the check results of `launch check` from what the agents of the
+//! hosts have found.
 use super::{
     accelerators,
     check_report::{CheckLevel, CheckReport, CheckResult, HostReport},
@@ -18,9 +18,9 @@ use std::collections::BTreeSet;
 /// The largest clock skew of a host for which `launch check` does not warn, in seconds. With a
 /// larger skew, the times in the logs of several hosts are hard to compare.
 const MAX_CLOCK_SKEW_S: f64 = 1.0;
-/// The limit of open files below which `launch check` warns.
+/// `launch check` warns if the limit of open files of a host is below this number.
 const MIN_OPEN_FILES: u64 = 4096;
-/// The limit of processes and threads below which `launch check` warns.
+/// `launch check` warns if the limit of processes and threads of a host is below this number.
 const MIN_PROCESSES: u64 = 4096;
 /// The size of /dev/shm below which `launch check` warns, in bytes. Data loaders and NCCL store
 /// data there.
@@ -142,8 +142,8 @@ fn check_host(
     checks
 }
 
-/// Checks the working, log and checkpoint directories of a host. Returns one result for each
-/// directory.
+/// Checks whether the working, log and checkpoint directories of a host exist, are writable and
+/// have enough free space. Returns one result for each directory.
 ///
 /// A missing working directory is a failure. A log or checkpoint directory that is not writable is
 /// also a failure. Less free space than [`MIN_DISK_BYTES`] is a warning.

@@ -127,9 +127,9 @@ fn join_help(error: &Diagnostic, advice: &str) -> String {
     help.collect::<Vec<_>>().join("; ")
 }
 
-/// Checks each GPU for memory errors, throttled clocks, and modes that limit how ranks can use it.
-/// Returns one warning for each problem, or one passed check if the GPUs have no problem. Returns
-/// no checks for a host without GPUs.
+/// Checks each GPU of a host for memory errors, throttled clocks, and modes that limit how ranks
+/// can use it. Returns one warning for each problem, or one passed check if the GPUs have no
+/// problem. Returns no checks for a host without GPUs.
 fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
     /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "gpu health";
@@ -209,8 +209,8 @@ fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
     })
 }
 
-/// Checks whether processes already use GPUs of a host. Returns one warning for each GPU in use. If
-/// no GPU is in use, returns one passed check with the free memory of the fullest GPU.
+/// Warns if processes already use GPUs of a host. Returns one warning for each GPU in use. If no
+/// GPU is in use, returns one passed check with the free memory of the fullest GPU.
 fn check_gpu_memory(gpus: &GpuReport) -> Vec<CheckResult> {
     /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "gpu memory";

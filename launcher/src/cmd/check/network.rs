@@ -33,8 +33,8 @@ const TRANSFER_MS: u64 = 300;
 /// The time limit for an agent's answer to a request to inspect or measure the network, in addition
 /// to the time limits of the connections that the agent opens.
 const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(15);
-/// How many connections an agent opens one after another in a measurement: one to all ports at the
-/// same time, one for each direction, and one with small segments for each direction.
+/// How many connections an agent opens one after another when it measures the network to another
+/// host: one to all ports at the same time, and two for each direction of data.
 const CONNECTIONS_IN_SEQUENCE: u32 = 5;
 /// The number of a host's CPUs for which a transfer gets one parallel TCP connection.
 const CPUS_PER_STREAM: u32 = 2;
@@ -50,8 +50,9 @@ pub(super) struct NetworkCheckOptions {
 }
 
 impl NetworkCheckOptions {
-    /// Creates the options for the hosts of a job, with a new random key. `are_local` states for
-    /// each host whether it is this machine. Fails if the kernel has no random numbers.
+    /// Creates the options of `launch check --network` for the hosts of a job, with a new random
+    /// key for the test connections. `are_local` states for each host whether it is this machine.
+    /// Fails if the kernel has no random numbers.
     pub(super) fn new(
         job: &JobSpec,
         are_local: Vec<bool>,
@@ -76,8 +77,8 @@ impl NetworkCheckOptions {
 /// that takes part in a measurement at the moment.
 type AgentSessions = Vec<Option<ProbeSession>>;
 
-/// Measures the connections between the hosts of `sessions`, so that each host takes part in only
-/// one measurement at a time. Hosts without an agent are left out. The caller must run in a
+/// Measures the connections between the hosts of a job, so that each host takes part in only one
+/// measurement at a time. Hosts without an agent are left out. The caller must run in a
 /// [`tokio::task::LocalSet`].
 pub(super) async fn measure_network(
     sessions: Vec<ProbeSession>,
@@ -105,8 +106,8 @@ pub(super) async fn measure_network(
     (sessions.into_iter().flatten().collect(), report)
 }
 
-/// Measures the planned pairs of hosts round by round, and then as many further pairs as are needed
-/// to find the hosts at fault.
+/// Measures the planned pairs of hosts round by round, and then further pairs until it is clear
+/// which hosts are at fault.
 async fn measure_rounds(
     sessions: &mut AgentSessions,
     targets: &NetworkCheckOptions,
@@ -181,10 +182,10 @@ async fn measure_round(
     }
 }
 
-/// Lets the first agent measure the connection to the second one, and then the second agent
-/// connect to the first one. If the first agent reaches no port of the second, the second agent
-/// measures the transfers. `requests` are the requests to the first agent, and those to the second
-/// without and with transfers.
+/// Lets the agent of the first host measure the connection to the second host, and then the agent
+/// of the second host connect to the first one. If the first agent reaches no port of the second,
+/// the second agent measures the transfers. `requests` are the requests to the first agent, and
+/// those to the second without and with transfers.
 async fn measure_pair(
     mut first: ProbeSession,
     mut second: ProbeSession,
@@ -219,8 +220,8 @@ async fn request_measurement(session: &mut ProbeSession, request: MeasureRequest
     .await
 }
 
-/// Sends a request to an agent and waits for its answer. A failure is stored as the error of the
-/// host, which is then no longer asked.
+/// Sends a request to a host's agent and waits for its answer. A failure is stored as the error of
+/// the host, which is then no longer asked.
 async fn ask_agent<T>(
     session: &mut ProbeSession,
     request: ProbeRequest,

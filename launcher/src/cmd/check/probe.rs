@@ -31,10 +31,10 @@ const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
 /// ignored. An error about the agent contains the text.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// The number of following hosts in the list of hosts to which each host of a job with more than
-/// [`MAX_FULL_MESH_HOSTS`] hosts connects, in addition to the first host.
+/// To how many hosts that follow it in the list of hosts each host of a large job opens test
+/// connections, in addition to the first host.
 const NEIGHBOUR_COUNT: usize = 4;
-/// The largest number of hosts for which every host connects to all other hosts.
+/// The largest number of hosts for which every host opens test connections to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;
 
 /// The directories, library paths and ports that the agent of each host inspects or uses.
@@ -174,8 +174,8 @@ impl AgentConnection {
         self.outbox.send_message(MessagePriority::Critical, message);
     }
 
-    /// Waits for a message of the agent for which `select` returns a value, and returns the value.
-    /// Other messages are dropped.
+    /// Waits for a message of the agent from which `select` extracts a value, and returns the
+    /// value. Other messages are dropped.
     ///
     /// Fails if the agent reports an error, if the connection ends, or if no such message arrives
     /// within `limit`. With `None`, the time is not limited.
@@ -288,7 +288,7 @@ pub(super) async fn find_root_error(
     error.with_subject(&host.name).with_message(message)
 }
 
-/// Sends an inspection request to an agent and waits for the answer. Returns the inspection, the
+/// Requests that an agent inspect its host, and waits for the answer. Returns the inspection, the
 /// clock skew in seconds and the uncertainty of the skew in seconds.
 async fn request_inspection(
     connection: &mut AgentConnection,
@@ -329,8 +329,8 @@ fn read_unix_time_s() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
-/// Returns the addresses at which the agent of a host accepts connections of other agents. Returns
-/// `None` if the host was not inspected or the agent does not listen.
+/// Returns the addresses at which the agent of a host accepts test connections of other agents.
+/// Returns `None` if the host was not inspected or the agent does not listen.
 fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
     let inspection = probe.inspection.as_ref()?;
     let port = inspection.port?;
@@ -352,9 +352,9 @@ fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<Pe
     others.filter_map(|other| listeners.get(other)?.clone()).take(MAX_PEERS).collect()
 }
 
-/// Requests that an agent connect to the agents `peers`, and search its directories for the files
-/// that the agents of all hosts have written. Stores the answer, or the error if the request fails,
-/// in the session's probe result.
+/// Requests that an agent open test connections to the agents `peers`, and search its directories
+/// for the files that the agents of all hosts have written. Stores the answer, or the error if the
+/// request fails, in the session's probe result.
 async fn request_peer_connections(
     mut session: ProbeSession,
     peers: Vec<PeerListener>,

@@ -91,8 +91,8 @@ fn format_check_rows(hosts: &[HostReport]) -> Vec<Vec<String>> {
     rows
 }
 
-/// Returns the result with the worst level among the checks of this name on a host, or `None` if
-/// the host has no check of this name.
+/// Returns the worst result among the checks with the name `name` on a host, or `None` if the host
+/// has no such check.
 fn find_worst_check<'h>(host: &'h HostReport, name: &str) -> Option<&'h CheckResult> {
     let severity = |check: &&CheckResult| match check.level {
         CheckLevel::Ok => 0,

@@ -110,8 +110,8 @@ fn parse_group_rule(text: &str) -> Result<OptimizerGroupRule, OptionValueError> 
     Ok(OptimizerGroupRule { pattern: glob.compile_matcher(), group })
 }
 
-/// Assigns optimizer groups to the parameters of a checkpoint that records no group for them.
-/// Returns the group of each parameter whose name a rule matches.
+/// Assigns optimizer groups to the parameters of a checkpoint that does not record which group each
+/// parameter belongs to. Returns the group of each parameter whose name a rule matches.
 ///
 /// Fails if the checkpoint records all groups, if a rule matches no parameter or names a group that
 /// does not exist, or if two rules match one parameter.

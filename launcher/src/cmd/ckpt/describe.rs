@@ -203,8 +203,8 @@ pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Valu
     value
 }
 
-/// Adds up sizes in bytes. Returns the largest `u64` if the sum is larger, because sparse files may
-/// have any size.
+/// Adds up sizes of files or tensors in bytes. Returns the largest `u64` if the sum is larger,
+/// because sparse files may have any size.
 fn sum_sizes(sizes: impl Iterator<Item = u64>) -> u64 {
     sizes.fold(0, u64::saturating_add)
 }
@@ -292,8 +292,8 @@ fn format_group_table(groups: &Value) -> String {
     if groups.is_empty() { String::new() } else { format_table(&rows) }
 }
 
-/// Formats `text`, which comes from a file, as one table cell of at most [`MAX_CELL_CHARS`]
-/// characters.
+/// Formats `text`, which comes from a checkpoint's file, as one table cell of at most
+/// [`MAX_CELL_CHARS`] characters.
 fn format_cell(text: &str) -> String {
     let mut cell: String = text.chars().take(MAX_CELL_CHARS).collect();
     if cell.len() < text.len() {

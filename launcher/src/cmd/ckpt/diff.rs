@@ -56,8 +56,8 @@ fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
     DiffSide { source: found.source(), ties }
 }
 
-/// Formats the result of a comparison as text, with one line for each tensor that differs and a
-/// summary.
+/// Formats the result of comparing two checkpoints as text, with one line for each tensor that
+/// differs and a summary.
 fn format_diff_report(report: &DiffReport) -> String {
     let mut lines = vec![format!("a  {}", report.a.display()), format!("b  {}", report.b.display())];
     let mut list = |what: &str, names: &[String]| {
@@ -146,8 +146,8 @@ fn describe_rounding(cast: RoundingCast) -> &'static str {
     }
 }
 
-/// Describes the rounding that explains all differing elements of all tensors. Returns `None` if no
-/// single rounding explains all differences.
+/// Describes the rounding (such as from fp32 to bf16) that explains all differences between the
+/// tensors of two checkpoints. Returns `None` if no single rounding explains all differences.
 fn describe_common_rounding(report: &DiffReport) -> Option<String> {
     let cast = report.different.first()?.values.cast?;
     let is_common = report.different.iter().all(|d| d.values.cast == Some(cast));

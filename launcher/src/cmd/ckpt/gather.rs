@@ -52,14 +52,16 @@ impl From<DtypeOption> for Dtype {
     }
 }
 
-/// Runs `launch ckpt gather`: writes the full weights of a checkpoint and prints the path.
+/// Runs `launch ckpt gather`: writes the full weights of a checkpoint as a Hugging Face directory,
+/// and prints its path.
 pub(super) fn run(args: GatherArgs, json: bool) -> diagnostic::Result<u8> {
     let GatherArgs { dir, out, dtype, max_shard_size, force, merge_lora } = args;
     let options = GatherOptions { dtype: dtype.map(Dtype::from), max_shard_size, force, merge_lora };
     write_weights(&dir, &out, &options, json)
 }
 
-/// Writes the full weights of a checkpoint to `out` and prints the path. Returns the exit code.
+/// Writes the full weights of a checkpoint to the directory `out` and prints the path. Returns the
+/// exit code.
 pub(super) fn write_weights(
     dir: &Path,
     out: &Path,

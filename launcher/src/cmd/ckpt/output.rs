@@ -23,9 +23,10 @@ pub(super) fn report_to_json(report: &impl Serialize) -> Value {
     serde_json::to_value(report).unwrap_or(Value::Null)
 }
 
-/// Runs an operation and shows its progress in bytes as a line on stderr. `action` names the
-/// operation as a present participle, such as `converting`. The operation reports the done and the
-/// total number of bytes to the function that it gets. Draws nothing if stderr is not a terminal.
+/// Runs an operation on a checkpoint, and shows its progress in bytes as a line on stderr. `action`
+/// names the operation as a present participle, such as `converting`. The operation reports the
+/// done and the total number of bytes to the function that it gets. Draws nothing if stderr is not
+/// a terminal.
 pub(super) fn run_with_progress<T>(
     action: &str,
     operation: impl FnOnce(&mut (dyn FnMut(u64, u64) + Send)) -> T,

@@ -58,8 +58,8 @@ pub(super) fn run(args: VerifyArgs, json: bool) -> diagnostic::Result<u8> {
     Ok(if sound { exit::DONE } else { exit::CHECKPOINT })
 }
 
-/// Lists the checkpoints of a report that have files without checksums, one line each with the
-/// first files.
+/// Lists the verified checkpoints that have files without checksums, one line each with the names
+/// of the first files.
 pub(super) fn list_unchecked_files(report: &VerifyReport) -> Vec<String> {
     let line = |c: &CheckpointReport| {
         let (path, files) = (c.path.display(), format_count(c.unchecked.len(), "file"));
@@ -71,7 +71,7 @@ pub(super) fn list_unchecked_files(report: &VerifyReport) -> Vec<String> {
     report.checkpoints.iter().filter(|c| !c.unchecked.is_empty()).map(line).collect()
 }
 
-/// Formats the report of a verification as text, with one line for each checkpoint and each
+/// Formats the result of verifying checkpoints as text, with one line for each checkpoint and each
 /// problem.
 pub(super) fn format_verify_report(report: &VerifyReport) -> String {
     let mut text = String::new();

@@ -33,9 +33,9 @@ pub(super) fn exec_original_program(launcher: OtherLauncher, arguments: &[OsStri
         .with_cause(&error)
 }
 
-/// Returns the Python that runs scripts: that of the original program or, without the original
-/// program, `python` or `python3` of PATH. If there is no Python, returns `python` for a command
-/// line with `--no-python`, and fails for any other.
+/// Returns the path of the Python that runs scripts: that of the original program or, without the
+/// original program, `python` or `python3` of PATH. If there is no Python, returns `python` for a
+/// command line with `--no-python`, and fails for any other.
 pub(super) fn find_python(launcher: OtherLauncher, words: &[String]) -> diagnostic::Result<String> {
     let interpreter = find_program(launcher.name()).and_then(|program| read_interpreter(&program));
     let python = interpreter.or_else(|| find_program("python")).or_else(|| find_program("python3"));
@@ -63,8 +63,8 @@ fn find_program(name: &str) -> Option<PathBuf> {
     })
 }
 
-/// Returns the Python in the first lines of the script `program`: `#!/path/python`, or the line
-/// `'''exec' /path/python "$0" "$@"` of scripts with long paths. Returns `None` for other files.
+/// Returns the path of the Python that runs the script `program`, from its first lines:
+/// `#!/path/python`, or `'''exec' /path/python "$0" "$@"`. Returns `None` for other files.
 fn read_interpreter(program: &Path) -> Option<PathBuf> {
     let mut header = Vec::new();
     File::open(program).ok()?.take(MAX_SCRIPT_HEADER_BYTES).read_to_end(&mut header).ok()?;

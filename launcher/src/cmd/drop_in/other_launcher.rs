@@ -1,7 +1,7 @@
 //! [`OtherLauncher`]: the launchers whose command lines launch can run, such as torchrun.
 use std::{ffi::OsStr, path::Path};
 
-/// A launcher other than launch, whose command lines launch can run.
+/// A launcher whose command lines launch can run: torchrun, accelerate or deepspeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OtherLauncher {
     /// torch's torchrun.
@@ -17,7 +17,8 @@ impl OtherLauncher {
     pub(crate) const ALL: [OtherLauncher; 3] =
         [OtherLauncher::Torchrun, OtherLauncher::Accelerate, OtherLauncher::Deepspeed];
 
-    /// Returns the name of the program, which is also the name of the command of launch.
+    /// Returns the name of the launcher's program, such as `torchrun`, which is also the name of
+    /// the command of launch.
     pub(crate) fn name(self) -> &'static str {
         match self {
             OtherLauncher::Torchrun => "torchrun",
@@ -26,7 +27,8 @@ impl OtherLauncher {
         }
     }
 
-    /// Returns the launcher with the name `name`.
+    /// Returns the launcher with the name `name`, such as `torchrun`, or `None` if launch replaces
+    /// no such launcher.
     pub(crate) fn from_name(name: &OsStr) -> Option<OtherLauncher> {
         OtherLauncher::ALL.into_iter().find(|launcher| name == launcher.name())
     }

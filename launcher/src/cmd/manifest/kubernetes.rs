@@ -12,7 +12,8 @@ use std::fs;
 
 /// The directory in which a pod finds the job file.
 const JOB_FILE_DIRECTORY: &str = "/etc/launch/job";
-/// The directory in which a pod finds the key.
+/// The directory in which a pod finds the key with which the nodes of the job authenticate each
+/// other.
 const KEY_DIRECTORY: &str = "/etc/launch/key";
 /// The name of the replicated job in a JobSet, which is part of the names of its pods.
 const REPLICATED_JOB: &str = "node";
@@ -21,12 +22,12 @@ const RENDEZVOUS_PORT: u16 = 29400;
 /// The largest length of a job's name, in characters, for which the names of its pods fit into DNS
 /// labels.
 const MAX_JOB_NAME_CHARS: usize = 40;
-/// The time that the built-in training gets to save after SIGTERM, in seconds.
+/// The time that a built-in training gets to save a checkpoint after SIGTERM, in seconds.
 const BUILTIN_SAVE_SECONDS: u64 = 600;
 /// The time that launch may take to end after the grace period of the workers, in seconds.
 const SHUTDOWN_SECONDS: u64 = 30;
 
-/// The kind of object that runs the pods.
+/// The kind of Kubernetes object that runs the pods of a job: a JobSet or an Indexed Job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum WorkloadKind {
     /// A JobSet, which requires the JobSet controller in the cluster.
@@ -237,7 +238,7 @@ impl KubernetesManifest<'_> {
         }))
     }
 
-    /// Builds the spec of a pod.
+    /// Builds the spec of the Kubernetes pods that run the nodes of the job.
     fn build_pod_spec(&self) -> diagnostic::Result<Value> {
         let volumes = self.parse_volumes()?;
         let mut mounts = vec![
@@ -311,7 +312,7 @@ impl KubernetesManifest<'_> {
         Ok(container)
     }
 
-    /// Builds the limits of a container: GPUs, RDMA devices, CPUs and memory.
+    /// Builds the resource limits of a pod's container: GPUs, RDMA devices, CPUs and memory.
     fn build_resources(&self) -> diagnostic::Result<Value> {
         let (mut limits, mut requests) = (Map::new(), Map::new());
         if self.args.gpus > 0 {
@@ -348,8 +349,8 @@ impl KubernetesManifest<'_> {
     }
 }
 
-/// Creates the error that the value `value` of the option `option` is malformed. `expected`
-/// describes the values that the option accepts.
+/// Creates the error that the value `value` of the command-line option `option` is malformed.
+/// `expected` describes the values that the option accepts.
 fn invalid_option_error(option: &str, value: &str, expected: &str) -> Diagnostic {
     let message = format!("`{}` is not a value of `{option}`; expected {expected}", value.escape_debug());
     Diagnostic::error(command::USAGE, message).with_subject(option)

@@ -46,7 +46,7 @@ fn write_block(value: &Value, indent: usize, text: &mut String) {
     }
 }
 
-/// Appends the value of a key, after its colon.
+/// Appends the YAML text of a key's value, which follows the colon.
 fn write_value(value: &Value, indent: usize, text: &mut String) {
     match value {
         Value::Object(entries) if entries.is_empty() => text.push_str(" {}\n"),
@@ -68,7 +68,8 @@ fn write_value(value: &Value, indent: usize, text: &mut String) {
     }
 }
 
-/// Returns whether a text can be written as a literal block: several lines of printable text.
+/// Returns whether a text can be written as a literal block of YAML (`|`): several lines of
+/// printable text.
 fn can_be_literal_block(text: &str) -> bool {
     text.ends_with('\n')
         && !text.ends_with("\n\n")

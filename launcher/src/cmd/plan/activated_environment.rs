@@ -48,7 +48,7 @@ fn to_single_line(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
 }
 
-/// Returns the value of a variable, or a placeholder if its name looks secret.
+/// Returns the value of the environment variable `name`, or a placeholder if the name looks secret.
 fn redact(name: &OsStr, value: &OsStr) -> String {
     redact_secret_value(&to_printable_text(name), &to_printable_text(value)).to_owned()
 }

@@ -18,14 +18,15 @@ const TESTS_OF_BAD_TRANSFER: u32 = 2;
 /// neither host is found to be faulty.
 const TESTS_OF_BAD_PATH: u32 = 3;
 
-/// The results of all tested transfers between hosts, from which the faulty hosts and paths are
-/// derived.
+/// The results of all tested transfers between hosts, from which the hosts and network paths at
+/// fault are derived.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FaultSearch {
     transfers: BTreeMap<(usize, usize), TestedTransfer>,
 }
 
-/// The result of testing the transfer from one host to another one.
+/// Whether the tested transfer of data from one host to another one was bad, and how often it was
+/// tested.
 #[derive(Clone, Copy, Debug)]
 struct TestedTransfer {
     is_bad: bool,
@@ -52,8 +53,8 @@ pub(super) enum TransferFault {
 }
 
 impl FaultSearch {
-    /// Adds the transfer from `sender` to `receiver`, which was tested `tests` times, and whether
-    /// all of these tests were bad.
+    /// Adds the result of testing the transfer from `sender` to `receiver`: the number of tests,
+    /// and whether all of them were bad.
     pub(super) fn add_transfer(&mut self, (sender, receiver): (usize, usize), is_bad: bool, tests: u32) {
         self.transfers.insert((sender, receiver), TestedTransfer { is_bad, tests });
     }
@@ -88,7 +89,7 @@ impl FaultSearch {
         self.list_evidence(host, role).len() >= MIN_CONVICTING_TRANSFERS
     }
 
-    /// Returns the pairs of all bad transfers.
+    /// Returns all bad transfers, each as a pair of sender and receiver.
     fn list_bad_transfers(&self) -> Vec<(usize, usize)> {
         self.transfers.iter().filter(|(_, transfer)| transfer.is_bad).map(|(pair, _)| *pair).collect()
     }
@@ -116,9 +117,9 @@ impl FaultSearch {
         faults
     }
 
-    /// Returns the transfers to test next to determine the faults, as pairs of sender and receiver,
-    /// at most one for each open question. The result is empty if no further test helps.
-    /// `is_usable` returns whether a transfer may be tested.
+    /// Returns the transfers between hosts to test next, to find out which hosts are at fault, as
+    /// pairs of sender and receiver. The result is empty if no further test helps. `is_usable`
+    /// returns whether a transfer may be tested.
     pub(super) fn choose_tests(
         &self,
         hosts: usize,
@@ -180,7 +181,7 @@ impl FaultSearch {
         (1..hosts).map(|step| (host + step) % hosts).find(is_new).map(pair)
     }
 
-    /// Returns how often a transfer was tested.
+    /// Returns how often the transfer from one host to another one was tested.
     fn count_tests(&self, pair: (usize, usize)) -> u32 {
         self.transfers.get(&pair).map_or(0, |transfer| transfer.tests)
     }

@@ -17,8 +17,8 @@ const MAX_RETRANSMIT_SHARE: f64 = 0.01;
 /// The number of retransmitted TCP segments below which a host has no packet loss, whatever their
 /// share.
 const MIN_RETRANSMITS: u64 = 20;
-/// An interface counts as the slower one if its speed is below this share of the other interface's
-/// speed.
+/// The share of another network interface's speed below which an interface counts as the slower
+/// one.
 const SLOWER_LINK_SHARE: f64 = 0.5;
 /// A path between two hosts counts as failed if its transfer rate is below this share of the usual
 /// rate, which is the median of the best rates of all hosts. Above it, other load can be the
@@ -118,7 +118,8 @@ fn check_interface(
     result.with_field("address", interface.address.to_string())
 }
 
-/// Describes an interface: `eth0 10.0.0.1, MTU 9000, 100 Gb/s, full duplex, 3 rx_errors`.
+/// Describes a network interface as text: `eth0 10.0.0.1, MTU 9000, 100 Gb/s, full duplex, 3
+/// rx_errors`.
 fn describe_interface(interface: &NetworkInterface) -> String {
     let mtu = interface.mtu.map(|mtu| format!(", MTU {mtu}"));
     let speed = interface.speed_mbps.map(|speed| format!(", {}", format_rate(f64::from(speed) * 1e6 / 8.0)));
@@ -128,8 +129,8 @@ fn describe_interface(interface: &NetworkInterface) -> String {
     format!("{} {}{}", interface.name, interface.address, parts.collect::<String>())
 }
 
-/// Checks that other hosts reach all ports of a host at which its agent listens. Hosts that reach
-/// no port are not considered.
+/// Checks that other hosts reach all ports of a host at which its agent listens for test
+/// connections. Hosts that reach no port are not considered.
 fn check_ports(host: usize, pairs: &PairMeasurements, names: &[String]) -> Option<CheckResult> {
     let is_partial =
         |direction: &DirectedMeasurement| direction.is_reached == Some(true) && !direction.errors.is_empty();
@@ -181,7 +182,7 @@ impl PropertyComparison<'_> {
         values
     }
 
-    /// Returns the median of the values of all pairs that include no host of `hosts`.
+    /// Returns the median of the measured values of all pairs that include no host of `hosts`.
     fn find_median_of_others(&self, hosts: &[usize]) -> Option<f64> {
         let values = self.pairs.list_values(self.property).into_iter();
         let others = values.filter(|((from, to), _)| !hosts.contains(from) && !hosts.contains(to));
@@ -245,14 +246,15 @@ impl PropertyComparison<'_> {
         }
     }
 
-    /// Creates the check result of a faulty path between two hosts that work with other hosts.
+    /// Creates the check result of a faulty network path between two hosts that both work with
+    /// other hosts.
     fn create_path_fault_check(&self, from: usize, to: usize) -> CheckResult {
         let reason = "both hosts work with other hosts, so the path between them is at fault";
         self.create_direction_check((from, to), reason)
     }
 
-    /// Creates the check result of a bad transfer if the measurements do not show which side is at
-    /// fault.
+    /// Creates the check result of a bad transfer between two hosts if the measurements do not show
+    /// which host is at fault.
     fn create_undetermined_fault_check(&self, from: usize, to: usize) -> CheckResult {
         let speed = |host: usize| Some(f64::from(self.known[host]?.interface.as_ref()?.speed_mbps?));
         let slower = match (speed(from), speed(to)) {
@@ -356,7 +358,7 @@ fn create_summary_check(network: &NetworkReport, names: &[String]) -> CheckResul
     }
 }
 
-/// Returns all measurements as JSON.
+/// Returns all measurements of `launch check --network` as JSON.
 fn to_json(network: &NetworkReport, names: &[String]) -> Value {
     let hosts = names.iter().zip(&network.inspections).map(|(name, inspection)| {
         json!({

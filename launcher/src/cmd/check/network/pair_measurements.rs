@@ -1,5 +1,5 @@
-//! [`PairMeasurements`]: what was measured between pairs of hosts, and which of it is bad compared
-//! with the other pairs.
+//! [`PairMeasurements`]: what was measured between pairs of hosts, and which values are bad
+//! compared with those of other pairs.
 use super::fault_search::FaultSearch;
 use diagnostic::Diagnostic;
 use protocol::network_probe::{Measurement, Transfer};
@@ -15,7 +15,8 @@ const LONG_ROUND_TRIP_FACTOR: f64 = 5.0;
 /// A round trip is long only if it exceeds the usual time by more than this time, in milliseconds.
 const MIN_EXTRA_ROUND_TRIP_MS: f64 = 1.0;
 
-/// The best results of several tests of the connection from one host to another one.
+/// The best results of several tests of the connection from one host to another one: rate, round
+/// trip and reached ports.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DirectedMeasurement {
     /// How often the direction was tested.
@@ -39,7 +40,8 @@ pub(super) struct PairMeasurements {
     directions: BTreeMap<(usize, usize), DirectedMeasurement>,
 }
 
-/// A property of connections by which hosts are compared.
+/// A measured property of the connection between two hosts: reachability, transfer rate or
+/// round-trip time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnectionProperty {
     /// Whether connections can be opened.
@@ -57,8 +59,8 @@ impl ConnectionProperty {
 }
 
 impl PairMeasurements {
-    /// Adds what `host` measured about its connection to `peer`. The better of this and earlier
-    /// measurements counts.
+    /// Adds what the agent of `host` has measured about its connection to the host `peer`. The
+    /// better of this and earlier measurements counts.
     pub(super) fn add(&mut self, host: usize, peer: usize, found: &Measurement) {
         let forward = self.directions.entry((host, peer)).or_default();
         forward.tests += 1;
@@ -78,12 +80,12 @@ impl PairMeasurements {
         }
     }
 
-    /// Returns what was measured from one host to another one.
+    /// Returns what was measured from one host to another one, or `None` if nothing was measured.
     pub(super) fn get(&self, pair: (usize, usize)) -> Option<&DirectedMeasurement> {
         self.directions.get(&pair)
     }
 
-    /// Returns all measured directions with the numbers of their hosts.
+    /// Returns an iterator over all measured connections, each with the numbers of the two hosts.
     pub(super) fn iter(&self) -> impl Iterator<Item = ((usize, usize), &DirectedMeasurement)> {
         self.directions.iter().map(|(pair, direction)| (*pair, direction))
     }
@@ -101,9 +103,9 @@ impl PairMeasurements {
         self.iter().filter_map(|(pair, direction)| Some((pair, value(direction)?))).collect()
     }
 
-    /// Returns the usual value of a property: the median of the best values of all hosts. One slow
-    /// host of three slows down most pairs, but not the best values of the other two. Returns
-    /// `None` if nothing was measured.
+    /// Returns the usual value of a property of connections: the median of the best values of all
+    /// hosts. One slow host of three slows down most pairs, but not the best values of the other
+    /// two. Returns `None` if nothing was measured.
     pub(super) fn find_usual_value(&self, property: ConnectionProperty) -> Option<f64> {
         let mut best: BTreeMap<usize, f64> = BTreeMap::new();
         let is_better = |new: f64, old: f64| match property {
@@ -147,7 +149,7 @@ impl PairMeasurements {
         search
     }
 
-    /// Returns the measured directions as JSON, with the hosts' names.
+    /// Returns the measurements of all pairs of hosts as JSON, with the names of the hosts.
     pub(super) fn to_json(&self, names: &[String]) -> Value {
         let direction = |((from, to), direction): ((usize, usize), &DirectedMeasurement)| {
             let transfer = direction.transfer;
@@ -166,7 +168,8 @@ impl PairMeasurements {
     }
 }
 
-/// Stores the transfer `new` in `known` if `known` is empty or slower.
+/// Stores the measured transfer `new` in `known` if it is faster than `known`, or if `known` is
+/// empty.
 fn keep_faster_transfer(known: &mut Option<Transfer>, new: Option<Transfer>) {
     if let Some(new) = new
         && known.is_none_or(|known| new.bytes_per_second() > known.bytes_per_second())

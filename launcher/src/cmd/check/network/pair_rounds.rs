@@ -35,8 +35,8 @@ pub(super) fn plan_rounds(hosts: usize) -> Vec<Vec<(usize, usize)>> {
     (0..rounds).map(round).collect()
 }
 
-/// Selects, from the pairs `wanted`, pairs that can be measured at the same time because no host is
-/// in two of them. The order of the pairs decides. Each pair has its smaller host first.
+/// Selects, from the pairs of hosts `wanted`, those that can be measured at the same time because
+/// no host is in two of them. The order of the pairs decides. Each pair has its smaller host first.
 pub(super) fn select_disjoint_pairs(wanted: impl IntoIterator<Item = (usize, usize)>) -> Vec<(usize, usize)> {
     let mut busy = std::collections::BTreeSet::new();
     let mut selected = Vec::new();

@@ -57,7 +57,8 @@ pub(super) fn check_rdma(
     problems.into_iter().map(warn).collect()
 }
 
-/// Returns the name of a port's kind of network, such as `InfiniBand`, `RoCE` or `EFA`.
+/// Returns the name of the network that a port of an RDMA device belongs to, such as `InfiniBand`,
+/// `RoCE` or `EFA`.
 fn describe_port_kind(device: &RdmaDevice, port: &RdmaPort) -> String {
     match (device.driver.as_deref(), port.link_layer.as_str()) {
         (Some("efa"), _) => "EFA".to_owned(),
@@ -66,7 +67,8 @@ fn describe_port_kind(device: &RdmaDevice, port: &RdmaPort) -> String {
     }
 }
 
-/// Describes devices by number, kind and rate, such as `8 InfiniBand 200 Gb/sec (4X HDR)`.
+/// Describes the RDMA devices of a host by number, kind and rate, such as `8 InfiniBand 200 Gb/sec
+/// (4X HDR)`.
 fn describe_devices(devices: &[RdmaDevice]) -> String {
     let mut kinds: Vec<(String, usize)> = Vec::new();
     for (device, port) in
@@ -86,7 +88,8 @@ fn parse_rate(rate: &str) -> Option<f64> {
     rate.split_whitespace().next()?.parse().ok()
 }
 
-/// Returns the most important problem of a port with its remedy, or `None`.
+/// Returns the most important problem of a port of an RDMA device with its remedy, or `None` if
+/// there is none.
 fn find_port_problem(device: &RdmaDevice, port: &RdmaPort) -> Option<(String, &'static str)> {
     let kind = describe_port_kind(device, port);
     if port.state != "ACTIVE" {
@@ -108,7 +111,7 @@ fn find_port_problem(device: &RdmaDevice, port: &RdmaPort) -> Option<(String, &'
     (!errors.is_empty()).then(|| (format!("counts errors: {}", errors.join(", ")), help))
 }
 
-/// Returns the reasons why programs cannot use the devices, with their remedies.
+/// Returns the reasons why programs cannot use the RDMA devices of a host, with their remedies.
 fn find_access_problems(report: &RdmaReport) -> Vec<(String, &'static str)> {
     let mut problems = Vec::new();
     if report.devices.is_empty() {
