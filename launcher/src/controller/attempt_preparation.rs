@@ -59,8 +59,9 @@ impl HostInventories {
         hosts.iter().filter_map(job_host).collect()
     }
 
-    /// Returns the addresses of all hosts with an inventory, sorted, without loopback and without
-    /// duplicates. The caller permits connections to the rendezvous from these addresses.
+    /// Returns the network addresses of all hosts whose agents have reported an inventory, sorted,
+    /// without loopback and without duplicates. The caller permits connections to the rendezvous
+    /// from these addresses.
     pub(super) fn collect_addresses(&self) -> Vec<IpAddr> {
         let addresses = self.by_host.iter().flatten().flat_map(|inventory| &inventory.addresses);
         let mut addresses: Vec<IpAddr> =
@@ -80,7 +81,7 @@ pub(super) struct PlanningAttempt {
     pub(super) plan: diagnostic::Result<Plan>,
 }
 
-/// An attempt that is planned and whose workers have not been started.
+/// An attempt (start of all workers) that is planned and whose workers have not been started.
 pub(super) struct AttemptPreparation {
     pub(super) plan: Plan,
     /// The hosts of the plan, in the order of ranks.

@@ -15,7 +15,8 @@ use std::{io, path::Path};
 const VERSION: u32 = 1;
 /// The name of the file in which a [`ControlFile`] is stored in the run directory.
 const FILE_NAME: &str = "control.json";
-/// The largest size of a file that this module reads, in bytes. A larger file is an error.
+/// The largest size of `control.json` and of `job.json` that a controller reads, in bytes. A larger
+/// file is an error.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// The content of `control.json`: the key, hosts and addresses with which a later controller

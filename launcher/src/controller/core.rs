@@ -60,18 +60,19 @@ pub(crate) const RENDEZVOUS_BIND_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long the controller waits for the report of the root cause after a worker has exited only
 /// because a peer failed.
 pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
-/// The time from aborting the collectives of built-in workers to SIGKILL.
+/// How long built-in workers may continue after their collectives were aborted until they get
+/// SIGKILL.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);
 /// How long built-in workers may take to leave a failed attempt, so that their processes take part
 /// in the next attempt. Workers that need longer are killed.
 pub(crate) const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the report of a failure to the user waits for the last output lines of the failed rank.
 pub(crate) const OUTPUT_TAIL_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long an agent may take to report that its workers ended, counted from the time at which
-/// SIGKILL is due.
+/// How long an agent may take to report that its workers ended, counted from the time at which it
+/// sends SIGKILL.
 pub(crate) const AGENT_END_TIMEOUT: Duration = Duration::from_secs(10);
 /// The number of attempts that may fail because of one host before the host is excluded, if the
-/// other hosts suffice for the job. With copies in memory, attempts that brought progress do not
+/// other hosts are enough for the job. With copies in memory, attempts that brought progress do not
 /// count.
 pub(crate) const MAX_HOST_FAILURES: u32 = 2;
 
@@ -225,8 +226,8 @@ pub(crate) struct ControllerCore {
 }
 
 impl ControllerCore {
-    /// Creates the state machine of a controller that waits for the agents of the first attempt of
-    /// its run.
+    /// Creates the state machine of a controller that waits for the agents of the first attempt
+    /// (start of all workers).
     pub(crate) fn new(setup: CoreSetup) -> Self {
         let hosts = setup.hosts.iter().map(|_| HostState::default()).collect();
         let any_remote = setup.hosts.iter().any(|h| h.remote);

@@ -7,7 +7,7 @@ use diagnostic::{
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// The number of file descriptors that the controller needs without a host.
+/// The number of file descriptors that the controller needs independently of the number of hosts.
 const BASE_DESCRIPTORS: u64 = 96;
 
 /// Raises the limit of open files of this process to the hard limit if the soft limit is too low
@@ -27,8 +27,8 @@ pub(super) fn reserve_descriptors(hosts: usize, connections: u64) -> diagnostic:
         .map_err(|error| failed("cannot raise the limit of open files", error))
 }
 
-/// Fails if a limit of open files is too low for the controller of a job on this number of hosts,
-/// which needs `needed` descriptors.
+/// Fails if the limit of open files `limit` is too low for the controller of a job on this number
+/// of hosts, which needs `needed` descriptors.
 fn check_descriptor_limit(hosts: usize, needed: u64, limit: u64) -> diagnostic::Result<()> {
     if needed <= limit {
         return Ok(());

@@ -67,8 +67,8 @@ use std::{
 use tokio::sync::mpsc;
 use tracing::info;
 
-/// The capacity of each of the driver's channels, in messages: the channel for the messages of all
-/// agents, and the channel for lines that are shown to the user.
+/// The largest number of messages that may wait in each channel to the controller's event loop:
+/// that of all agents, and that of lines for the user.
 const INBOX_CAPACITY: usize = 1024;
 
 /// Runs the job to its end and returns the exit code of `launch`. Blocks.
@@ -106,12 +106,13 @@ fn control_run(start: impl FnOnce() -> diagnostic::Result<ControllerDriver>) -> 
     })
 }
 
-/// Builds the error for a controller that cannot set up its own process, for example its threads.
+/// Builds the error that a controller cannot set up its own process, for example its threads.
 fn build_setup_error(message: &str) -> Diagnostic {
     Diagnostic::error(codes::run::CONTROLLER_SETUP_FAILED, message)
 }
 
-/// The reason why the event loop of a controller has ended.
+/// The reason why the event loop of a controller has ended: the run is over, goes to another
+/// controller, or could not be taken over.
 enum EventLoopEnd {
     /// The run is over.
     Ended(RunOutcome),
@@ -142,7 +143,8 @@ enum EvictionAnswer {
     Replaced,
 }
 
-/// The process of an agent, with the controller's end of the control connection.
+/// An agent that this controller has started: its process or connection, and the queue of messages
+/// to it.
 struct SupervisedAgent {
     /// The number that distinguishes the agent from earlier agents of its host.
     number: u64,
@@ -157,7 +159,8 @@ struct SupervisedAgent {
 }
 
 impl SupervisedAgent {
-    /// Returns the pid of the agent if it is a child of the controller that was not reaped.
+    /// Returns the process ID of the agent if the agent is a child process of the controller that
+    /// was not reaped.
     fn find_unreaped_pid(&self) -> Option<u32> {
         match self.handle {
             AgentHandle::Child(pid) if self.ended.is_none() => Some(pid),
@@ -435,7 +438,7 @@ impl ControllerDriver {
         self.prepare_process()
     }
 
-    /// Opens the debug log of the controller.
+    /// Opens the file of the controller's debug log in the run directory.
     fn open_debug_log(&mut self) {
         // Without this file the run is complete, so an error is only a line on the terminal.
         if let Err(error) = debuglog::open_log_file(&self.plan.run_dir.join("logs/controller.debug.log")) {

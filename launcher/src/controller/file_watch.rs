@@ -21,7 +21,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(5);
 const SETTLE_TIME: Duration = Duration::from_millis(100);
 /// The delay before a file is read again because its content may be partially written.
 const REREAD_DELAY: Duration = Duration::from_millis(500);
-/// How often a file that changes while it is read is read again.
+/// How often the content of a changed file is read again because the file changes during the read.
 const MAX_REPEATED_READS: u32 = 5;
 /// How long [`watch_file`] waits until the file was read for the first time.
 const FIRST_READ_TIMEOUT: Duration = Duration::from_secs(1);
@@ -90,7 +90,7 @@ pub(crate) fn watch_file(
     receiver
 }
 
-/// Sends the content of a file after each change, until the receiver is dropped. `first` is the
+/// Sends the new content of a file after each change, until the receiver is dropped. `first` is the
 /// state of the file before the first change.
 async fn send_changes(
     watcher: &mut ChangeWatcher,

@@ -323,7 +323,7 @@ fn locate_rank(rank: Rank, evidence: Option<&RankEvidence>) -> RankPosition {
     }
 }
 
-/// Returns the innermost frame of a rank's stack that belongs to the program, or the innermost
+/// Returns the innermost stack frame of a rank that belongs to the user's program, or the innermost
 /// frame if all belong to libraries.
 fn find_program_frame(evidence: &RankEvidence) -> Option<StackFrame> {
     let is_library = |frame: &StackFrame| LIBRARY_PATHS.iter().any(|part| frame.file.contains(part));

@@ -67,7 +67,8 @@ pub(super) struct ListedHosts {
     pub(super) addresses: Vec<HostAddress>,
 }
 
-/// Watches the hostfile of a run for changes. A run without a hostfile gets no changes.
+/// Watches the hostfile of a run for changes, and knows which hosts the file listed before. A run
+/// without a hostfile gets no changes.
 pub(super) struct HostfileWatch {
     file: Option<(FilteredHostfile, mpsc::Receiver<WatchedFileContent>)>,
     /// For each known host, by host index, whether the file listed the host after the last change.
@@ -102,7 +103,7 @@ impl HostfileWatch {
         HostfileWatch { file: file.map(watch), listed: vec![true; hosts.len()], addresses: HashMap::new() }
     }
 
-    /// Waits for the next change of the hostfile and returns the file's new content. Waits forever
+    /// Waits for the next change of the job's hostfile and returns its new content. Waits forever
     /// without a hostfile. Cancel-safe.
     pub(super) async fn wait_for_change(&mut self) -> WatchedFileContent {
         let content = match &mut self.file {

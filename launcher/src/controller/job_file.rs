@@ -17,7 +17,8 @@ pub(crate) struct JobFile {
 }
 
 impl JobFile {
-    /// Returns the file with its absolute path, for a process with another working directory.
+    /// Returns the same job file with an absolute path, for a process with another working
+    /// directory.
     pub(super) fn with_absolute_path(self) -> JobFile {
         let path = std::path::absolute(&self.path).unwrap_or(self.path);
         JobFile { path, ..self }

@@ -91,8 +91,8 @@ pub(super) struct Journal {
 pub(super) type StoredReportReceiver = mpsc::Receiver<Vec<ReportId>>;
 
 impl Journal {
-    /// Creates the run directory, writes `job.json`, and opens the other files for appending.
-    /// Blocks.
+    /// Creates the run directory and the journal in it: writes `job.json`, and opens the files of
+    /// events and metrics for appending. Blocks.
     pub(super) fn create(
         plan: &Plan,
         job: &JobSpec,
@@ -200,8 +200,8 @@ impl Journal {
         self.is_dirty = true;
     }
 
-    /// Calls `work` on the journal's thread, with the open files of the journal and a function that
-    /// records an error. Does nothing if the files are not open.
+    /// Calls `work` on the journal's thread with the open files of the journal and a function that
+    /// stores an error. Does nothing if the files are not open.
     fn run_with_files(
         &self,
         work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static,
@@ -217,8 +217,8 @@ impl Journal {
         });
     }
 
-    /// Calls a function on the journal's thread. Repeats the function while it fails with a
-    /// transient error, such as a full disk. Never blocks.
+    /// Calls a function on the journal's thread, which may block on a slow disk. Repeats the
+    /// function while it fails with a transient error, such as a full disk. Never blocks.
     pub(super) fn run_in_background(&self, work: impl Fn() -> io::Result<()> + Send + 'static) {
         let error = self.error.clone();
         self.thread.enqueue_job(0, move || {
@@ -328,9 +328,9 @@ impl Journal {
         }
     }
 
-    /// Writes the rest of the journal to the disk and closes it. Blocks for as long as the disk is
-    /// full or stalls, but at most for [`JOURNAL_CLOSE_TIMEOUT`]. `wait` is called if this takes
-    /// longer than a moment. Returns whether the journal is complete.
+    /// Writes the rest of the journal to the disk at the end of the run, and closes it. Blocks for
+    /// as long as the disk is full or stalls, but at most for [`JOURNAL_CLOSE_TIMEOUT`]. `wait` is
+    /// called if this takes longer than a moment. Returns whether the journal is complete.
     pub(super) fn close(mut self, wait: impl FnOnce(String)) -> bool {
         self.sync();
         if self.thread.flush(STALL_REPORT_DELAY) {

@@ -29,7 +29,8 @@ pub(crate) struct AttemptEnd {
     pub(crate) saved: bool,
 }
 
-/// The restarts of a run so far, and how many the job allows.
+/// How often a run was restarted so far, after which failures, and how many restarts the job
+/// allows.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RestartHistory {
     /// The number of restarts that `run.restarts` allows.
@@ -97,7 +98,8 @@ impl fmt::Display for NoRestartReason {
     }
 }
 
-/// The decision of the restart policy after a failure.
+/// The decision of the restart policy after a failed attempt: restart after a pause, or end the
+/// run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RestartDecision {
     /// Restart the job after a pause of this length.
@@ -135,7 +137,7 @@ impl RestartHistory {
         RestartDecision::Restart(self.compute_restart_delay(chance))
     }
 
-    /// Returns how many restarts in a row may bring no progress before the run is no longer
+    /// Returns the number of restarts in a row without progress after which the run is no longer
     /// restarted.
     ///
     /// Copies in memory make failures likely that are independent of the training: a job that
@@ -144,9 +146,9 @@ impl RestartHistory {
         if self.has_memory_copies { MAX_FRUITLESS_RESTARTS } else { 0 }
     }
 
-    /// Returns whether the attempt that ended with `end` and the previous failed attempt ended at
-    /// the same step, and neither completed a checkpoint. Returns `false` if no attempt failed
-    /// before.
+    /// Returns whether the attempt that ended with `end` made no progress: it ended at the same
+    /// step as the previous failed attempt, and neither completed a checkpoint. Returns `false` if
+    /// no attempt failed before.
     fn is_without_progress(&self, end: AttemptEnd) -> bool {
         self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }

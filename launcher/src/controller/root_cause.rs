@@ -84,7 +84,8 @@ pub(crate) fn to_launch_exit_code(exit: WorkerExit) -> u8 {
     }
 }
 
-/// Builds the root cause for a worker that reported why it is about to exit.
+/// Builds the root cause of an attempt's failure from the error that a worker reported before it
+/// exited.
 pub(crate) fn build_worker_error_cause(
     (host, rank): (HostIndex, Rank),
     exit: WorkerExit,
@@ -122,7 +123,7 @@ pub(crate) fn build_aborted_cause(
     }
 }
 
-/// The end of a worker's process, as the worker's agent reports it.
+/// How the process of a worker ended, as its agent reports it.
 #[derive(Clone, Debug)]
 pub(crate) struct WorkerProcessEnd {
     pub(crate) status: ExitStatus,
@@ -268,7 +269,8 @@ impl AgentEnd {
         }
     }
 
-    /// Returns whether the connection to the agent has ended, but the agent itself may be alive.
+    /// Returns whether only the connection to the agent has ended, so that the agent itself may
+    /// still be alive.
     pub(crate) fn is_connection_end(&self) -> bool {
         matches!(
             self,
@@ -276,7 +278,7 @@ impl AgentEnd {
         )
     }
 
-    /// Returns whether the agent has certainly ended, with its workers.
+    /// Returns whether this end of an agent proves that its workers have ended, too.
     pub(crate) fn proves_workers_ended(&self) -> bool {
         match self {
             AgentEnd::NotStarted(_)

@@ -1,5 +1,5 @@
-//! [`RunRequest`]: a job that is ready to run, with its hosts. [`RunOptions`] are the options of
-//! the run.
+//! [`RunRequest`]: a prepared job, with its plan and its hosts, which a controller is to run.
+//! [`RunOptions`] are the options of the run.
 use super::{hostfile::FilteredHostfile, job_file::JobFile};
 use crate::{
     cluster::{BatchJob, HostTarget, Transport},
@@ -14,7 +14,8 @@ use protocol::{
     event::EventSchema,
 };
 
-/// A job that is ready to run, with its hosts and the transport that reaches them.
+/// A prepared job that a controller is to run: the job, its plan, its hosts and the means to reach
+/// them (the transport).
 pub(crate) struct RunRequest {
     pub(crate) job: JobSpec,
     /// The plan for the declared hosts. Each attempt is planned again with the inventories of its
@@ -35,7 +36,8 @@ pub(crate) struct RunRequest {
 /// It adds the path of the checkpoint to the environment of the planned workers.
 pub(crate) type ResumePreparer = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
 
-/// The options of a run: the form of its output, secrets, and the files to watch.
+/// The options of a controller that do not come from the job: output format, secrets, batch job,
+/// and the files to watch.
 #[derive(Clone, Debug)]
 pub(crate) struct RunOptions {
     /// Whether events are printed on stdout as JSON lines.
@@ -64,7 +66,7 @@ pub(crate) struct RunOptions {
     pub(crate) hostfile: Option<FilteredHostfile>,
 }
 
-/// The inputs that a controller needs to take over a run from a lost controller.
+/// What a controller needs to take over a run from a lost controller, such as the key of the run.
 #[derive(Clone, Debug)]
 pub(crate) struct AttachOptions {
     /// The key of the run.

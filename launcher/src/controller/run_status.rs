@@ -17,9 +17,9 @@ use straggler_text::describe_straggler;
 /// The number of measurements of each host's usage (CPU, memory, GPUs) that are kept. The reason of
 /// a slow rank is searched in all of them.
 const KEPT_USAGES_PER_HOST: usize = 4;
-/// The largest number of reported slow ranks that are kept.
+/// The largest number of slow ranks that are kept for the status file.
 const MAX_STRAGGLERS: usize = 16;
-/// The largest number of workers and of GPUs of a host that are kept.
+/// The largest number of workers and of GPUs of a host whose usage is kept.
 const MAX_HOST_ITEMS: usize = 1024;
 /// The smallest share of the time for which a CPU quota must stop a slow rank to count as the
 /// reason of the slowness.
@@ -54,7 +54,7 @@ pub(super) struct RankPlacement {
     pub(super) gpu: Option<u32>,
 }
 
-/// The last measurements of the usage of a host and its workers.
+/// The last measurements of the usage (CPU, memory, GPUs) of a host and its workers.
 #[derive(Default)]
 struct HostUsageHistory {
     host: String,
@@ -122,7 +122,8 @@ impl StatusKeeper {
         }
     }
 
-    /// Compares the ranks of a program by the time for which they waited for CPUs.
+    /// Finds out which ranks of a program are slower than the others, by the time for which they
+    /// waited for CPUs.
     fn compare_program_ranks(&mut self, interval_us: u64) -> Vec<Event> {
         let mut workers: Vec<WorkerUsage> =
             std::mem::take(&mut self.compared).into_values().flatten().collect();
@@ -150,8 +151,8 @@ impl StatusKeeper {
         self.stragglers.iter().map(end).collect()
     }
 
-    /// Completes the report of a slow rank: adds its host, the likely reason and the message.
-    /// `find_placement` returns the host and the GPU of a rank. Changes no other event.
+    /// Adds to the report about a slow rank its host, the likely reason and the message for the
+    /// user. `find_placement` returns the host and the GPU of a rank. Changes no other event.
     pub(super) fn complete_straggler_event(
         &mut self,
         event: &mut Event,
@@ -233,7 +234,8 @@ impl HostUsageHistory {
         self.usages.back()?.workers.iter().find(|worker| worker.rank == rank)
     }
 
-    /// Lists the usages of a worker, each with the duration of its interval in seconds.
+    /// Lists the last measured usages of a worker, each with the duration of its interval in
+    /// seconds.
     fn list_usages_of_worker(&self, rank: Rank) -> impl Iterator<Item = (f64, WorkerUsage)> {
         self.usages.iter().filter_map(move |usage| {
             let worker = usage.workers.iter().find(|worker| worker.rank == rank)?;

@@ -41,8 +41,9 @@ impl SignalEvent {
 }
 
 impl SignalReceiver {
-    /// Begins to catch signals. `actions` states what each signal means. With `has_time_limit`,
-    /// SIGUSR1 means that the time limit of the batch job is near.
+    /// Begins to catch the signals that control a run, such as SIGINT, SIGTERM and those of
+    /// `run.signals`. `actions` states what each signal means. With `has_time_limit`, SIGUSR1 means
+    /// that the time limit of the batch job is near.
     pub(super) fn install(actions: SignalActions, has_time_limit: bool) -> io::Result<Self> {
         Ok(SignalReceiver {
             actions,

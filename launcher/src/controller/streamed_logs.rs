@@ -17,8 +17,8 @@ use std::{
 use streamed_log_files::StreamedLogFiles;
 use tokio::sync::mpsc;
 
-/// The largest amount of console output, in bytes, that may wait for the disk. Further lines are
-/// dropped and counted.
+/// The largest amount of console output of ranks on other hosts that may wait for the disk, in
+/// bytes. Further lines are dropped and counted.
 const MAX_WAITING_BYTES: usize = 32 << 20;
 
 /// Stores the console output of ranks on other hosts. Never blocks.

@@ -54,7 +54,7 @@ pub(super) fn encode_event_record(event: &Event, time: f64) -> Option<Vec<u8>> {
     Some(encode_record(&message))
 }
 
-/// Encodes scalars as a record of a TensorBoard event file. `time` is in seconds since 1970.
+/// Encodes named values as a record of a TensorBoard event file. `time` is in seconds since 1970.
 pub(super) fn encode_scalars_record(values: &[(String, f64)], time: f64, step: u64) -> Vec<u8> {
     let values: Vec<u8> =
         values.iter().flat_map(|(tag, v)| encode_bytes_field(1, &encode_scalar_value(tag, *v))).collect();

@@ -1,5 +1,5 @@
-//! [`ControllerInput`] and [`ControllerAction`]: what the controller's state machine receives and
-//! requests.
+//! [`ControllerInput`] and [`ControllerAction`]: the inputs of the controller's state machine, and
+//! the actions that it requests.
 use super::{
     attach_failure::AttachFailure,
     host_state::HostIndex,
@@ -73,7 +73,8 @@ pub(crate) enum ControllerInput {
     Tick,
 }
 
-/// An action that the controller's state machine requests from the driver, which does the I/O.
+/// An action that the controller's state machine requests, such as to send a message or to start an
+/// agent. The driver executes it.
 #[derive(Debug, PartialEq)]
 pub(crate) enum ControllerAction {
     /// Send a message to the agent on a host.

@@ -8,7 +8,8 @@ use crate::controller::root_cause::AgentEnd;
 use protocol::control::{AdoptedAgent, FromAgent, HostPlan, WorkerPeers};
 use std::time::Duration;
 
-/// What a controller that takes over a run knows so far about the agent of one host.
+/// What a controller that takes over a run knows so far about the agent of one host: no answer yet,
+/// adopted, ended or not reached.
 #[derive(Debug, Default)]
 pub(super) enum HostAnswer {
     /// The host has not answered.
@@ -88,8 +89,8 @@ impl Adoption {
         })
     }
 
-    /// Returns whether all hosts have answered the request to obey this controller, except for
-    /// hosts that cannot be reached.
+    /// Returns whether all hosts that can be reached have answered the request to obey the
+    /// controller that takes over the run.
     pub(super) fn is_complete(&self) -> bool {
         self.hosts.iter().all(|answer| {
             !matches!(answer, HostAnswer::Awaited | HostAnswer::Adopted { is_complete: false, .. })
@@ -105,8 +106,8 @@ impl Adoption {
     }
 }
 
-/// A run that was taken over from a lost controller. The reports of its agents are not processed
-/// yet.
+/// The phase of a run that was taken over from a lost controller, with the plans, addresses and
+/// reports that its agents have sent. The reports of its agents are not processed yet.
 pub(super) struct AdoptedRun {
     pub(super) phase: MemoPhase,
     /// The plan of each adopted host that has one.

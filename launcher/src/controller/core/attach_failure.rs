@@ -1,8 +1,8 @@
-//! [`AttachFailure`]: the reason why a controller does not take over a run.
+//! [`AttachFailure`]: the reason why a controller cannot take over a run from a lost controller.
 use super::host_state::HostIndex;
 use protocol::control::ControllerToken;
 
-/// The reason why a controller does not take over a run.
+/// The reason why a controller cannot take over a run from a lost controller.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum AttachFailure {
     /// An agent obeys another controller, which is alive.

@@ -69,9 +69,9 @@ impl ControllerCore {
         }
     }
 
-    /// Processes an agent's notice that the batch system is about to end the job. Ignores the
-    /// notice if the run is ending already, because the batch system notifies every agent. On nodes
-    /// that join, a user may have sent the signal, so the notice names the node.
+    /// Processes the notice of an agent that the batch system is about to end the job on its host.
+    /// Ignores the notice if the run is ending already, because the batch system notifies every
+    /// agent. On nodes that join, a user may have sent the signal, so the notice names the node.
     pub(super) fn handle_termination_notice(&mut self, now: Duration, id: HostIndex) {
         if self.stop_request.is_none() {
             if self.setup.arrival.max_returns > 0 {
@@ -298,9 +298,9 @@ impl ControllerCore {
         (self.setup.hosts[id].remote && is_joined && is_silent).then_some(id)
     }
 
-    /// Handles the end of the last process of an attempt: ends the run, or begins the pause before
-    /// the next attempt. Does nothing if a process is left, or if the attempt is neither running
-    /// nor ending.
+    /// Processes the end of the last process of an attempt: ends the run, or begins the pause
+    /// before the next attempt. Does nothing if a process is left, or if the attempt is neither
+    /// running nor ending.
     pub(super) fn finish_attempt(&mut self, now: Duration) {
         let has_workers = matches!(
             self.state,

@@ -52,7 +52,8 @@ impl ControllerCore {
         });
     }
 
-    /// Makes the next call of [`ControllerCore::try_prepare_attempt`] examine all hosts again.
+    /// Makes [`ControllerCore::try_prepare_attempt`] examine all hosts again at its next call,
+    /// those with copies of training state first.
     ///
     /// Hosts whose agents keep copies of the training state in memory come first, because without
     /// them the run would repeat steps. Hosts that are being reached again in the background come
@@ -112,8 +113,8 @@ impl ControllerCore {
         self.try_prepare_attempt(now);
     }
 
-    /// Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail, if the other hosts are
-    /// enough.
+    /// Excludes from the job each host that made [`MAX_HOST_FAILURES`] attempts fail, if the other
+    /// hosts are enough.
     fn exclude_failing_hosts(&mut self) {
         let failing = (0..self.hosts.len()).filter(|id| {
             let host = &self.hosts[*id];
@@ -149,8 +150,8 @@ impl ControllerCore {
         }
     }
 
-    /// Returns when the next attempt may begin: after the pause and, if the job needs more hosts
-    /// than have joined, after the quarantine of as many lost hosts as are missing.
+    /// Returns when the next attempt may begin: after the pause, and after the quarantine of as
+    /// many lost hosts as the job misses.
     pub(super) fn compute_next_attempt_time(&self, now: Duration, pause: Duration) -> Duration {
         let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
         let usable = self.hosts.iter().filter(is_usable).count();

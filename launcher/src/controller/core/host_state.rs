@@ -6,7 +6,7 @@ use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
 /// Index of a host in the job's list of hosts.
 pub(crate) type HostIndex = usize;
 
-/// The state of a host's agent, as far as the controller knows it.
+/// The state of a host's agent as the controller knows it: not started, starting, joined or lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum AgentConnectionState {
     /// The agent is not started, or is released.
@@ -20,7 +20,8 @@ pub(super) enum AgentConnectionState {
     Lost,
 }
 
-/// The state of a host and of its agent, as far as the controller knows it.
+/// What the controller knows about a host and its agent, such as its connection, failures and
+/// ranks.
 #[derive(Debug, Default)]
 pub(super) struct HostState {
     pub(super) agent: AgentConnectionState,

@@ -125,8 +125,9 @@ impl ControllerCore {
         self.try_prepare_attempt(now);
     }
 
-    /// Processes the failure of an agent that cannot do its work. If an attempt runs that does not
-    /// use the host, the host counts as lost and the run continues. Otherwise the attempt fails.
+    /// Processes the message of an agent that it can no longer do its work. If an attempt runs that
+    /// does not use the host, the host counts as lost and the run continues. Otherwise the attempt
+    /// fails.
     pub(super) fn handle_agent_failure(&mut self, now: Duration, id: HostIndex, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         if !joining && !self.hosts[id].active {
@@ -239,8 +240,9 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the end of an agent: marks its host as lost and, if the host is remote,
-    /// quarantines the host. Does nothing if the host is lost already or its agent was released.
+    /// Processes the end of an agent: marks its host as lost and, if the host is remote, does not
+    /// use the host for a while (quarantine). Does nothing if the host is lost already or its agent
+    /// was released.
     pub(super) fn handle_agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
         if self.state == AttemptState::Adopting {
             return self.mark_host_not_adoptable(id, end);
@@ -278,9 +280,10 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the loss of a host. Before the workers are started, the attempt fails only if
-    /// fewer than `run.min_hosts` hosts are left. Afterwards the attempt fails if the host had
-    /// workers of the attempt (`was_active`), unless the host was being drained.
+    /// Processes the loss of a host, which may make the attempt fail. Before the workers are
+    /// started, the attempt fails only if fewer than `run.min_hosts` hosts are left. Afterwards the
+    /// attempt fails if the host had workers of the attempt (`was_active`), unless the host was
+    /// being drained.
     fn handle_lost_host(&mut self, now: Duration, cause: RootCause, was_active: bool) {
         self.host_lost = true;
         let id = cause.host;
@@ -342,7 +345,7 @@ impl ControllerCore {
     }
 
     /// Returns whether the controller may wait again for the agent of a host that was lost before
-    /// an attempt began.
+    /// the workers were started.
     fn may_host_return(&self, id: HostIndex) -> bool {
         let host = &self.hosts[id];
         let has_joined = host.pid != 0;

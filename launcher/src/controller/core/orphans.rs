@@ -51,7 +51,7 @@ impl ControllerCore {
     }
 
     /// Returns the time before which no attempt may begin, because workers of a lost host may still
-    /// run until then.
+    /// run until then; zero if there is no such host.
     pub(super) fn find_orphan_deadline(&self) -> Duration {
         self.orphans.as_ref().map_or(Duration::ZERO, |orphans| orphans.until)
     }

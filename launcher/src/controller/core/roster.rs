@@ -1,5 +1,6 @@
-//! Applies changes of the list of hosts while the job runs. An added host becomes a spare host. A
-//! host that is no longer listed is released as soon as the other hosts are enough for the job.
+//! Applies changes of the job's list of hosts (hostfile) while the job runs. An added host becomes
+//! a spare host. A host that is no longer listed is released as soon as the other hosts are enough
+//! for the job.
 use super::{
     AttemptState, ControllerAction, ControllerCore, HostIndex, HostSetup, host_state::AgentConnectionState,
     host_state::HostState,
@@ -8,8 +9,9 @@ use diagnostic::quantity::format_count;
 use std::time::Duration;
 
 impl ControllerCore {
-    /// Applies a change of the list of hosts (hostfile) while the job runs. `added` are the new
-    /// hosts. `listed` states for each known host whether the new list contains it.
+    /// Applies a change of the job's hostfile while the job runs: starts agents on new hosts, and
+    /// ends the use of hosts that are no longer listed. `added` are the new hosts. `listed` states
+    /// for each known host whether the new list contains it.
     pub(super) fn update_roster(&mut self, now: Duration, added: Vec<HostSetup>, listed: &[bool]) {
         for (id, listed) in (0..self.hosts.len()).zip(listed) {
             let host = &mut self.hosts[id];
@@ -108,8 +110,8 @@ impl ControllerCore {
         }
     }
 
-    /// Reports in a notice, once for each host, that the host stays in use although it is no longer
-    /// listed.
+    /// Reports to the user, once for each host, that a host stays in use although the hostfile no
+    /// longer lists it.
     fn report_unlisted_hosts_in_use(&mut self, id: HostIndex) {
         if !std::mem::replace(&mut self.hosts[id].use_reported, true) {
             let label = self.format_host_label(id);
@@ -121,7 +123,7 @@ impl ControllerCore {
         }
     }
 
-    /// Excludes a host on which no process of the job runs from later attempts, and makes its agent
+    /// Excludes a host without processes of the job from all later attempts, and makes its agent
     /// end.
     fn release_host(&mut self, id: HostIndex) {
         self.unlisted -= 1;

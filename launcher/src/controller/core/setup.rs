@@ -16,7 +16,8 @@ pub(crate) struct HostSetup {
     pub(crate) remote: bool,
 }
 
-/// The settings of a job on which the decisions of the controller's state machine depend.
+/// The settings of a job on which the decisions of the controller depend, such as its hosts, time
+/// limits and restarts.
 #[derive(Clone, Debug)]
 pub(crate) struct CoreSetup {
     pub(crate) hosts: Vec<HostSetup>,

@@ -1,8 +1,8 @@
-//! [`StopRequest`]: a request to save and stop the run.
+//! [`StopRequest`]: who requested that the run save and stop.
 use protocol::exit;
 use serde::{Deserialize, Serialize};
 
-/// A request to save and stop the run.
+/// A request to save and stop the run, by the user or the batch system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum StopRequest {
     /// The user pressed Ctrl-C: the controller received SIGINT.

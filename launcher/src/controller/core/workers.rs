@@ -102,8 +102,8 @@ impl ControllerCore {
         self.workers.get_mut(rank as usize).filter(|w| w.host == host)
     }
 
-    /// Records the addresses on which a built-in worker listens. Once all workers listen, sends
-    /// every worker the addresses of all workers.
+    /// Stores the network addresses at which a built-in worker listens for the other workers. Once
+    /// all workers listen, sends every worker the addresses of all workers.
     fn handle_worker_listening(&mut self, host: HostIndex, rank: Rank, addresses: Vec<SocketAddr>) {
         if self.find_worker(host, rank).is_none() {
             return;
@@ -114,7 +114,7 @@ impl ControllerCore {
         }
     }
 
-    /// Records that the process of a worker has started. A drain of unlisted hosts that waited for
+    /// Stores that the process of a worker has started. A drain of unlisted hosts that waited for
     /// this worker may then begin.
     fn handle_worker_started(&mut self, now: Duration, host: HostIndex, rank: Rank, pid: u32) {
         let Some(worker) = self.find_worker(host, rank).filter(|w| w.pid.is_none() && w.ended.is_none())
@@ -127,8 +127,8 @@ impl ControllerCore {
         self.release_unlisted_hosts(now);
     }
 
-    /// Records the step or checkpoint that an event of a worker contains, and reports the event.
-    /// Drops events that only the controller may report.
+    /// Stores the step or checkpoint that an event of a worker reports, and passes the event to the
+    /// journal and the user. Drops events that only the controller may report.
     fn handle_worker_event(&mut self, event: Event) {
         if is_controller_event(&event) {
             return;
@@ -199,8 +199,9 @@ impl ControllerCore {
         self.fail_attempt(now, cause);
     }
 
-    /// Records how a worker's process ended. Fails the attempt if the worker neither finished nor
-    /// was asked to stop. A worker that was aborted by a peer only counts as a suspected failure.
+    /// Stores how a worker's process ended: its exit code or signal. Fails the attempt if the
+    /// worker neither finished nor was asked to stop. A worker that was aborted by a peer only
+    /// counts as a suspected failure.
     fn handle_worker_exit(&mut self, now: Duration, host: HostIndex, exited: WorkerExitReport) {
         let WorkerExitReport { rank, pid, status, oom, tail, error, gpu } = exited;
         let stopping = matches!(self.state, AttemptState::Stopping(_) | AttemptState::Draining { .. });
@@ -255,9 +256,9 @@ impl ControllerCore {
         self.stalled -= usize::from(was_stalled);
     }
 
-    /// Processes the report that a worker has made no progress for the time `stalled_for`. Fails
-    /// the attempt if no running worker makes progress, or if the reported worker's process is
-    /// suspended (`suspended`), for example by SIGSTOP.
+    /// Processes an agent's report that a worker has made no progress for the time `stalled_for`.
+    /// Fails the attempt if no running worker makes progress, or if the reported worker's process
+    /// is suspended (`suspended`), for example by SIGSTOP.
     fn handle_stalled_worker(
         &mut self,
         now: Duration,

@@ -105,7 +105,7 @@ impl ControllerDriver {
         }
     }
 
-    /// Processes one event of the event loop: passes the event to the controller's state machine as
+    /// Processes one event of the controller's event loop: passes the event to the state machine as
     /// an input, or handles it in the driver.
     pub(super) async fn process_event(
         &mut self,
@@ -141,8 +141,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Starts to watch the job file and the hostfile. Watches neither during a takeover. After a
-    /// takeover, their present content counts as a change.
+    /// Starts to watch the job file and the hostfile for changes while the job runs. Watches
+    /// neither during a takeover. After a takeover, their present content counts as a change.
     fn watch_files(&self, is_taken_over: bool) -> (JobFileWatch, HostfileWatch) {
         let is_watching = !self.is_adopting;
         let job_file = self.watched_job_file.clone().filter(|_| is_watching);
@@ -248,8 +248,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Records that one more worker of the attempt runs. Once all workers of the attempt run,
-    /// notifies the process that started this controller, if the controller is detached.
+    /// Counts a worker of the current attempt that has started. Once all workers of the attempt
+    /// run, notifies the process that started this controller, if the controller is detached.
     fn count_started_worker(&mut self) {
         self.not_started = self.not_started.saturating_sub(1);
         if self.not_started == 0

@@ -66,7 +66,7 @@ impl ControllerDriver {
         }
     }
 
-    /// Finds the host on which the worker of a rank runs.
+    /// Finds the host on which the worker of a rank runs, for a request of `launch exec`.
     fn find_exec_host(&self, rank: Rank) -> diagnostic::Result<HostIndex> {
         // A host whose agent is lost or released gets no messages.
         let has_agent = |host: &HostIndex| self.agents.get(host).is_some_and(|agent| agent.outbox.is_some());

@@ -23,8 +23,8 @@ const PREEMPTION_MARGIN: Duration = Duration::from_secs(60);
 const STREAMED_LOGS_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl ControllerDriver {
-    /// Reports the end of the run, completes the journal, requeues the batch job if that is due,
-    /// and returns the exit code of `launch`.
+    /// Reports the end of the run, completes the journal (its file of events), requeues the batch
+    /// job if necessary, and returns the exit code of `launch`.
     pub(super) fn finish_run(mut self, outcome: RunOutcome) -> u8 {
         let seconds = (self.earlier + self.clock.now()).as_secs_f64();
         let exit_code = outcome.exit_code;
@@ -101,7 +101,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Ends this controller because it cannot take over the run. Returns the exit code of `launch`.
+    /// Ends this controller because it cannot take over the run from the lost controller. Returns
+    /// the exit code of `launch`.
     pub(super) fn abandon_run(self, failure: &AttachFailure) -> u8 {
         report_error(&self.build_attach_error(failure));
         find_attach_exit_code(failure)
@@ -117,8 +118,8 @@ impl ControllerDriver {
     }
 }
 
-/// Builds the error that this controller no longer controls its run. `timeout` is the time for
-/// which workers continue without a controller.
+/// Builds the error that this controller no longer controls its run, because another controller has
+/// replaced it. `timeout` is the time for which workers continue without a controller.
 fn build_replacement_error(run: &str, replacement: &ControllerReplacement, timeout: Duration) -> Diagnostic {
     let silence = replacement.silent_ms.map(|ms| format_duration(ms as f64 / 1000.0));
     let reason = silence.map_or_else(String::new, |silence| format!(", which was silent for {silence}"));

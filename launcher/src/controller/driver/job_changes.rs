@@ -22,7 +22,7 @@ impl ControllerDriver {
     }
 
     /// Applies a change of the hostfile: reports the change, and passes the new list of hosts to
-    /// the controller's state machine and to the transport.
+    /// the controller's state machine and to the transport (SSH or other).
     pub(super) fn apply_hostfile_change(&mut self, watch: &mut HostfileWatch, content: WatchedFileContent) {
         let change = watch.apply_change(&mut self.hosts, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));

@@ -7,7 +7,7 @@ use crate::{
 };
 use std::time::Duration;
 
-/// How long the end of a run waits until MLflow has received the rest of the run.
+/// How long the controller waits at the end of a run until MLflow has received the rest of the run.
 const MLFLOW_FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 /// The first parts of the paths of job keys whose values are not sent to MLflow. Variables may be
 /// secrets, and other users can read what a server records.

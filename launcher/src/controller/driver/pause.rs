@@ -1,12 +1,12 @@
-//! Continues after a pause of this process, such as a Ctrl-Z, in which another controller may have
-//! taken over the run.
+//! Continues after a pause of this process (such as Ctrl-Z), during which another controller may
+//! have taken over the run.
 use super::{ControllerDriver, ControllerReplacement, EventLoopEnd, loop_event::LoopEvent};
 use crate::controller::{hostfile::HostfileWatch, job_file::JobFileWatch, journal::Journal};
 use protocol::control::FromAgent;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 
-/// How long the controller waits after a pause for the news that another controller has taken over
+/// How long the controller waits after a pause for a message that another controller has taken over
 /// the run. Agents sent this news when it happened, but not over connections that had broken
 /// before. The journal shows the takeover in any case.
 const TAKEOVER_NEWS_TIMEOUT: Duration = Duration::from_secs(1);

@@ -39,9 +39,9 @@ impl ControllerDriver {
         }
     }
 
-    /// Begins to plan an attempt on `hosts`, which are listed in the order of their ranks. A
-    /// separate thread prepares the checkpoint from which programs resume, because its disk may be
-    /// slow.
+    /// Begins to plan an attempt (start of all workers) on `hosts`, which are listed in the order
+    /// of their ranks. A separate thread prepares the checkpoint from which programs resume,
+    /// because its disk may be slow.
     pub(super) fn prepare_attempt(
         &mut self,
         attempt: u32,

@@ -1,5 +1,5 @@
-//! Takes over a run from a lost controller: connects to its agents, and continues its journal and
-//! its other files.
+//! Takes over a run from a lost controller: connects to its agents, and continues its journal (file
+//! of events) and its other files.
 use super::{ControllerDriver, ControllerReplacement, EventLoopEnd, EvictionAnswer};
 use crate::{
     clock::read_unix_time,
@@ -108,8 +108,8 @@ impl ControllerDriver {
         self.handle_input(ControllerInput::JournalTaken(Box::new(journal)));
     }
 
-    /// Reports that this controller has taken over the run, and registers this process as the
-    /// controller in the run record.
+    /// Reports that this controller has taken over the run, and registers this process in
+    /// `run.json` as the controller.
     pub(super) fn report_takeover(&mut self, unattended: Duration) {
         self.is_adopting = false;
         let (host, pid) = (read_host_name(), std::process::id());

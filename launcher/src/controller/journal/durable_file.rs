@@ -21,7 +21,8 @@ pub(super) trait AppendFile: Send {
     fn reopen(&mut self, length: u64) -> io::Result<u64>;
 
     /// Returns whether the path of this file now belongs to another file, for example because
-    /// another controller has taken over the journal. Returns `false` if no file has the path.
+    /// another controller has taken over the journal of the run. Returns `false` if no file has the
+    /// path.
     fn is_replaced(&self) -> bool {
         false
     }
@@ -102,8 +103,8 @@ impl DurableFile {
         DurableFile { file, synced: length, unsynced: Vec::new() }
     }
 
-    /// Returns whether the path of this file now belongs to another file. Blocks for the file
-    /// system.
+    /// Returns whether the path of this file now belongs to another file, because another program
+    /// has replaced it. Blocks for the file system.
     pub(super) fn is_replaced(&self) -> bool {
         self.file.is_replaced()
     }

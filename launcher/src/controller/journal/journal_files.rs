@@ -9,8 +9,8 @@ pub(super) const EVENTS_FILE: &str = "events.jsonl";
 /// The name of the file with the metrics of steps and evaluations, in the run directory.
 pub(super) const METRICS_FILE: &str = "metrics.jsonl";
 
-/// The open files of a journal: events, metrics and TensorBoard's event file. Only the thread of
-/// the journal uses them.
+/// The open files of a run's journal: events, metrics and TensorBoard's event file. Only the thread
+/// of the journal uses them.
 pub(super) struct JournalFiles {
     pub(super) events: DurableFile,
     metrics: DurableFile,
@@ -27,8 +27,8 @@ impl std::fmt::Debug for JournalFiles {
 }
 
 impl JournalFiles {
-    /// Opens the files of a run directory for appending. Creates them if they do not exist. Creates
-    /// a file for TensorBoard with this name.
+    /// Opens the files of events and metrics in a run directory for appending. Creates them if they
+    /// do not exist. Creates a file for TensorBoard with this name.
     pub(super) fn open(run_dir: &Path, tensorboard: &str) -> io::Result<JournalFiles> {
         let open = |name: &str| DurableFile::open(&run_dir.join(name));
         let tensorboard = open(tensorboard)?;

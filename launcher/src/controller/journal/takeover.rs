@@ -1,5 +1,5 @@
-//! [`take_over_files`] continues the files of a run directory after the loss of a controller.
-//! [`JournalSummary`] holds what the journal contains about the run.
+//! [`take_over_files`]: lets a new controller continue the files of a run directory after the loss
+//! of the previous controller. [`JournalSummary`] holds what the journal contains about the run.
 //!
 //! The files are copied, and the copies replace them. A suspended controller that continues writes
 //! to the replaced files, which have no name any more.
@@ -81,7 +81,8 @@ impl JournalSummary {
         self.newest.get(&CONTROLLER_STREAM).copied().unwrap_or(0)
     }
 
-    /// Adds to the summary an event that a controller has reported with the number `number`.
+    /// Adds to the summary of the journal an event that a controller has reported with the sequence
+    /// number `number`.
     pub(crate) fn add_controller_event(&mut self, event: &Event, number: u64) {
         self.add_event(event, Some((CONTROLLER_STREAM, number)));
     }
@@ -96,7 +97,7 @@ impl JournalSummary {
         Some(timed)
     }
 
-    /// Updates the summary with `event`, the next event in the journal. The event must follow the
+    /// Updates the summary of the journal with its next event, `event`. The event must follow the
     /// events that were added before.
     pub(crate) fn add_event(&mut self, event: &Event, report: Option<ReportId>) {
         self.newest.extend(report);
@@ -122,16 +123,17 @@ impl JournalSummary {
     }
 }
 
-/// Returns whether `event` announces a restart that never happened, because no agent obeyed the
-/// controller any more. The agents know of `restarts` restarts. A controller informs the agents of
-/// each restart before it writes the event.
+/// Returns whether `event` announces a restart that never happened, because the agents no longer
+/// obeyed the controller that announced it. The agents know of `restarts` restarts. A controller
+/// informs the agents of each restart before it writes the event.
 pub(crate) fn is_void_restart(event: &Event, restarts: u32) -> bool {
     matches!(event, Event::Restart { attempt, .. } if *attempt > restarts)
 }
 
-/// Replaces the journal and the metrics in a run directory by copies, and opens the copies for
-/// appending. Opens a file for TensorBoard with this name. Omits a line that a crash has
-/// interrupted, and the events for which [`is_void_restart`] returns `true`. Blocks.
+/// Replaces the files of events and metrics in a run directory by copies, and opens the copies for
+/// appending, so that a lost controller cannot write to them. Opens a file for TensorBoard with
+/// this name. Omits a line that a crash has interrupted, and the events for which
+/// [`is_void_restart`] returns `true`. Blocks.
 pub(super) fn take_over_files(
     run_dir: &Path,
     tensorboard: &str,

@@ -4,7 +4,7 @@ use protocol::{
     straggler::StragglerKind,
 };
 
-/// Describes a slow rank, and the likely reason, in one line.
+/// Describes a slow rank, and the likely reason of the slowness, in one line.
 pub(super) fn describe_straggler(report: &StragglerReport) -> String {
     let rank = match report.host.is_empty() {
         true => format!("rank {}", report.rank),
@@ -30,7 +30,8 @@ pub(super) fn describe_straggler(report: &StragglerReport) -> String {
     }
 }
 
-/// Describes why a rank is slow. Returns `None` if the description of the rank includes the reason.
+/// Describes the likely reason why a rank is slow, such as a CPU quota, as text. Returns `None` if
+/// the description of the rank includes the reason.
 fn describe_slowness_reason(reason: &StragglerReason) -> Option<String> {
     Some(match reason {
         StragglerReason::CpuQuota { share } => {

@@ -98,7 +98,8 @@ impl StreamedLogFiles {
     }
 }
 
-/// Opens the file for the console output of a rank. Creates the file if it does not exist.
+/// Opens the file for the console output of a rank on another host for appending. Creates the file
+/// if it does not exist.
 fn open_for_appending(directory: &Path, rank: Rank) -> io::Result<File> {
     append_private_file(&directory.join(format!("streamed-rank-{rank}.log")))
 }
