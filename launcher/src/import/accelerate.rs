@@ -1,5 +1,5 @@
-//! Converts Accelerate's `ClusterConfig` to a job. `accelerate config` writes the configuration to
-//! default_config.yaml.
+//! Converts Accelerate's configuration file to a job. `accelerate config` writes the configuration
+//! to default_config.yaml.
 //!
 //! The environment of the job equals the one that `accelerate launch` sets for the configuration.
 mod arguments;
@@ -43,8 +43,8 @@ const TPU_KEYS: &[&str] = &[
     "tpu_env",
 ];
 
-/// Converts a configuration of Accelerate to a job with notes. Fails if the configuration is
-/// invalid, or describes a kind of job that launch does not run.
+/// Converts a configuration of Accelerate to a job, with notes about keys that were not converted.
+/// Fails if the configuration is invalid, or describes a kind of job that launch does not run.
 pub(crate) fn convert_accelerate_config(
     document: &Document,
     context: &ImportOptions<'_>,

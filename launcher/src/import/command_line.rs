@@ -30,7 +30,8 @@ pub(super) struct OptionTable {
     pub(super) numbers: &'static [&'static str],
 }
 
-/// The options and the program of a command line of another launcher.
+/// The options and the program of a command line of another launcher. A conversion removes each
+/// option that it handles.
 #[derive(Debug)]
 pub(super) struct CommandLine {
     options: Vec<(&'static str, String)>,
@@ -105,7 +106,7 @@ pub(super) enum CommandLineError {
 }
 
 impl CommandLineError {
-    /// Converts the error to a diagnostic about the command line of `program`.
+    /// Converts the error to a diagnostic for the user about the command line of `program`.
     pub(super) fn into_diagnostic(self, program: &'static str) -> Diagnostic {
         let diagnostic = Diagnostic::error(command::IMPORT_ARGUMENTS_INVALID, self.to_string())
             .with_location(Location::File { file: program.to_owned() });
@@ -187,8 +188,8 @@ impl OptionTable {
         }
     }
 
-    /// Fails if `value` does not have the type of the option `name`, or is not among the values
-    /// that the option allows.
+    /// Fails if `value` does not have the type of the option `name`, or if the option does not
+    /// allow it.
     pub(super) fn check_value(&self, name: &'static str, value: &str) -> Result<(), CommandLineError> {
         let invalid = |expected: String| {
             let value = value.escape_debug().to_string();

@@ -19,7 +19,8 @@ use jobspec::{Document, DocumentValue};
 use std::path::Path;
 use unsupported_keys::{AUTO_VALUE_REASON, UNSUPPORTED_KEYS};
 
-/// Converts a configuration of DeepSpeed to a job with notes. `hosts` is the text of the hostfile.
+/// Converts a configuration of DeepSpeed to a job, with notes about keys that were not converted.
+/// `hosts` is the text of the hostfile.
 pub(crate) fn convert_deepspeed_config(
     document: &Document,
     hosts: Option<&str>,
@@ -76,9 +77,9 @@ fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], 
     }
 }
 
-/// Converts the settings in a DeepSpeed configuration to keys of a job with built-in training,
-/// which are added to `draft`. `workers` is the number of workers, if known. Returns the errors in
-/// the configuration.
+/// Converts a DeepSpeed configuration to the keys of a job with built-in training, which are added
+/// to `draft`. `workers` is the number of workers, if known. Returns the errors in the
+/// configuration.
 fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Option<u64>) -> Vec<Diagnostic> {
     draft.set_required("train.data.files", "[\"data/*.txt\"]");
     let todo = "name them in `train.data.files` and `train.model.from` (a Hugging Face directory)";

@@ -41,7 +41,7 @@ pub(crate) struct DropInContext<'a> {
 }
 
 impl<'a> DropInContext<'a> {
-    /// Returns the value of an environment variable of the user.
+    /// Returns the value of the environment variable `name` of the user.
     pub(super) fn variable(&self, name: &str) -> Option<&'a str> {
         self.variables.get(name).map(String::as_str)
     }
@@ -60,7 +60,8 @@ pub(super) struct ProgramForm {
 }
 
 impl ProgramForm {
-    /// Returns the command that runs `program` with the interpreter `python`.
+    /// Returns the command that runs `program` with the interpreter `python`, as a script, as a
+    /// module or directly.
     pub(super) fn build_command(self, python: &str, program: &[String]) -> Vec<String> {
         let mut words: Vec<&str> = Vec::new();
         if !self.no_python {
@@ -106,9 +107,9 @@ pub(super) enum OptionEffect {
 /// that are accepted without a note, and the effect of other values.
 pub(super) type OptionRule = (&'static str, &'static [&'static str], OptionEffect);
 
-/// Applies `rules` to the options of a command line, and removes these options from `given`. Adds a
-/// note or an error for each option whose value is not one of the values that are accepted without
-/// a note.
+/// Applies `rules` to the options of another launcher that have no counterpart in a job, and
+/// removes these options from `given`. Adds a note or an error for each option whose value is not
+/// one of the values that are accepted without a note.
 pub(super) fn apply_rules(
     draft: &mut JobDraft,
     errors: &mut ImportErrors,
@@ -190,9 +191,9 @@ pub(super) fn build_env_command(
     words.into_iter().chain(assignments).chain(command).collect()
 }
 
-/// Converts torchrun's options `--tee`, `--redirects` and `--local-ranks-filter` to the ranks whose
-/// output the console shows. Fails if a value is not valid, or if only one of the two streams of a
-/// rank is redirected.
+/// Converts torchrun's options `--tee`, `--redirects` and `--local-ranks-filter` to the job key for
+/// the ranks whose output the console shows. Fails if a value is not valid, or if only one of the
+/// two streams of a rank is redirected.
 pub(super) fn set_console_ranks(
     draft: &mut JobDraft,
     program: &str,

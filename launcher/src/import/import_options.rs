@@ -1,11 +1,12 @@
-//! [`ImportOptions`]: the options of an import, and the hosts and the program that follow from
-//! them.
+//! [`ImportOptions`]: the options of `launch import`, and the job keys for hosts and program that
+//! follow from them.
 use super::{job_draft::JobDraft, value_text};
 use diagnostic::Diagnostic;
 use jobspec::hosts::{self, HostfileError};
 use std::path::Path;
 
-/// The options of `launch import`, except the configuration to import.
+/// The options of `launch import` in addition to the configuration to import: a hostfile and a
+/// program.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ImportOptions<'a> {
     /// The path of a hostfile of DeepSpeed or Open MPI (`--hostfile`).
@@ -49,8 +50,8 @@ pub(super) fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, con
     }
 }
 
-/// Sets `slurm.nodes` to `hosts` for a configuration that requires this number of hosts without
-/// naming them, and adds a note. `from` is the imported key that contains the number.
+/// Sets `slurm.nodes` to `hosts` for an imported configuration that requires this number of hosts
+/// without naming them, and adds a note. `from` is the imported key that contains the number.
 pub(super) fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
     draft.set_imported(from, "slurm.nodes", hosts.to_string());
     let reason =
@@ -58,8 +59,8 @@ pub(super) fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
     draft.add_key_note("cluster.hosts", reason, "name them in `cluster.hosts`, or give `--hostfile`");
 }
 
-/// Sets `cluster.hosts` to the hostfile `file`. `from` is the imported key or option that names the
-/// hostfile.
+/// Sets the job key `cluster.hosts` to the hostfile `file`. `from` is the imported key or option
+/// that names the hostfile.
 pub(super) fn set_hostfile(draft: &mut JobDraft, from: &str, file: &Path) {
     let path = file.display().to_string();
     draft.set_imported(from, "cluster.hosts", format!("{{file: {}}}", jobspec::quote_yaml(&path)));

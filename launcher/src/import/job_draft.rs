@@ -91,8 +91,8 @@ impl JobDraft {
         self.set_key(path, yaml.to_owned(), None);
     }
 
-    /// Sets the key `path` to the YAML value `yaml`, which comes from the imported key `from`. If
-    /// the job is rejected because of the value, [`Self::finish_job`] removes the key and adds a
+    /// Sets the job key `path` to the YAML value `yaml`, which comes from the imported key `from`.
+    /// If the job is rejected because of the value, [`Self::finish_job`] removes the key and adds a
     /// note.
     pub(super) fn set_imported(&mut self, from: &str, path: &str, yaml: impl Into<String>) {
         self.set_key(path, yaml.into(), Some(from.to_owned()));

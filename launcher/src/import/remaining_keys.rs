@@ -16,8 +16,8 @@ pub(super) struct RemainingKeys<'d> {
 }
 
 impl<'d> RemainingKeys<'d> {
-    /// Returns the keys of the outermost mapping of a document. Fails if the document is not a
-    /// mapping.
+    /// Returns the keys of the outermost mapping of an imported file. Fails if the document is not
+    /// a mapping.
     pub(super) fn from_document(document: &'d Document) -> Result<Self, Vec<Diagnostic>> {
         let mut keys =
             RemainingKeys { document, path: String::new(), remaining: Vec::new(), errors: Vec::new() };
@@ -59,9 +59,9 @@ impl<'d> RemainingKeys<'d> {
         (!matches!(item.value, DocumentValue::Null)).then_some(item)
     }
 
-    /// Removes the key `key` from the remaining keys, and returns its value, a scalar. Returns
-    /// `None` if the key is absent. If the value is a list or a mapping, records an error and
-    /// returns `None`.
+    /// Removes the key `key` from the remaining keys, and returns its value, which must not be a
+    /// list or a mapping. Returns `None` if the key is absent. If the value is a list or a mapping,
+    /// records an error and returns `None`.
     pub(super) fn take_scalar(&mut self, key: &str) -> Option<&'d DocumentItem> {
         let item = self.take(key)?;
         if matches!(item.value, DocumentValue::List(_) | DocumentValue::Map(_)) {
@@ -170,8 +170,9 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Returns an empty mapping as the value of the absent key `key`. Returns `None` if errors were
-    /// recorded, because a key with a wrong value also counts as absent.
+    /// Returns an empty mapping as the value of the absent section `key`, so that its keys can be
+    /// looked up. Returns `None` if errors were recorded, because a key with a wrong value also
+    /// counts as absent.
     pub(super) fn empty_section(&self, key: &str) -> Option<RemainingKeys<'d>> {
         let path = self.path(key);
         // The key may be absent because its value had the wrong type, which was recorded.

@@ -35,8 +35,8 @@ const UNSUPPORTED_OPTIONS: &[(&str, &str, &str)] = &[
     ("logs-specs", "", "launch has its own log format"),
 ];
 
-/// Converts the arguments that follow `torchrun` to a job with notes. Fails if torchrun would
-/// reject the command line.
+/// Converts the arguments that follow `torchrun` to a job, with notes about options that were not
+/// converted. Fails if torchrun would reject the command line.
 pub(crate) fn convert_torchrun_args(
     args: &[String],
     context: &ImportOptions<'_>,

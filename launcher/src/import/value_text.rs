@@ -1,4 +1,5 @@
-//! Formats values of imported files as text for a job.yaml, for a variable or for a note.
+//! Formats values of imported files as text for a job.yaml, for an environment variable or for a
+//! note.
 use jobspec::{DocumentItem, DocumentValue, quote_yaml};
 
 /// Formats texts as a YAML list on one line, such as `[a, "b c"]`.
@@ -7,8 +8,8 @@ pub(super) fn format_yaml_list(texts: &[String]) -> String {
     format!("[{}]", words.join(", "))
 }
 
-/// Formats a text of digits as a YAML number. Any other text is quoted, so that loading the job
-/// rejects the value.
+/// Formats a text that consists of digits as a YAML number. Any other text is quoted, so that
+/// loading the job rejects the value.
 pub(super) fn format_whole_number(text: &str) -> String {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     if digits { text.to_owned() } else { quote_yaml(text) }

@@ -119,7 +119,7 @@ impl Batch {
         }
     }
 
-    /// Formats the batch as the body of a request to `runs/log-batch`.
+    /// Formats the batch as the body of a request to MLflow's `runs/log-batch`.
     pub(super) fn to_request(&self, run_id: &str) -> Value {
         let metric = |metric: &Metric| {
             let Metric { key, timestamp, step, .. } = metric;
@@ -137,8 +137,8 @@ pub(super) fn format_tags(tags: &BTreeMap<String, String>) -> Vec<Value> {
         .collect()
 }
 
-/// Formats the parameters of a run as the bodies of requests to `runs/log-batch`. Shortens long
-/// values, and leaves out keys that MLflow does not accept.
+/// Formats the parameters of a run as the bodies of requests to MLflow's `runs/log-batch`. Shortens
+/// long values, and leaves out keys that MLflow does not accept.
 pub(super) fn format_params(run_id: &str, params: &BTreeMap<String, String>) -> Vec<Value> {
     let accepted: Vec<Value> = params
         .iter()

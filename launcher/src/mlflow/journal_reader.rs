@@ -37,8 +37,8 @@ impl JournalReader {
         JournalReader { path }
     }
 
-    /// Returns `position` if the journal contains the line before it, else the start of the
-    /// journal. Whatever is read twice is recorded twice, with equal values.
+    /// Returns `position` if the journal still contains the line that precedes it, and otherwise
+    /// the start of the journal. Whatever is read twice is recorded twice, with equal values.
     pub(super) fn resolve_position(&self, position: JournalPosition) -> io::Result<JournalPosition> {
         let mut file = open_own_file(&self.path)?;
         let is_possible = position.line_bytes <= position.offset.min(CHUNK_BYTES);

@@ -58,7 +58,7 @@ pub(super) enum RecordError {
     Final(String),
 }
 
-/// What a call of [`RunRecorder::send_next`] has done.
+/// What a call of [`RunRecorder::send_next`] has sent to MLflow, and whether there is more to send.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum SendProgress {
     /// The run of MLflow exists from now on. Contains the address of its page.
@@ -106,8 +106,8 @@ impl RunRecorder {
         RunRecorder { settings, run, journal, target: None, usage: UsageSchedule::new() }
     }
 
-    /// Sends the next part of the run: creates the run of MLflow, or sends parameters or events or
-    /// the usage of hosts. After an error, the next call repeats the part.
+    /// Sends the next part of the run to MLflow: creates the run there, or sends parameters, events
+    /// or the usage of hosts. After an error, the next call repeats the part.
     pub(super) fn send_next(&mut self) -> Result<SendProgress, RecordError> {
         let Some((client, stored)) = &mut self.target else {
             let target = self.open_mlflow_run()?;

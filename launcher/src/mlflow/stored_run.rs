@@ -1,5 +1,5 @@
-//! [`StoredMlflowRun`]: the run of MLflow that records a run of launch, as the file `mlflow.json` of the
-//! run directory stores it.
+//! [`StoredMlflowRun`]: the run on the MLflow server that records a run of launch, stored in the
+//! file `mlflow.json` of the run directory.
 use super::journal_reader::JournalPosition;
 use crate::runs::{read_private_file, replace_volatile_file, write_atomically};
 use serde::{Deserialize, Serialize};

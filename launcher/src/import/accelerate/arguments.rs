@@ -222,7 +222,7 @@ pub(super) const PYTHON_BOOL_OPTIONS: [&str; 8] = [
 pub(super) const BOOLEAN_WORD_OPTIONS: [&str; 3] =
     ["fp8_override_linear_precision", "fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim"];
 
-/// The options of DeepSpeed, which are keys of the section `deepspeed_config`.
+/// The options of `accelerate launch` that stand for keys of the section `deepspeed_config`.
 const DEEPSPEED_SECTION_OPTIONS: [&str; 15] = [
     "deepspeed_config_file",
     "zero_stage",

@@ -28,8 +28,8 @@ use std::path::PathBuf;
 /// The name of `accelerate launch` in messages to the user.
 pub(super) const PROGRAM_NAME: &str = "accelerate launch";
 
-/// The variables that launch sets for the workers of a program, but `accelerate launch` does not
-/// set for a single process.
+/// The environment variables that launch sets for the workers of a program, but `accelerate launch`
+/// does not set for a single process.
 const RANK_VARIABLES: [&str; 19] = [
     env::RANK,
     env::LOCAL_RANK,
@@ -73,7 +73,8 @@ pub(super) struct LaunchKind {
     pub(super) parallelism: bool,
 }
 
-/// The number of processes of a job, and the hosts on which they run.
+/// The number of worker processes that `accelerate launch` would start, and how they are spread
+/// over hosts.
 #[derive(Debug)]
 pub(super) struct ProcessCount {
     /// The value of `num_processes`; 0 if there is none.
@@ -274,8 +275,8 @@ impl AccelerateConversion<'_> {
         Ok(Some(ImportedNodes { count, node_rank: Some(rank), rendezvous }))
     }
 
-    /// Adds to `draft` the command of the workers, their number, their hosts, and their
-    /// supervision.
+    /// Adds to `draft` the command of the workers, their number, their hosts, and how launch
+    /// supervises them.
     pub(super) fn set_program(
         &self,
         draft: &mut JobDraft,
@@ -443,13 +444,13 @@ const HANDLED_KEYS: [&str; 13] = [
     "use_cpu",
 ];
 
-/// Returns the entry of [`ACCELERATE_OPTIONS`] that equals `name`, as a text that lives as long as
-/// the program.
+/// Returns the text in [`ACCELERATE_OPTIONS`] that equals `name`, which lives as long as the
+/// program.
 fn find_option_name(name: &str) -> &'static str {
     ACCELERATE_OPTIONS.values.iter().find(|known| **known == name).copied().unwrap_or_default()
 }
 
-/// Reads an integer that may be quoted.
+/// Reads an integer from Accelerate's configuration, which may be quoted.
 fn read_integer(item: &DocumentItem) -> Option<i64> {
     item.text.trim().parse().ok()
 }

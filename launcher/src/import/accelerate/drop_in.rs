@@ -133,8 +133,8 @@ impl AccelerateCommand {
     }
 }
 
-/// Selects what `accelerate launch` starts from its flags and its configuration. Fails if the flags
-/// contradict each other.
+/// Selects what `accelerate launch` starts (one process, torchrun, DeepSpeed and so on) from its
+/// flags and its configuration. Fails if the flags contradict each other.
 fn select_launch_kind(
     given: &mut CommandLine,
     config: Option<&Document>,

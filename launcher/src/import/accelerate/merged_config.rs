@@ -29,13 +29,13 @@ impl MergedConfig {
         &self.document
     }
 
-    /// Returns the keys and values of the configuration's outermost mapping. An invalid
+    /// Returns the keys and values at the top level of Accelerate's configuration. An invalid
     /// configuration has none.
     fn entries(&mut self) -> Option<&mut Vec<(String, DocumentItem)>> {
         if let DocumentValue::Map(entries) = &mut self.document.root.value { Some(entries) } else { None }
     }
 
-    /// Returns the value of the key `key` of the configuration's outermost mapping; `None` if it is
+    /// Returns the value of the top-level key `key` of Accelerate's configuration; `None` if it is
     /// absent or `null`.
     pub(super) fn value(&self, key: &str) -> Option<&DocumentItem> {
         let DocumentValue::Map(entries) = &self.document.root.value else { return None };
@@ -52,14 +52,14 @@ impl MergedConfig {
         }
     }
 
-    /// Removes the key `key` of the configuration's outermost mapping.
+    /// Removes the top-level key `key` from Accelerate's configuration.
     pub(super) fn remove(&mut self, key: &str) {
         if let Some(entries) = self.entries() {
             entries.retain(|(name, _)| name != key);
         }
     }
 
-    /// Removes the keys `keys` from the section `section` of the configuration.
+    /// Removes the keys `keys` from the section `section` of Accelerate's configuration.
     pub(super) fn remove_from_section(&mut self, section: &str, keys: &[&str]) {
         let Some(entries) = self.entries() else { return };
         if let Some((_, item)) = entries.iter_mut().find(|(name, _)| name == section)
@@ -69,7 +69,7 @@ impl MergedConfig {
         }
     }
 
-    /// Sets the key `key` of the configuration's outermost mapping to `value`.
+    /// Sets the top-level key `key` of Accelerate's configuration to `value`.
     pub(super) fn set(&mut self, key: &str, value: DocumentValue, text: String) {
         let item = DocumentItem::new_at_position_of(&self.document.root, value, text);
         self.remove(key);
@@ -101,7 +101,7 @@ impl MergedConfig {
         Ok(())
     }
 
-    /// Converts `value`, the text of the option `name`, to the value that Accelerate's command line
+    /// Parses `value`, the text of the option `name`, to the value that Accelerate's command line
     /// parser would return.
     fn convert_value(&self, name: &'static str, value: &str) -> Result<DocumentItem, Diagnostic> {
         let item = |value, text: String| DocumentItem::new_at_position_of(&self.document.root, value, text);
@@ -141,8 +141,8 @@ impl MergedConfig {
     }
 }
 
-/// Converts a word that Accelerate accepts as a boolean to `1` or `0`. Returns `None` for other
-/// words.
+/// Converts a word that Accelerate accepts as a boolean, such as `yes`, to `1` or `0`. Returns
+/// `None` for other words.
 fn parse_boolean_word(word: &str) -> Option<&'static str> {
     match word.to_ascii_lowercase().as_str() {
         "y" | "yes" | "t" | "true" | "on" | "1" => Some("1"),

@@ -81,10 +81,12 @@ const PARALLELISM_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_BACKEND", "sp_backend", Some("deepspeed"), false),
 ];
 
-/// The rules for keys of `parallelism_config` that only apply with context parallelism.
+/// The rules that convert those keys of `parallelism_config` to environment variables that only
+/// apply with context parallelism.
 const CONTEXT_PARALLEL_RULES: &[EnvVariableRule] =
     &[EnvVariableRule("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
-/// The rules for keys of `parallelism_config` that only apply with sequence parallelism.
+/// The rules that convert those keys of `parallelism_config` to environment variables that only
+/// apply with sequence parallelism.
 const SEQUENCE_PARALLEL_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
     EnvVariableRule(
@@ -221,8 +223,8 @@ fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, secti
     }
 }
 
-/// Adds to `draft` the environment variables for the key `mixed_precision`. Returns the precision,
-/// or `None` if the configuration contains none.
+/// Adds to `draft` the environment variables for Accelerate's key `mixed_precision`. Returns the
+/// precision, or `None` if the configuration contains none.
 fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<String> {
     let fp16 = keys.take_boolean("fp16");
     let given = keys.take_text("mixed_precision");
@@ -249,8 +251,8 @@ fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) ->
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
 
-/// Adds to `draft` the environment variables for the section `fp8_config`. Absent keys get their
-/// default values.
+/// Adds to `draft` the environment variables for the section `fp8_config` of Accelerate's
+/// configuration. Absent keys get their default values.
 fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let mut part = keys.take_section("fp8_config");
     for (end, names, default) in FP8_KEYS {
@@ -364,8 +366,8 @@ fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Adds to `draft` the environment variables for the section `parallelism_config`. Does nothing if
-/// the section is empty.
+/// Adds to `draft` the environment variables for the section `parallelism_config` of Accelerate's
+/// configuration. Does nothing if the section is empty.
 fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("parallelism_config") else { return };
     if part.remaining_names().is_empty() {

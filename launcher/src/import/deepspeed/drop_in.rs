@@ -103,7 +103,7 @@ impl DeepSpeedCommand {
         Ok(DeepSpeedCommand { given: DEEPSPEED_OPTIONS.parse(args).map_err(rejected)? })
     }
 
-    /// Returns the path of the hostfile, which may not exist.
+    /// Returns the path of the hostfile that `deepspeed` would read, which may not exist.
     pub(crate) fn hostfile(&self) -> &str {
         self.given.last_value("hostfile").unwrap_or(DEFAULT_HOSTFILE)
     }
@@ -269,7 +269,8 @@ fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
     }
 }
 
-/// Adds to `draft` the command of the workers, their number per host and their binding to cores.
+/// Adds to `draft` the command of the job's workers, their number per host and their binding to
+/// cores.
 fn set_program(
     draft: &mut JobDraft,
     given: &mut CommandLine,

@@ -4,7 +4,8 @@
 /// The reason that a note gives for not converting a key with the value `auto`.
 pub(super) const AUTO_VALUE_REASON: &str = "HF Trainer replaces `auto`";
 
-/// The unsupported keys at the top level of a configuration, with the reasons.
+/// The top-level keys of a DeepSpeed configuration that launch does not support, each with the
+/// reason.
 pub(super) const UNSUPPORTED_KEYS: &[(&str, &str)] = &[
     ("steps_per_print", "every step is reported"),
     ("wall_clock_breakdown", "the tokens per second of each step are reported"),
@@ -56,7 +57,8 @@ pub(super) const UNSUPPORTED_KEYS: &[(&str, &str)] = &[
     ("train_steps", "`train.steps` sets the number of steps"),
 ];
 
-/// The unsupported keys of `zero_optimization`, with the reasons.
+/// The keys of DeepSpeed's section `zero_optimization` that launch does not support, each with the
+/// reason.
 pub(super) const UNSUPPORTED_ZERO_KEYS: &[(&str, &str)] = &[
     ("contiguous_gradients", WHOLE_BLOCKS_REASON),
     ("reduce_scatter", "gradients are always sent to their owners only"),

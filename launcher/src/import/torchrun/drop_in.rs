@@ -194,8 +194,8 @@ fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result
     check_worker_count(PROGRAM_NAME, OPTION_NAME, workers).map(|()| workers)
 }
 
-/// Removes from `given` the options that select how the script is run, and returns the command of a
-/// worker.
+/// Removes from `given` the options that select how the user's script is run, and returns the
+/// command of a worker.
 fn take_command(
     given: &mut CommandLine,
     context: &DropInContext<'_>,
@@ -298,7 +298,8 @@ fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining:
     }
 }
 
-/// Formats a text of digits as a YAML number, and quotes other text, which the job rejects.
+/// Formats `text` as a YAML number if it consists of digits; quotes any other text, which the job
+/// then rejects.
 fn quote_number(text: &str) -> String {
     crate::import::value_text::format_whole_number(text)
 }
