@@ -16,7 +16,8 @@ use std::{
 };
 use tokio::{sync::Notify, time::timeout};
 
-/// The interval at which paths on network file systems are polled.
+/// The interval at which a watched path on a network file system is polled, because the operating
+/// system reports no changes of other hosts.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// The numbers by which `statfs` identifies network file systems for which the crate nix has no
 /// constants: Lustre, 9p, Ceph, CIFS, SMB 2, GPFS, BeeGFS, OCFS2, GFS2, AFS and Coda.
@@ -52,9 +53,9 @@ struct WatchedPath {
     is_polled: bool,
 }
 
-/// Wakes a task after changes of a [`WatchTarget`]. Changes that no watcher reports, such as those
-/// in an overlay's lower directory, do not wake the task, so callers also examine the target at
-/// intervals.
+/// Wakes a task after a change of a file or of anything in a directory tree. Changes that no
+/// watcher reports, such as those in an overlay's lower directory, do not wake the task, so callers
+/// also examine the target at intervals.
 pub(crate) struct ChangeWatcher {
     target: WatchTarget,
     watched: Vec<WatchedPath>,
@@ -72,8 +73,8 @@ impl ChangeWatcher {
         watcher
     }
 
-    /// Waits until the target may have changed, but at most `limit`. A change since the last call
-    /// ends the wait immediately. Cancel-safe.
+    /// Waits until the watched file or directory tree may have changed, but at most `limit`. A
+    /// change since the last call ends the wait immediately. Cancel-safe.
     pub(crate) async fn wait_for_change(&mut self, limit: Duration) {
         // A directory that replaced a watched one has no watch yet.
         if self.watch_current_paths(is_on_network_fs) {
@@ -83,9 +84,9 @@ impl ChangeWatcher {
         _ = timeout(limit, self.changed.notified()).await;
     }
 
-    /// Watches exactly the paths that currently belong to the target, and ends the watches of
-    /// others. Returns whether these paths differ from those that were watched before. `is_polled`
-    /// decides whether a path is polled.
+    /// Watches exactly the paths that currently belong to the watched file or directory tree, and
+    /// ends the watches of others. Returns whether these paths differ from those that were watched
+    /// before. `is_polled` decides whether a path is polled.
     fn watch_current_paths(&mut self, is_polled: fn(&Path) -> bool) -> bool {
         let watched = list_watched_paths(&self.target, is_polled);
         if watched == self.watched {
@@ -145,9 +146,9 @@ impl ChangeWatcher {
     }
 }
 
-/// Returns whether an event of inotify may be a change of the target. Opening and reading a file
-/// are no changes. A write counts when the file is closed, so that a log file in the same directory
-/// causes no wake-ups.
+/// Returns whether an inotify event may be a change of the watched file or directory tree. Opening
+/// and reading a file are no changes. A write counts when the file is closed, so that a log file in
+/// the same directory causes no wake-ups.
 fn is_change(event: &Event) -> bool {
     match event.kind {
         EventKind::Access(AccessKind::Close(AccessMode::Write)) => true,
@@ -156,9 +157,9 @@ fn is_change(event: &Event) -> bool {
     }
 }
 
-/// Lists the existing paths that must be watched to notice changes of `target`. For a file on a
-/// local file system, these are its directory and the directory of a link's target, because editors
-/// replace a file by a new one.
+/// Lists the existing paths that must be watched to notice changes of `target`, a file or a
+/// directory tree. For a file on a local file system, these are its directory and the directory of
+/// a link's target, because editors replace a file by a new one.
 fn list_watched_paths(target: &WatchTarget, is_polled: fn(&Path) -> bool) -> Vec<WatchedPath> {
     let paths = match target {
         WatchTarget::Tree(path) => vec![path.clone()],
@@ -187,14 +188,14 @@ fn find_parent(path: &Path) -> PathBuf {
     }
 }
 
-/// Returns whether a path is on a file system that other hosts may write to. Returns `false` for a
-/// path that does not exist.
+/// Returns whether a path is on a network file system, to which other hosts may write. Returns
+/// `false` for a path that does not exist.
 fn is_on_network_fs(path: &Path) -> bool {
     statfs(path).is_ok_and(|status| is_network_file_system(status.filesystem_type()))
 }
 
-/// Returns whether `kind`, a type that `statfs` reports, is that of a network file system. FUSE
-/// counts as one.
+/// Returns whether `kind`, a file system type that `statfs` reports, is that of a network file
+/// system. FUSE counts as one.
 fn is_network_file_system(kind: FsType) -> bool {
     [NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, FUSE_SUPER_MAGIC].contains(&kind)
         || NETWORK_FS_MAGICS.iter().any(|magic| *magic as u32 == kind.0 as u32)

@@ -1,4 +1,5 @@
-//! Formats numbers, durations, ranks, hosts and phases as text.
+//! Formats numbers, durations, lists of ranks and hosts, and what workers do (their phases) as
+//! text.
 use diagnostic::{Diagnostic, Severity};
 use jobspec::ids::Rank;
 use protocol::event::WorkerPhase;
@@ -28,7 +29,8 @@ pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
     }
 }
 
-/// Formats a warning or note as one line, with its location or its subject.
+/// Formats a warning or note as one line, with the place in the job file or the subject that it
+/// concerns.
 pub(crate) fn format_notice(notice: &Diagnostic) -> String {
     let severity = match notice.severity() {
         Severity::Error => "error",
@@ -87,9 +89,9 @@ pub(crate) fn format_hosts(names: &[String]) -> String {
     }
 }
 
-/// Groups ranks by equal values. Returns each distinct value with the ranks that have the value,
-/// formatted by [`format_ranks`]. The most common value comes first: `[("0-2", value), …]`. The
-/// ranks in `values` must be in ascending order.
+/// Groups ranks that have equal values. Returns each distinct value with the ranks that have the
+/// value, formatted by [`format_ranks`]. The most common value comes first: `[("0-2", value), …]`.
+/// The ranks in `values` must be in ascending order.
 pub(crate) fn group_ranks_by_value<'a, T: PartialEq>(
     values: impl IntoIterator<Item = (Rank, &'a T)>,
 ) -> Vec<(String, &'a T)> {

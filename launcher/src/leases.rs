@@ -1,5 +1,5 @@
-//! Time limits for the silence of agents and controllers, after which they count as lost, and the
-//! interval of heartbeats.
+//! How long agents and controllers may be silent before they count as lost (leases), and the
+//! interval of their signs of life (heartbeats).
 use std::time::Duration;
 
 /// The interval at which agents on other hosts, and the controller, send each other signs of life

@@ -185,8 +185,8 @@ struct HostWithFirstRank<'a> {
     threads: Option<u32>,
 }
 
-/// Plans the workers of one host, in the order of their local ranks. Fails if the workers cannot be
-/// bound to CPUs.
+/// Plans the workers of one host: their ranks, CPUs, accelerators, environment and commands, in the
+/// order of their local ranks. Fails if the workers cannot be bound to CPUs.
 fn plan_workers(
     job_env: &worker_env::SharedEnvValues<'_>,
     ranks: &HostWithFirstRank<'_>,

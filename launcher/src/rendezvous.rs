@@ -31,7 +31,8 @@ pub(crate) struct BoundRendezvous {
     coordinator: Option<TcpListener>,
 }
 
-/// The service that is bound at `MASTER_PORT`: a reserved port, or a running store.
+/// The service that is bound at `MASTER_PORT`: a port that is reserved for rank 0, or a running
+/// store for torch.
 #[derive(Debug)]
 enum RendezvousService {
     /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
@@ -183,9 +184,9 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     diagnostic.with_field("address", address.to_string()).with_cause(error)
 }
 
-/// Reserves a port by binding it, so that no other process takes it. Accepts no connections. If
-/// `port` is 0, binds any free port at `address`. Otherwise binds `port` at all addresses of
-/// this machine of the same family.
+/// Reserves a TCP port by binding it, so that no other process takes it. Accepts no connections. If
+/// `port` is 0, binds any free port at `address`. Otherwise binds `port` at all addresses of this
+/// machine of the same family.
 fn reserve_port(address: IpAddr, port: u16) -> io::Result<(TcpListener, u16)> {
     let listener = match port {
         0 => TcpListener::bind((address, 0)),

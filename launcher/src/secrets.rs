@@ -37,7 +37,8 @@ pub(crate) struct SecretVariables {
 }
 
 impl SecretVariables {
-    /// Finds the secret variables of a running job in the environment of one of its workers.
+    /// Finds the secret variables of a running job in the environment of one of its workers, for a
+    /// controller that takes over the run.
     pub(crate) fn from_worker_env(run: &RunSpec, env: &[(String, String)]) -> SecretVariables {
         let find = |(name, _): &(String, EnvSource)| env.iter().rfind(|(other, _)| other == name).cloned();
         let pairs = env.iter().map(|(name, value)| (name.into(), value.into()));
@@ -85,13 +86,14 @@ pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables,
 }
 
 /// Returns the value of an environment variable, or a placeholder if the name of the variable looks
-/// secret.
+/// like that of a secret.
 pub(crate) fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
     if is_probable_secret_name(name) && !value.is_empty() { REDACTED } else { value }
 }
 
-/// Returns a copy of the job that may be printed and stored. In the copy, [`REDACTED`] replaces
-/// values of `run.env` and of options in `run.command` whose names suggest a secret.
+/// Returns a copy of the job in which secret values are replaced, so that it may be printed and
+/// stored. In the copy, [`REDACTED`] replaces values of `run.env` and of options in `run.command`
+/// whose names suggest a secret.
 pub(crate) fn redact_job_secrets(job: &JobSpec) -> JobSpec {
     let mut redacted = job.clone();
     for (name, value) in &mut redacted.run.env {

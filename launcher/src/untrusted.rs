@@ -19,10 +19,10 @@ use protocol::{
 use serde::{Serialize, de::DeserializeOwned};
 use std::error::Error;
 
-/// The result of a parser: success, or its first error.
+/// The result of parsing untrusted input: success, or the first error.
 pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 
-/// The largest number of lines of a hostfile that are also parsed as host filters.
+/// The largest number of lines of an untrusted hostfile that are also parsed as host filters.
 const MAX_FILTER_LINES: usize = 8;
 
 /// Parses untrusted bytes as a control connection between controller and agent: a sequence of
@@ -226,13 +226,13 @@ pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses the bytes that a peer without the job's key sends to the port of the agents: first as a
+/// Parses untrusted bytes as what a peer without the job's key sends to an agent's port: first as a
 /// handshake, and then as encrypted records after a handshake. Panics if the bytes are accepted.
 pub fn parse_encrypted_connection(bytes: &[u8]) -> ParseResult {
     Ok(crate::connection::handshake::check_untrusted_connection(bytes)?)
 }
 
-/// Returns the first of several errors of a parser.
+/// Returns the first of several errors of a parser as its result.
 fn take_first_error<E: Error + Send + Sync + 'static>(errors: Vec<E>) -> Box<dyn Error + Send + Sync> {
     errors.into_iter().next().map_or_else(|| "the parser reported no error".into(), Into::into)
 }

@@ -1,5 +1,5 @@
-//! [`UsageSchedule`]: converts the newest measurements of a run to named numbers from time to time,
-//! for services and files that record curves.
+//! [`UsageSchedule`]: from time to time converts the newest usage of hosts and ranks to named
+//! metrics, for MLflow and TensorBoard.
 //!
 //! The names begin with `system/`, which MLflow shows on a separate page. The number of metrics is
 //! limited: a run on many hosts has only means and maxima over the hosts.

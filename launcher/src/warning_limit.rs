@@ -1,16 +1,17 @@
-//! [`WarningLimit`]: limits the warnings about each address that connects to this process.
+//! [`WarningLimit`]: limits how often the user is warned about each network address that connects
+//! to this process.
 use std::{
     collections::HashMap,
     net::IpAddr,
     time::{Duration, Instant},
 };
 
-/// The time in which at most one warning about an address is printed.
+/// The time in which at most one warning about a network address is printed.
 const WARNING_INTERVAL: Duration = Duration::from_secs(60);
-/// The largest number of addresses for which the time of the last warning is remembered.
+/// The largest number of network addresses for which the time of the last warning is remembered.
 const MAX_WARNED_PEERS: usize = 1024;
 
-/// Limits the warnings about an address to one per [`WARNING_INTERVAL`].
+/// Limits the warnings about a network address to one per [`WARNING_INTERVAL`].
 #[derive(Default)]
 pub(crate) struct WarningLimit {
     /// The time of the last warning about each address, and the number of warnings since then that
@@ -19,9 +20,8 @@ pub(crate) struct WarningLimit {
 }
 
 impl WarningLimit {
-    /// Decides whether a warning about `peer` may be printed at the time `now`: returns how many
-    /// warnings about `peer` were omitted since the last printed one, or `None` if this warning
-    /// must be omitted, too.
+    /// Returns how many warnings about `peer` were omitted since the last printed one if another
+    /// one may be printed at the time `now`, or `None` if it must be omitted.
     pub(crate) fn admit_warning(&mut self, peer: IpAddr, now: Instant) -> Option<u64> {
         if let Some((last, omitted)) = self.peers.get_mut(&peer) {
             if now.saturating_duration_since(*last) < WARNING_INTERVAL {

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 const MAX_LISTED_DEVICES: usize = 1024;
 
 /// The accelerators of one kind on a host, in the order in which a program numbers them if no
-/// variable restricts it.
+/// environment variable restricts it.
 pub(super) struct AcceleratorPool<'a> {
     kind: AcceleratorKind,
     accelerators: Vec<&'a Accelerator>,
@@ -157,8 +157,8 @@ impl<'a> AcceleratorPool<'a> {
             .with_help(format!("check the driver with `{}`", traits.tool))
     }
 
-    /// Describes the accelerators of the host for an error message, such as "the host has GPUs 0 to
-    /// 3".
+    /// Describes the accelerators of the host for an error message, such as `the host has GPUs 0 to
+    /// 3`.
     fn describe(&self) -> String {
         let unit = self.kind.traits().unit;
         match self.accelerators.len() {
@@ -169,7 +169,8 @@ impl<'a> AcceleratorPool<'a> {
     }
 }
 
-/// Returns the value of an environment variable on a host; `None` if the variable is not set.
+/// Returns the value of the environment variable `name` on a host; `None` if the variable is not
+/// set.
 fn find_variable<'a>(inventory: &'a HostInventory, name: &str) -> Option<&'a str> {
     inventory.inherited_env.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str())
 }

@@ -109,7 +109,8 @@ fn hide_accelerators(inventory: &HostInventory) -> diagnostic::Result<Accelerato
     Ok(AcceleratorSelection { hidden, ..AcceleratorSelection::default() })
 }
 
-/// Returns the kinds of accelerators of a host that the job can use, each once.
+/// Returns the kinds of accelerators (such as GPUs of NVIDIA or NPUs) of a host that the job can
+/// use, each once.
 ///
 /// The built-in training uses only GPUs of NVIDIA. On a host with GPUs of NVIDIA, those of AMD are
 /// often graphics that are integrated in the CPU, so that they count only if a variable of AMD
@@ -265,7 +266,7 @@ impl AcceleratorSelection {
         self.count() * self.workers_per_gpu.max(1) as usize
     }
 
-    /// Returns the index in `names` of the accelerator that the worker with the local rank
+    /// Returns the index in the selection of the accelerator that the worker with the local rank
     /// `local_rank` uses.
     fn accelerator_index_of_worker(&self, local_rank: u32) -> usize {
         (local_rank / self.workers_per_gpu.max(1)) as usize

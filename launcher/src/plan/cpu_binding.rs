@@ -159,7 +159,7 @@ fn assign_numa_nodes(nodes: &BTreeMap<u32, Vec<&CpuCore>>, gpu_nodes: &[Option<u
     gpu_nodes.iter().map(assign).collect()
 }
 
-/// Returns the numbers of the CPUs of these cores, in ascending order.
+/// Returns the numbers of the CPUs that the cores `cores` consist of, in ascending order.
 fn collect_cpus(cores: &[&CpuCore]) -> Vec<u32> {
     let mut cpus: Vec<u32> = cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
     cpus.sort_unstable();

@@ -1,4 +1,4 @@
-//! [`JobHost`]: a host on which workers are planned.
+//! [`JobHost`]: a host on which workers are planned, with its hardware and environment.
 use jobspec::HostSelection;
 use protocol::control::HostInventory;
 use std::net::IpAddr;

@@ -49,7 +49,7 @@ pub(super) struct WorkerPosition<'a> {
     pub(super) accelerators: &'a AcceleratorSelection,
 }
 
-/// Returns the variables that are added to a worker's environment, without `MASTER_ADDR` and
+/// Returns the environment variables that launch sets for a worker, without `MASTER_ADDR` and
 /// `MASTER_PORT`, which [`insert_rendezvous`] adds. The variables that launch defines come first,
 /// followed by those of `run.env`, which replace defaults of launch.
 pub(super) fn build_worker_env(
@@ -213,9 +213,10 @@ fn build_program_env(
     ]
 }
 
-/// Parses the number of threads in the variable `OMP_NUM_THREADS` of `run.env`. Returns `None` if
-/// the job does not set the variable. A value that is not a number from 1 to [`MAX_THREADS`] is an
-/// error in a job with built-in training, and gives `None` in a job with a program.
+/// Parses the number of threads in the environment variable `OMP_NUM_THREADS` that the job sets.
+/// Returns `None` if the job does not set the variable. A value that is not a number from 1 to
+/// [`MAX_THREADS`] is an error in a job with built-in training, and gives `None` in a job with a
+/// program.
 pub(super) fn parse_threads(job: &JobSpec) -> diagnostic::Result<Option<u32>> {
     let Some((name, value)) = job.run.env.iter().find(|(name, _)| name == OMP_NUM_THREADS) else {
         return Ok(None);

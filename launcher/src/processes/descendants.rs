@@ -44,13 +44,13 @@ pub(crate) fn kill_descendants(spared: &[u32]) -> Vec<i32> {
     killed
 }
 
-/// Returns the pids of the child processes of this process, without zombies.
+/// Returns the process IDs of the child processes of this process, without zombies.
 pub(crate) fn list_children() -> Vec<u32> {
     let parent = Pid::this().as_raw();
     list_processes().iter().filter(|p| p.parent == parent).map(|p| p.pid.unsigned_abs()).collect()
 }
 
-/// Reads the state of every process in `/proc`, except for zombies.
+/// Reads the parent, start time and CPU time of every process in `/proc`, except for zombies.
 pub(crate) fn list_processes() -> Vec<ProcessStat> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     entries

@@ -23,8 +23,9 @@ pub(crate) fn write_file_text(text: &str) -> io::Result<()> {
     }
 }
 
-/// Writes `text`, which the caller has already filtered, to stdout and flushes stdout. Fails if
-/// stdout is a closed pipe, so that a command that follows a file (`--follow`) can end.
+/// Writes `text`, whose unprintable characters the caller has already replaced, to stdout and
+/// flushes stdout. Fails if stdout is a closed pipe, so that a command that follows a file
+/// (`--follow`) can end.
 pub(crate) fn write_filtered_text(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush())
@@ -43,7 +44,8 @@ pub(crate) fn write_program_output(is_stderr: bool, bytes: &[u8]) -> io::Result<
     out.write_all(bytes).and_then(|()| out.flush())
 }
 
-/// Converts the error that stdout is a closed pipe to `Ok`. Returns any other result unchanged.
+/// Converts the error that the reader of stdout has closed the pipe to success. Returns any other
+/// result unchanged.
 fn ignore_closed_pipe(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

@@ -43,7 +43,7 @@ impl Console {
         self.bar.is_some()
     }
 
-    /// Shows `done` of `total` steps in the progress bar.
+    /// Shows in the progress bar that `done` of `total` training steps are finished.
     pub(super) fn set_total_steps(&mut self, total: u64, done: u64) {
         if let Some(bar) = &self.bar {
             bar.set_style(Self::make_bar_style("step {pos}/{len} {bar:20} {msg}"));
@@ -94,15 +94,15 @@ impl Console {
         }
     }
 
-    /// Writes `text` to stderr, above the progress bar.
+    /// Writes a line to stderr, above the progress bar.
     fn write_to_stderr(&mut self, line: &str) {
         if self.stderr_works {
             self.stderr_works = self.write_above_bar(|| write_line(io::stderr().lock(), line)).is_ok();
         }
     }
 
-    /// Erases the progress bar, calls `write`, and draws the progress bar again. Returns the result
-    /// of `write`.
+    /// Erases the progress bar, calls `write`, which writes to the terminal, and draws the progress
+    /// bar again. Returns the result of `write`.
     fn write_above_bar(&self, write: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         match &self.bar {
             Some(bar) => bar.suspend(write),

@@ -102,12 +102,12 @@ impl Deduplicator {
         self.waiting.front().map(|(_, since, _)| *since + MERGE_WINDOW)
     }
 
-    /// Removes and returns all waiting lines.
+    /// Removes and returns all lines that wait for equal lines of other ranks.
     pub(super) fn take_all_lines(&mut self) -> Vec<MergedLine> {
         std::iter::from_fn(|| self.pop_oldest_line()).collect()
     }
 
-    /// Removes and returns the oldest waiting line.
+    /// Removes and returns the line that has waited longest for equal lines of other ranks.
     fn pop_oldest_line(&mut self) -> Option<MergedLine> {
         let (number, _, line) = self.waiting.pop_front()?;
         self.last_of_rank.retain(|_, last| *last != number);
@@ -127,9 +127,9 @@ impl Deduplicator {
         self.waiting.get_mut(number.checked_sub(first)? as usize)
     }
 
-    /// Returns the number of the waiting line with which a new line of `rank` must be merged. This
-    /// is the first waiting line with equal stream and text that arrived after the last line of
-    /// `rank`. Returns `None` if there is no such line.
+    /// Returns the number of the waiting line to which a new, equal line of rank `rank` must be
+    /// added. This is the first waiting line with equal stream and text that arrived after the last
+    /// line of `rank`. Returns `None` if there is no such line.
     fn find_equal_line(&self, rank: Rank, stderr: bool, text: &str) -> Option<u64> {
         if self.shown_ranks < 2 {
             return None;

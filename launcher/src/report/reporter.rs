@@ -22,7 +22,7 @@ const QUEUE_CAPACITY: usize = 1 << 16;
 /// The largest number of output lines of workers that wait for the thread that shows the run to the
 /// user.
 const MAX_QUEUED_LINES: usize = 2048;
-/// How long the controller waits at the end of a run while stdout and stderr accept no output.
+/// How long the controller waits at the end of a run for a terminal or pipe that accepts no output.
 /// After that, the remaining output is dropped. A pager and a paused terminal accept no output.
 const STUCK_TIMEOUT: Duration = Duration::from_secs(60);
 

@@ -25,15 +25,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest time during training in which no line about a step is shown. After this time, the
-/// next step gets a line, even if the step is not one of the [`STEP_LINE_COUNT`]. Applies only without a
-/// progress bar.
+/// The longest time during training after which another line about a step is shown. After this
+/// time, the next step gets a line, even if the step is not one of the [`STEP_LINE_COUNT`]. Applies
+/// only without a progress bar.
 const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
-/// The approximate number of lines about steps that are shown during a run without a progress bar.
+/// The approximate number of lines about training steps that are shown during a run without a
+/// progress bar.
 const STEP_LINE_COUNT: u64 = 20;
 /// The time constant of the exponential average of step durations, in seconds.
 const AVERAGING_SECONDS: f64 = 10.0;
-/// The smallest share of a step's duration, from 0 to 1, that waiting for collectives must take to
+/// The share of a step's duration, from 0 to 1, that waiting for collectives must at least take to
 /// be shown. Smaller shares are omitted.
 const MIN_SHOWN_EXPOSED_SHARE: f64 = 0.05;
 

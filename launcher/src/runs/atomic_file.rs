@@ -58,8 +58,8 @@ fn create_temporary_file(
     Ok((file, temporary))
 }
 
-/// Reads a file that belongs to this user and is not writable by all users. Fails if the file is not
-/// such a regular file, or if it is longer than `limit` bytes.
+/// Reads a file that belongs to this user and is not writable by all users. Fails if the file is
+/// not such a regular file, or if it is longer than `limit` bytes.
 pub(crate) fn read_private_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_own_file_without_links(path)?.take(limit + 1).read_to_end(&mut bytes)?;

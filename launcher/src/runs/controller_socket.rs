@@ -20,8 +20,8 @@ use std::{
 /// user cannot easily take all of them.
 const SOCKET_NAME_COUNT: u32 = 16;
 
-/// Returns the addresses that the socket of a controller may have, in the order in which they are
-/// tried.
+/// Returns the addresses that the Unix socket of a run's controller may have, in the order in which
+/// they are tried.
 fn list_addresses(run: &str, controller: &ProcessIdentity) -> impl Iterator<Item = io::Result<SocketAddr>> {
     let mut hasher = blake3::Hasher::new();
     for part in ["launch controller socket", run] {
@@ -34,8 +34,8 @@ fn list_addresses(run: &str, controller: &ProcessIdentity) -> impl Iterator<Item
     })
 }
 
-/// Makes this process, the controller of a run, listen on its socket. Fails on a system without
-/// abstract sockets.
+/// Makes this process, the controller of a run, listen for `launch exec` at its Unix socket. Fails
+/// on a system without abstract sockets.
 pub(crate) fn bind_controller_socket(run: &str) -> io::Result<UnixListener> {
     let mut last = io::Error::from(io::ErrorKind::AddrInUse);
     for address in list_addresses(run, &ProcessIdentity::current()?) {
@@ -47,7 +47,8 @@ pub(crate) fn bind_controller_socket(run: &str) -> io::Result<UnixListener> {
     Err(last)
 }
 
-/// Connects to the controller of a run. Fails if the controller does not listen.
+/// Connects to the Unix socket of a run's controller, for `launch exec`. Fails if the controller
+/// does not listen.
 pub(crate) fn connect_to_controller(record: &RunRecord) -> io::Result<UnixStream> {
     let mut last = io::Error::from(io::ErrorKind::ConnectionRefused);
     for address in list_addresses(&record.run, &record.controller) {
@@ -65,7 +66,7 @@ pub(crate) fn connect_to_controller(record: &RunRecord) -> io::Result<UnixStream
     Err(last)
 }
 
-/// Returns whether the process at the other end of a socket belongs to this user or to root.
+/// Returns whether the process at the other end of a Unix socket belongs to this user or to root.
 pub(crate) fn is_peer_own_or_root(socket: &impl AsFd) -> bool {
     getsockopt(socket, PeerCredentials).is_ok_and(|peer| is_own_user_or_root(peer.uid()))
 }

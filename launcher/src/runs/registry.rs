@@ -34,7 +34,7 @@ const MAX_NAME_BYTES: usize = 128;
 /// The largest number of links to `run.json` files that the state directory of this user contains.
 /// The links of the oldest ended runs are removed first.
 const MAX_RECORDS: usize = 500;
-/// The largest number of entries that are read of one directory.
+/// The largest number of entries of one directory that are read when runs are searched.
 const MAX_DIR_ENTRIES: usize = 10_000;
 /// How much longer than `run.controller_timeout` a run may be without a controller before it counts
 /// as lost. The margin is needed because a controller updates the modification time of its journal
@@ -174,7 +174,8 @@ fn remove_old_records(directory: &Path) {
     }
 }
 
-/// Returns the paths of the visible `.json` files of a directory, in no particular order.
+/// Returns the paths of the `.json` files of a directory whose names do not begin with a dot, in no
+/// particular order.
 fn list_json_files(directory: &Path) -> Vec<PathBuf> {
     let entries =
         fs::read_dir(directory).into_iter().flatten().flatten().take(MAX_DIR_ENTRIES).map(|e| e.path());
@@ -301,15 +302,15 @@ fn find_end_file(run: &str) -> Option<PathBuf> {
     Some(resolve_state_dir()?.join(format!("{run}.end")))
 }
 
-/// Records the end of a run whose journal cannot be completed: the exit code and the duration in
-/// seconds.
+/// Writes the exit code and duration (in seconds) of a run to the state directory, because the
+/// journal of the run cannot be completed.
 pub(crate) fn record_end(run: &str, exit_code: u8, seconds: f64) -> io::Result<()> {
     let file = find_end_file(run).ok_or_else(|| io::Error::other("there is no state directory"))?;
     create_private_dir(file.parent().unwrap_or(Path::new("/")))?;
     truncate_private_file(&file)?.write_all(&serde_json::to_vec(&(exit_code, seconds))?)
 }
 
-/// Reads the end of a run that [`record_end`] has recorded.
+/// Reads the exit code and duration of a run that [`record_end`] has stored in the state directory.
 fn read_recorded_end(run: &str) -> Option<(u8, f64)> {
     let mut bytes = Vec::new();
     open_own_file(&find_end_file(run)?).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;

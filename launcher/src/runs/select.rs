@@ -2,7 +2,7 @@
 use super::registry::{Run, RunState};
 use diagnostic::{Diagnostic, codes::command};
 
-/// Which runs a command may select: any run, active runs, or runs without a controller.
+/// Which runs a command may select: any run, active runs, or runs whose controller was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunFilter {
     /// Any run, for a command that reads the files of a run. Without a name, the active run is
@@ -79,7 +79,8 @@ impl From<RunSelectionError<'_>> for Diagnostic {
     }
 }
 
-/// Selects one of `runs`, which must be sorted from the newest to the oldest.
+/// Selects the run that the command line names from `runs`, which must be sorted from the newest to
+/// the oldest.
 ///
 /// `name` is, in this order of precedence, the ID of a run, the name of a job, or the beginning of
 /// the ID of a run. The name of a job selects the job's active run or, if none is active, the

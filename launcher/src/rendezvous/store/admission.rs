@@ -58,12 +58,13 @@ impl AdmissionPolicy {
         AdmissionPolicy { allowed, uid: nix::unistd::geteuid().as_raw(), diagnostics }
     }
 
-    /// Returns whether the policy identifies clients on this machine by the user who runs them.
+    /// Returns whether the policy can find out which user runs a client on this machine.
     pub(super) fn identifies_local_users(&self) -> bool {
         self.diagnostics.is_some()
     }
 
-    /// Decides whether to accept the connection of `peer` to the address `local` of this machine.
+    /// Decides whether to accept the connection of the client at `peer` to the address `local` of
+    /// this machine.
     pub(super) fn admit(
         &mut self,
         peer: SocketAddr,
@@ -91,7 +92,7 @@ impl AdmissionPolicy {
         }
     }
 
-    /// Decides by the address of a client whether to accept the client's connection.
+    /// Decides by a client's address alone whether to accept the client's connection.
     /// `is_loopback_allowed` admits every client that uses the loopback address.
     fn admit_by_address(
         &self,

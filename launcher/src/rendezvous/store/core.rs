@@ -9,7 +9,7 @@ use super::{
 };
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-/// The number that identifies the connection of a client.
+/// The number that identifies the connection of a client of the rendezvous store.
 pub(super) type ClientId = u64;
 /// The overhead in bytes that counts toward the store's size limit for each value, each item of a
 /// queue, and each key that a client waits for, in addition to their contents.
@@ -131,32 +131,32 @@ impl RendezvousStore {
 
     // ---- values ----
 
-    /// Returns whether the key has a value or a queue that is not empty.
+    /// Returns whether a key of the store has a value, or a queue that is not empty.
     fn contains_key(&self, key: &[u8]) -> bool {
         self.values.contains_key(key) || self.queues.contains_key(key)
     }
 
-    /// Returns the value of a key, or an empty value if the key has none.
+    /// Returns the value of a key of the store, or an empty value if the key has none.
     fn get_value(&self, key: &[u8]) -> StoreValue {
         self.values.get(key).cloned().unwrap_or_default()
     }
 
-    /// Returns the values of several keys. Fails if the reply would be too long.
+    /// Returns the values of several keys of the store. Fails if the reply would be too long.
     fn get_values(&self, keys: &[StoreKey]) -> Result<Vec<StoreValue>, StoreClientError> {
         let length = |key: &StoreKey| 8 + self.values.get(key).map_or(0, Vec::len);
         check_reply_length(keys.iter().map(length).sum())?;
         Ok(keys.iter().map(|key| self.get_value(key)).collect())
     }
 
-    /// Returns all keys that have values. Fails if the reply would be too long.
+    /// Returns all keys of the store that have values. Fails if the reply would be too long.
     fn list_keys(&self) -> Result<Vec<StoreKey>, StoreClientError> {
         check_reply_length(self.values.keys().map(|key| 8 + key.len()).sum())?;
         Ok(self.values.keys().cloned().collect())
     }
 
-    /// Sets the value of the key `key` to `value`. Wakes the clients for which no further key is
-    /// missing, by appending their replies to `out`. Fails if the value or the store becomes too
-    /// large.
+    /// Sets the value of the store's key `key` to `value`. Wakes the clients for which no further
+    /// key is missing, by appending their replies to `out`. Fails if the value or the store becomes
+    /// too large.
     fn set_value(
         &mut self,
         key: StoreKey,
@@ -218,8 +218,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Deletes the value of a key, and keeps the queue of the key. Returns the number of deleted
-    /// values: 0 or 1.
+    /// Deletes the value of a key of the store, and keeps the queue of the key. Returns the number
+    /// of deleted values: 0 or 1.
     fn delete_key(&mut self, key: &[u8]) -> i64 {
         let Some(value) = self.values.remove(key) else { return 0 };
         self.bytes -= compute_entry_bytes(key, &value);
@@ -229,8 +229,8 @@ impl RendezvousStore {
         1
     }
 
-    /// Adds `n` to the decimal number in the value of a key, and returns the sum. A key without a
-    /// value counts as 0. Fails if the value is not a number or the sum overflows.
+    /// Adds `n` to the decimal number in the value of a key of the store, and returns the sum. A
+    /// key without a value counts as 0. Fails if the value is not a number or the sum overflows.
     fn add_number(
         &mut self,
         key: StoreKey,
@@ -247,9 +247,9 @@ impl RendezvousStore {
         Ok(sum)
     }
 
-    /// Sets a key to `new` if its value equals `expected`, or if the key has no value and
-    /// `expected` is empty. Returns the value of the key afterwards, or `expected` if the key has
-    /// no value.
+    /// Sets a key of the store to `new` if its value equals `expected`, or if the key has no value
+    /// and `expected` is empty. Returns the value of the key afterwards, or `expected` if the key
+    /// has no value.
     fn compare_set(
         &mut self,
         key: StoreKey,
@@ -268,8 +268,8 @@ impl RendezvousStore {
 
     // ---- queues ----
 
-    /// Appends an item to a queue and wakes at most one client that waits for the queue, by
-    /// appending the reply to `out`. Fails if the store becomes too large.
+    /// Appends an item to a queue of the store, and wakes at most one client that waits for the
+    /// queue, by appending the reply to `out`. Fails if the store becomes too large.
     fn push_item(
         &mut self,
         key: StoreKey,
@@ -291,7 +291,7 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Removes the first item of the queue of the key `key`. Returns the reply, which holds the
+    /// Removes the first item of the store's queue `key`. Returns the reply, which holds the
     /// previous length of the queue and the item. The reply for an empty queue is 0.
     fn pop_item(&mut self, key: &[u8]) -> StoreReply {
         let Some(queue) = self.queues.get_mut(key) else { return StoreReply::Number(0) };
@@ -310,9 +310,9 @@ impl RendezvousStore {
 
     // ---- waiting ----
 
-    /// Makes a client wait until all of `keys` exist. If no key is missing, appends the reply to
-    /// `out` immediately and begins no wait. Fails if the client waits already, or if the store is
-    /// full.
+    /// Makes a client of the store wait until all of `keys` exist. If no key is missing, appends
+    /// the reply to `out` immediately and begins no wait. Fails if the client waits already, or if
+    /// the store is full.
     fn begin_wait(
         &mut self,
         client: ClientId,
@@ -335,7 +335,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Fails if the client waits already, because a client can have only one wait.
+    /// Fails if the client of the store waits already, because a client can wait only once at a
+    /// time.
     fn check_not_waiting(&self, client: ClientId) -> Result<(), StoreClientError> {
         match self.waiting.contains_key(&client) {
             true => Err(StoreClientError::SecondWait),
@@ -344,7 +345,7 @@ impl RendezvousStore {
     }
 
     /// Ends the wait of a client if no key that it waits for is missing, and appends the reply to
-    /// `out`. Returns whether the wait ended.
+    /// the client to `out`. Returns whether the wait ended.
     fn wake_if_ready(&mut self, client: ClientId, out: &mut ClientReplies) -> bool {
         let ready = matches!(self.waiting.get(&client), Some(ClientWait::Keys(_, 0)));
         if ready {
@@ -354,10 +355,10 @@ impl RendezvousStore {
         ready
     }
 
-    /// Records that a client has arrived at the barrier `key`. The value of the key is the number
-    /// of arrivals. The client waits until `world` clients have arrived. The last of them wakes the
-    /// others, by appending all replies to `out`, and later arrivals do not wait. Fails if the
-    /// client waits already, the value is not a number, or the store is full.
+    /// Records that a client of the store has arrived at the barrier `key`. The value of the key is
+    /// the number of arrivals. The client waits until `world` clients have arrived. The last of
+    /// them wakes the others, by appending all replies to `out`, and later arrivals do not wait.
+    /// Fails if the client waits already, the value is not a number, or the store is full.
     fn enter_barrier(
         &mut self,
         client: ClientId,
@@ -400,7 +401,7 @@ fn count_items(queue: &VecDeque<StoreValue>) -> i64 {
     queue.len() as i64
 }
 
-/// Fails if a reply of this many bytes would exceed [`MAX_MESSAGE_BYTES`].
+/// Fails if a reply of the store with this many bytes would exceed [`MAX_MESSAGE_BYTES`].
 fn check_reply_length(bytes: usize) -> Result<(), StoreClientError> {
     match bytes > MAX_MESSAGE_BYTES {
         true => Err(StoreClientError::ReplyTooLong(bytes)),

@@ -104,7 +104,7 @@ impl StoreServer {
         Ok(StoreServer { port, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Returns the port that the store listens on.
+    /// Returns the number of the port at which the rendezvous store listens.
     pub(crate) fn port(&self) -> u16 {
         self.port
     }
@@ -359,8 +359,8 @@ impl ClientConnection {
         Ok(())
     }
 
-    /// Appends the available bytes of the socket to `input`, without blocking. Returns their
-    /// number, which is 0 at the end of the stream.
+    /// Appends the bytes that have arrived at the client's socket to `input`, without blocking.
+    /// Returns their number, which is 0 at the end of the stream.
     fn read_input(&mut self) -> io::Result<usize> {
         let mut scratch = self.shared.scratch.borrow_mut();
         let n = self.stream.try_read(&mut scratch)?;

@@ -72,7 +72,7 @@ pub(crate) struct SocketDiagnostics {
 }
 
 impl SocketDiagnostics {
-    /// Opens a connection to the kernel for requests to sock_diag. Fails if the kernel or the
+    /// Opens a netlink socket for sock_diag requests to the kernel. Fails if the kernel or the
     /// container does not support sock_diag.
     pub(crate) fn open() -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC;
@@ -82,8 +82,8 @@ impl SocketDiagnostics {
         Ok(SocketDiagnostics { socket, sequence: 0 })
     }
 
-    /// Finds the owner of the socket at `peer` that is connected to `local`. Returns `None` if no
-    /// such socket is on this machine.
+    /// Asks the kernel who owns the TCP socket at `peer` that is connected to `local`. Returns
+    /// `None` if no such socket is on this machine.
     pub(crate) fn find_owner(
         &mut self,
         peer: SocketAddr,

@@ -208,9 +208,9 @@ impl RequestParser<'_> {
         self.read_list(8, Self::read_key)
     }
 
-    /// Parses a list: the number of its items, then each item with the function `item`. An item
-    /// must be at least `min_bytes` bytes long. Fails if the list has more than [`MAX_KEYS_PER_REQUEST`] items.
-    /// Returns an empty list if `copies` is not set.
+    /// Parses a list in a request to the store: the number of its items, then each item with the
+    /// function `item`. An item must be at least `min_bytes` bytes long. Fails if the list has more
+    /// than [`MAX_KEYS_PER_REQUEST`] items. Returns an empty list if `copies` is not set.
     fn read_list<T>(
         &mut self,
         min_bytes: usize,
@@ -233,7 +233,8 @@ impl RequestParser<'_> {
     }
 }
 
-/// Encodes `reply` in the format that torch's client expects, and appends the bytes to `out`.
+/// Encodes a reply of the store in the format that torch's client expects, and appends the bytes to
+/// `out`.
 pub(super) fn encode_reply(reply: &StoreReply, out: &mut Vec<u8>) {
     let bytes = |out: &mut Vec<u8>, bytes: &[u8]| {
         out.extend((bytes.len() as u64).to_le_bytes());

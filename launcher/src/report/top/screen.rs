@@ -27,7 +27,7 @@ const END_TIMEOUT_S: u32 = 2;
 /// Whether a signal that ends `launch top` has arrived.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 
-/// The source of the data that `launch top` shows.
+/// The source of the data that `launch top` shows: the state of a run and the logs of its ranks.
 pub(crate) trait TopSource {
     /// Returns the present state of the run; `None` if the run no longer exists.
     fn take_snapshot(&self) -> Option<RunSnapshot>;
@@ -45,7 +45,7 @@ extern "C" fn record_signal(_: libc::c_int) {
     unsafe { libc::alarm(END_TIMEOUT_S) };
 }
 
-/// Returns whether this process can show a full-screen view: stdin and stdout are terminals.
+/// Returns whether this process can show the view of `launch top`: stdin and stdout are terminals.
 pub(crate) fn can_show_full_screen() -> bool {
     io::stdin().is_terminal() && io::stdout().is_terminal()
 }
