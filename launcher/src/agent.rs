@@ -26,7 +26,7 @@ mod probe;
 mod process;
 mod progress;
 mod rank_log;
-mod relay;
+mod agent_relay;
 mod stacks;
 mod startup;
 mod tree_node;

@@ -33,7 +33,7 @@ struct QueueCloser(Arc<JobQueue>);
 
 impl Drop for QueueCloser {
     fn drop(&mut self) {
-        self.0.lock().is_closed = true;
+        self.0.lock_state().is_closed = true;
         self.0.changed.notify_all();
     }
 }
@@ -73,20 +73,20 @@ impl std::fmt::Debug for QueueState {
 
 impl JobQueue {
     /// Locks the mutex of the queued jobs and of the state of the thread.
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
+    fn lock_state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs the queued functions (jobs) on the calling thread until the queue is closed and empty.
     fn run_jobs(&self) {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         loop {
             if let Some((bytes, job)) = state.jobs.pop_front() {
                 state.bytes -= bytes;
                 state.busy_since = Some(Instant::now());
                 drop(state);
                 job();
-                state = self.lock();
+                state = self.lock_state();
                 state.busy_since = None;
                 state.ended += 1;
                 self.changed.notify_all();
@@ -114,7 +114,7 @@ impl BackgroundThread {
     /// accepted. Never blocks.
     pub(crate) fn enqueue_job(&self, bytes: usize, job: impl FnOnce() + Send + 'static) -> bool {
         let queue = &self.queue.0;
-        let mut state = queue.lock();
+        let mut state = queue.lock_state();
         if bytes > 0 && state.bytes + bytes > queue.max_bytes {
             return false;
         }
@@ -128,14 +128,14 @@ impl BackgroundThread {
     /// Returns for how long the function that the thread currently calls has been running. Returns
     /// zero if no job runs.
     pub(crate) fn busy_time(&self) -> Duration {
-        self.queue.0.lock().busy_since.map_or(Duration::ZERO, |since| since.elapsed())
+        self.queue.0.lock_state().busy_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// Blocks until the thread has called all functions that were queued so far, but at most for
     /// `limit`. Returns whether all of them have ended.
     pub(crate) fn flush(&self, limit: Duration) -> bool {
         let queue = &self.queue.0;
-        let state = queue.lock();
+        let state = queue.lock_state();
         let target = state.accepted;
         let waited = queue.changed.wait_timeout_while(state, limit, |state| state.ended < target);
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
@@ -185,7 +185,7 @@ pub(crate) fn write_persistently(
             Ok(written) => bytes = &bytes[written..],
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => {
-                if pauses.is_first() {
+                if pauses.is_before_first_retry() {
                     on_failure(&error);
                 }
                 if !is_transient(&error) || !retries.wait_before_retry(pauses.next_pause()) {
@@ -206,7 +206,7 @@ pub(crate) struct RetryPauses {
 impl RetryPauses {
     /// Returns `true` before the first repetition of the operation, which means that the operation
     /// has failed only once.
-    pub(crate) fn is_first(&self) -> bool {
+    pub(crate) fn is_before_first_retry(&self) -> bool {
         self.failures == 0
     }
 

@@ -14,7 +14,7 @@ mod descriptor_limit;
 mod driver;
 mod exec_socket;
 mod file_watch;
-mod hang_text;
+mod hang_verdict_text;
 mod hang_verdict;
 mod hostfile;
 mod job_file;

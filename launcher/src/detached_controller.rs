@@ -44,7 +44,7 @@ pub(crate) fn start_detached_controller(
     let mut command = Command::new("/proc/self/exe");
     command.arg0("launch").args(args(fd));
     let errors = console.try_clone()?;
-    command.stdin(create_input(input)?).stdout(console).stderr(errors);
+    command.stdin(create_stdin_file(input)?).stdout(console).stderr(errors);
     // SAFETY: the closure only makes system calls that are allowed between fork and exec.
     unsafe {
         command.pre_exec(move || {
@@ -68,7 +68,7 @@ pub(crate) fn start_detached_controller(
 }
 
 /// Creates the standard input of a detached controller: a file in memory that contains `content`.
-fn create_input(content: &[u8]) -> io::Result<Stdio> {
+fn create_stdin_file(content: &[u8]) -> io::Result<Stdio> {
     if content.is_empty() {
         return Ok(Stdio::null());
     }

@@ -1,16 +1,16 @@
 //! Discovers the CPUs, accelerators, memory and network interfaces of this machine, as the
 //! operating system reports them.
 mod accelerators;
-mod addresses;
+mod interface_addresses;
 mod cgroup;
 mod cpu_list;
-pub mod local;
+pub mod local_host;
 mod network_interfaces;
 mod rdma;
 mod reachable_addresses;
 pub(crate) mod topology;
 
-pub(crate) use addresses::list_interface_addresses;
+pub(crate) use interface_addresses::list_interface_addresses;
 pub(crate) use cgroup::{read_memory_usage, read_oom_kill_count, read_throttled_us};
 pub(crate) use network_interfaces::inspect_interface;
 pub(crate) use rdma::inspect_rdma;

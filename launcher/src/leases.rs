@@ -19,7 +19,7 @@ pub(crate) const ATTACH_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) const ADOPTION_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long an agent on the controller's machine may be silent before the controller counts it as
 /// lost.
-pub(crate) const AGENT_LEASE: Duration = Duration::from_secs(30);
+pub(crate) const LOCAL_AGENT_LEASE: Duration = Duration::from_secs(30);
 /// How long launch waits before it uses a lost remote host again, because the host is probably
 /// still down. An agent that is still alive there is evicted by the next one.
 pub(crate) const LOST_HOST_QUARANTINE: Duration = Duration::from_secs(12);

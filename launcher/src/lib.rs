@@ -71,7 +71,7 @@ pub fn main(
     let Cli { command, json, verbose, json_schema } = match cli::parse_command_line(args.into_iter()) {
         ParsedArgs::Command(cli) => *cli,
         ParsedArgs::Print(text) => {
-            return output::report_result(output::print_output(&text), OutputFormat::default());
+            return output::report_error_of_result(output::print_text(&text), OutputFormat::default());
         }
         ParsedArgs::Invalid(error, format) => return output::report_error(&error, format),
     };
@@ -93,7 +93,7 @@ pub fn main(
         preflight,
         run_gpu_check,
     };
-    output::report_result(command.run(&context), format)
+    output::report_error_of_result(command.run(&context), format)
 }
 
 /// Starts the debug log of this process with the filter in `LAUNCH_LOG` or, if the variable is not

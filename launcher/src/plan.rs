@@ -95,8 +95,8 @@ pub fn plan_attempt(
 /// Builds the plan of one attempt: which workers run on which hosts, with which CPUs, accelerators
 /// and environment. Fails with the first error.
 fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) -> diagnostic::Result<Plan> {
-    let capacities = hosts.iter().map(|host| compute_host_capacity(job, host));
-    let capacities: Vec<HostCapacity> = capacities.collect::<Result<_, _>>()?;
+    let capacities = hosts.iter().map(|host| compute_host_allocation(job, host));
+    let capacities: Vec<HostAllocation> = capacities.collect::<Result<_, _>>()?;
     let world = capacities.iter().map(|capacity| u64::from(capacity.workers)).sum::<u64>();
     if world == 0 || world > u64::from(MAX_WORKERS) {
         let (workers, hosts) = (format_count(world, "worker"), format_count(hosts.len(), "host"));
@@ -164,7 +164,7 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
 }
 
 /// The number of workers that are planned on a host, and the accelerators that the job uses there.
-struct HostCapacity {
+struct HostAllocation {
     /// The number of workers on the host.
     workers: u32,
     accelerators: accelerator_selection::AcceleratorSelection,
@@ -174,7 +174,7 @@ struct HostCapacity {
 /// workers of a host a group.
 struct HostWithFirstRank<'a> {
     host: &'a JobHost,
-    capacity: &'a HostCapacity,
+    capacity: &'a HostAllocation,
     /// The index of the host, which is the workers' `GROUP_RANK`.
     group: u32,
     /// The number of the attempt.
@@ -192,7 +192,7 @@ fn plan_workers(
     ranks: &HostWithFirstRank<'_>,
 ) -> diagnostic::Result<Vec<WorkerPlan>> {
     let (job, inventory) = (job_env.job, &ranks.host.inventory);
-    let HostCapacity { workers, accelerators } = ranks.capacity;
+    let HostAllocation { workers, accelerators } = ranks.capacity;
     let device_nodes: Vec<Option<u32>> =
         (0..*workers).map(|local_rank| accelerators.numa_node_of_worker(local_rank)).collect();
     // The cores of a host without an agent are not known yet.
@@ -208,7 +208,7 @@ fn plan_workers(
         let rank = ranks.first_rank + local_rank;
         let (local_world, group, threads) = (*workers, ranks.group, slot.threads);
         let position =
-            worker_env::WorkerPosition { rank, local_rank, local_world, group, threads, accelerators };
+            worker_env::WorkerEnvValues { rank, local_rank, local_world, group, threads, accelerators };
         WorkerPlan {
             rank,
             local_rank,
@@ -242,12 +242,12 @@ fn plan_workers(
 /// the job places more workers on the host than there are slots, or if there are fewer accelerators
 /// than slots. Also fails if the accelerators do not suffice for the workers, or if there are too
 /// many workers.
-fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostCapacity> {
+fn compute_host_allocation(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostAllocation> {
     /// The job key that sets the number of workers.
     const WORKERS_KEY: &str = "cluster.workers_per_host";
     let name = &host.name;
     let accelerators =
-        accelerator_selection::select_accelerators(job, &host.inventory)?.with_selected_slots(job, host)?;
+        accelerator_selection::select_accelerators(job, &host.inventory)?.retain_selected_slots(job, host)?;
     let device_workers = accelerators.worker_capacity() as u32;
     let workers = match (job.cluster.workers_per_host, host.slots) {
         (WorkersPerHost::Exactly(n), Some(slots)) if n > slots => {
@@ -290,7 +290,7 @@ fn compute_host_capacity(job: &JobSpec, host: &JobHost) -> diagnostic::Result<Ho
         }
         _ => {
             accelerators.check_worker_count(job, workers, &host.inventory)?;
-            Ok(HostCapacity { workers, accelerators })
+            Ok(HostAllocation { workers, accelerators })
         }
     }
 }
@@ -335,7 +335,7 @@ fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
 fn collect_warnings(
     job: &JobSpec,
     hosts: &[JobHost],
-    capacities: &[HostCapacity],
+    capacities: &[HostAllocation],
     world: u32,
 ) -> Vec<Diagnostic> {
     let mut warnings = Vec::new();

@@ -27,13 +27,13 @@ pub(crate) fn create_private_dir(path: &Path) -> io::Result<()> {
 
 /// Opens a file for appending, and creates it with permissions for this user only if it does not
 /// exist.
-pub(crate) fn append_private_file(path: &Path) -> io::Result<File> {
+pub(crate) fn open_private_file_for_appending(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(PRIVATE_FILE_MODE).open(path)
 }
 
 /// Opens an empty file for writing: removes the content of an existing file, or creates a file with
 /// permissions for this user only.
-pub(crate) fn truncate_private_file(path: &Path) -> io::Result<File> {
+pub(crate) fn create_or_truncate_private_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).mode(PRIVATE_FILE_MODE).open(path)
 }
 
@@ -92,8 +92,8 @@ mod tests {
         let run = dir.path().join("runs/job/run");
         create_private_dir(&run).expect("created");
         create_private_dir(&run).expect("exists");
-        append_private_file(&run.join("a")).expect("a file");
-        truncate_private_file(&run.join("b")).expect("a file");
+        open_private_file_for_appending(&run.join("a")).expect("a file");
+        create_or_truncate_private_file(&run.join("b")).expect("a file");
         let mode = |path: &Path| fs::metadata(path).expect("there").mode() & 0o777;
         assert_eq!([mode(&run), mode(&run.join("a")), mode(&run.join("b"))], [0o700, 0o600, 0o600]);
         assert_ne!(mode(&dir.path().join("runs")) & 0o055, 0, "other users may have runs there");

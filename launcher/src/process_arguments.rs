@@ -15,13 +15,13 @@ pub(crate) unsafe fn overwrite_secret_arguments() {
     // SAFETY: the kernel placed the arguments there, on the stack of the main thread, for the life
     // of the process. No other thread reads them.
     let area = unsafe { std::slice::from_raw_parts_mut(area, length) };
-    hide_in_place(area);
+    overwrite_secrets_in_place(area);
 }
 
 /// Overwrites with `*`, in the arguments in `area`, the values of secret variables and options. In
 /// `area`, a zero byte follows each argument. Overwriting begins at the first byte that must be
 /// hidden and continues to the end of the argument.
-fn hide_in_place(area: &mut [u8]) {
+fn overwrite_secrets_in_place(area: &mut [u8]) {
     let words: Vec<String> =
         area.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
     let hidden = hide_secret_arguments(&words);
@@ -66,7 +66,7 @@ mod tests {
             (b"", b""),
         ] {
             let mut bytes = argument.to_vec();
-            hide_in_place(&mut bytes);
+            overwrite_secrets_in_place(&mut bytes);
             assert_eq!(bytes, expected);
         }
     }

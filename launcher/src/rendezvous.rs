@@ -21,7 +21,7 @@ use tokio::sync::mpsc;
 
 /// How often a pair of free ports is searched: one for the rendezvous of the workers, and the next
 /// one for JAX's coordinator.
-const MAX_PAIR_ATTEMPTS: usize = 16;
+const MAX_PORT_PAIR_ATTEMPTS: usize = 16;
 
 /// The port at which the workers of a job meet (`MASTER_PORT`), bound before the workers start.
 #[derive(Debug)]
@@ -94,7 +94,7 @@ impl BoundRendezvous {
         messages: &mpsc::Sender<String>,
     ) -> impl Iterator<Item = io::Result<BoundRendezvous>> {
         let candidates = match (bind.port, bind.ports) {
-            (0, PortSelection::Any) => vec![0; MAX_PAIR_ATTEMPTS],
+            (0, PortSelection::Any) => vec![0; MAX_PORT_PAIR_ATTEMPTS],
             (0, range) => range.candidate_ports(),
             (port, _) => vec![port],
         };
@@ -151,7 +151,7 @@ impl BoundRendezvous {
                 (number, None)
             }
             RendezvousService::Store(server) => {
-                StoreServer::raise_file_limit();
+                StoreServer::raise_open_file_limit();
                 (server.port(), Some(server))
             }
         }

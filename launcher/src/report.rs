@@ -10,7 +10,7 @@ mod console;
 mod deduplicator;
 mod event_text;
 mod loss_curve;
-mod rate_limit;
+mod line_rate_limit;
 mod report_item;
 mod reporter;
 mod top;

@@ -6,20 +6,20 @@
 //! The record identifies the controller by pid and start time. A later process with the
 //! controller's pid is therefore not mistaken for the controller.
 mod atomic_file;
-mod controller_proof;
+mod controller_handle;
 mod controller_socket;
 mod process_identity;
 mod registry;
 mod select;
 
 pub(crate) use atomic_file::{
-    read_private_file, replace_output_file, replace_volatile_file, write_atomically,
+    read_private_file, replace_output_file, replace_file_without_sync, write_atomically,
 };
-pub(crate) use controller_proof::open_controller;
+pub(crate) use controller_handle::open_controller_handle;
 pub(crate) use controller_socket::{bind_controller_socket, connect_to_controller, is_peer_own_or_root};
 pub(crate) use process_identity::ProcessHandle;
 pub(crate) use registry::{
     JOURNAL_FILE, Run, RunLossReason, RunState, list_runs, load_run, load_run_in_directory, parse_run_record,
-    record_end, register_run, register_takeover,
+    record_run_end, register_run, register_takeover,
 };
 pub(crate) use select::{RunFilter, select_run};

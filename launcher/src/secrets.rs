@@ -49,7 +49,7 @@ impl SecretVariables {
 
     /// Returns an iterator over the names and values of the secret variables, which are added to
     /// the environment of each worker.
-    pub(crate) fn pairs(&self) -> impl Iterator<Item = (String, String)> {
+    pub(crate) fn names_and_values(&self) -> impl Iterator<Item = (String, String)> {
         self.passed.iter().chain(&self.referenced).cloned()
     }
 
@@ -72,7 +72,7 @@ pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables,
     let (mut referenced, mut errors) = (Vec::new(), Vec::new());
     for (name, source) in &run.env_from {
         let value = match source {
-            EnvSource::FromEnv(variable) => read_variable(name, variable),
+            EnvSource::FromEnv(variable) => read_launch_env_variable(name, variable),
             EnvSource::FromFile(path) => read_value_file(name, &run.workdir.join(path)),
         };
         match value {
@@ -154,7 +154,7 @@ pub(crate) fn select_passed_variables(
 
 /// Reads the environment variable `variable` of this process, which `from_env` of the job names.
 /// Error messages name the job's variable `name`, which gets the value.
-fn read_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
+fn read_launch_env_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
     // `var_os` panics for names that no variable can have.
     let value = if variable.contains(['=', '\0']) { None } else { env::var_os(variable) };
     let value = value.ok_or_else(|| {
@@ -209,7 +209,7 @@ mod tests {
         match resolve_secret_variables(&run) {
             Ok(secrets) => {
                 assert_eq!(format!("{secrets:?}"), "{\"A\"}", "the value is not shown");
-                Ok(secrets.pairs().next().expect("a value").1)
+                Ok(secrets.names_and_values().next().expect("a value").1)
             }
             Err(errors) => {
                 assert_eq!(errors[0].subject(), Some("run.env.A"));
@@ -226,7 +226,7 @@ mod tests {
         let env = [("TOKEN", "t"), ("HF_TOKEN", "h"), ("RANK", "0"), ("OTHER", "x")];
         let env = env.map(|(name, value)| (name.to_owned(), value.to_owned()));
         let secrets = SecretVariables::from_worker_env(&run, &env);
-        let pairs: Vec<_> = secrets.pairs().map(|(name, value)| format!("{name}={value}")).collect();
+        let pairs: Vec<_> = secrets.names_and_values().map(|(name, value)| format!("{name}={value}")).collect();
         assert_eq!(pairs, ["HF_TOKEN=h", "TOKEN=t"]);
     }
 

@@ -14,11 +14,11 @@ use std::{
 
 /// The largest number of hosts that get separate metrics; in larger jobs only the mean and maximum
 /// over all hosts are recorded.
-const MAX_HOSTS: usize = 16;
+const MAX_HOSTS_WITH_METRICS: usize = 16;
 /// The largest number of GPUs of a host that get separate metrics.
-const MAX_GPUS: usize = 8;
+const MAX_GPUS_WITH_METRICS: usize = 8;
 /// The largest number of ranks that get separate metrics.
-const MAX_RANKS: usize = 64;
+const MAX_RANKS_WITH_METRICS: usize = 64;
 /// The longest host name within a metric's name, in bytes.
 const MAX_HOST_BYTES: usize = 100;
 /// The number of bytes in a megabyte.
@@ -72,7 +72,7 @@ impl UsageSchedule {
 /// name and value.
 fn list_usage_metrics(status: &RunStatus) -> Vec<(String, f64)> {
     let mut metrics = Vec::new();
-    if status.hosts.len() <= MAX_HOSTS {
+    if status.hosts.len() <= MAX_HOSTS_WITH_METRICS {
         for host in &status.hosts {
             let name = make_metric_name_part(&host.host);
             let values = list_host_values(&host.usage).into_iter().chain(list_gpu_values(&host.usage.gpus));
@@ -87,24 +87,24 @@ fn list_usage_metrics(status: &RunStatus) -> Vec<(String, f64)> {
         workers.extend(host.usage.workers.iter().map(|worker| (seconds, *worker)));
     }
     workers.sort_by_key(|(_, worker)| worker.rank);
-    for (seconds, worker) in workers.into_iter().take(MAX_RANKS) {
+    for (seconds, worker) in workers.into_iter().take(MAX_RANKS_WITH_METRICS) {
         let prefix = format!("system/rank-{}", worker.rank);
         let cpus = worker.cpu_us as f64 / 1e6 / seconds;
         metrics.push((format!("{prefix}/cpu_utilization_percentage"), 100.0 * cpus));
         metrics.push((format!("{prefix}/memory_usage_megabytes"), worker.rss as f64 / MEGABYTE));
     }
-    metrics.extend(list_step_times(status));
+    metrics.extend(list_rank_step_times(status));
     metrics
 }
 
 /// Lists how long the newest steps of each rank took, as pairs of metric name and value. Lists
 /// nothing if they are unknown.
-fn list_step_times(status: &RunStatus) -> Vec<(String, f64)> {
+fn list_rank_step_times(status: &RunStatus) -> Vec<(String, f64)> {
     if status.step_times.steps == 0 {
         return Vec::new();
     }
     let seconds = |us: u64| us as f64 / 1e6;
-    let times = status.step_times.ranks.iter().take(MAX_RANKS).enumerate();
+    let times = status.step_times.ranks.iter().take(MAX_RANKS_WITH_METRICS).enumerate();
     let values = times.flat_map(|(rank, times)| {
         let work = times.step_us.saturating_sub(times.waiting_us);
         [
@@ -136,7 +136,7 @@ fn list_host_values(usage: &HostUsage) -> Vec<(String, f64)> {
 /// Lists the known usage of a host's GPUs as pairs of metric name and value.
 fn list_gpu_values(gpus: &[GpuUsage]) -> Vec<(String, f64)> {
     let mut values = Vec::new();
-    for gpu in gpus.iter().take(MAX_GPUS) {
+    for gpu in gpus.iter().take(MAX_GPUS_WITH_METRICS) {
         let name = |key: &str| format!("gpu_{}_{key}", gpu.gpu);
         values.extend(gpu.busy_share.map(|share| (name("utilization_percentage"), 100.0 * share)));
         values.extend(gpu.memory_used.map(|used| (name("memory_usage_megabytes"), used as f64 / MEGABYTE)));

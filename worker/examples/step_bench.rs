@@ -28,7 +28,8 @@ fn main() {
     if number(4, 0) == 1 {
         spec.recompute = RecomputeMode::Block;
     }
-    let mut running = build_trainer(&spec, create_single_rank_comm(), threads as usize).start_with_random_params();
+    let mut running =
+        build_trainer(&spec, create_single_rank_comm(), threads as usize).start_with_random_params();
     train_steps(&mut running, 2);
     let flops = running.trainer.model.compute_flops_per_token(256);
     let mut rates: Vec<f64> = (0..8)

@@ -104,7 +104,11 @@ fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize
 
 /// Determines which experts of `layer` each rank of an expert-parallel group gets, from the job's
 /// `train.experts`. Fails if the job's placement is not valid.
-fn assign_experts_to_ranks(spec: &ExpertsSpec, sparse: MoeModel, layer: usize) -> diagnostic::Result<Vec<Vec<usize>>> {
+fn assign_experts_to_ranks(
+    spec: &ExpertsSpec,
+    sparse: MoeModel,
+    layer: usize,
+) -> diagnostic::Result<Vec<Vec<usize>>> {
     let (experts, parallel) = (sparse.expert_shape().experts, spec.expert_parallel_size as usize);
     let named = match &spec.placement {
         ExpertPlacement::Balanced => None,

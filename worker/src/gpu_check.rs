@@ -112,7 +112,10 @@ pub fn run_gpu_check(options: GpuCheckOptions) -> diagnostic::Result<bool> {
             let name = format!("{PROFILES_GROUP}/{}", find_model_by_number(tiny, number)?.part_name);
             let parts: Vec<Part> = select_parts(list_parts(filter), &[name])?;
             let seconds = parts.iter().map(|part| part.limit_seconds).sum();
-            return run_parts(CheckRunOptions { device, filter, seconds, report: None, resume: None }, &parts);
+            return run_parts(
+                CheckRunOptions { device, filter, seconds, report: None, resume: None },
+                &parts,
+            );
         }
     }
     Ok(true)

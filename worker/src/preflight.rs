@@ -81,7 +81,8 @@ fn check_train_section(
     };
     report.memory = (0..world).map(|rank| plan.estimate_rank_memory(rank)).collect();
     if job.checkpoint.memory.is_some() {
-        report.state_bytes = (0..world).map(|rank| plan.count_checkpoint_shard_bytes(rank as usize)).collect();
+        report.state_bytes =
+            (0..world).map(|rank| plan.count_checkpoint_shard_bytes(rank as usize)).collect();
     }
 }
 
@@ -123,7 +124,8 @@ fn build_checked_model(
 ) -> Result<CheckedModel, Vec<Diagnostic>> {
     let one = |error: Diagnostic| vec![error];
     let workdir = &job.run.workdir;
-    let spec = resolve_model_section(&train.model.resolve_paths(workdir), vocab, train.data.seq_len).map_err(one)?;
+    let spec =
+        resolve_model_section(&train.model.resolve_paths(workdir), vocab, train.data.seq_len).map_err(one)?;
     let mut model = model::build_model_with_router_losses(&spec, &train.experts, train.data.seq_len)
         .map_err(|e| {
             let key = if spec.from.is_some() { "train.model.from" } else { "train.model.family" };

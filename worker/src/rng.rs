@@ -196,7 +196,10 @@ mod tests {
         for block in ids {
             for sample in ids {
                 for step in ids {
-                    assert!(seen.insert(s.compute_random_words(block, sample, step)), "{block} {sample} {step}");
+                    assert!(
+                        seen.insert(s.compute_random_words(block, sample, step)),
+                        "{block} {sample} {step}"
+                    );
                 }
             }
         }

@@ -39,7 +39,7 @@ use ckpt::{StagingDir, TextFile};
 use comm::{Comm, ObservedComm};
 use debuglog::Filter;
 use diagnostic::{Diagnostic, codes};
-use fault_injection::{arm_requested_fault_point, read_endless_loop_step, append_passed_fault_points};
+use fault_injection::{append_passed_fault_points, arm_requested_fault_point, read_endless_loop_step};
 use gather_weights::gather_last_checkpoint_weights;
 use jobspec::{JobSpec, OffloadTarget, TrainSpec, ZeroSpec, env};
 use kept_resources::KeptResources;
@@ -192,7 +192,11 @@ fn train_as_rank(
     require_writable_checkpoint_storage(&ready, &root, &layout)?;
 
     session.set_phase(WorkerPhase::Resuming)?;
-    let files = tokenizer.build_hf_tokenizer_files().into_iter().map(|(name, text)| TextFile { name, text }).collect();
+    let files = tokenizer
+        .build_hf_tokenizer_files()
+        .into_iter()
+        .map(|(name, text)| TextFile { name, text })
+        .collect();
     let tokens = (files, tokenizer.eod_token());
     let mut metadata =
         RunMetadata::new(&ready.trainer, ready.train_spec(), job, samples.digest.clone(), tokens);

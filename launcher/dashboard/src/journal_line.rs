@@ -86,7 +86,8 @@ pub(crate) fn truncate_json_value(value: Value, values_left: &mut usize) -> Valu
         }
         Value::Object(fields) => {
             let fields = fields.into_iter().take(MAX_COLLECTION_ENTRIES);
-            let limit = |(name, v)| (truncate_text(name, MAX_TEXT_BYTES), truncate_json_value(v, values_left));
+            let limit =
+                |(name, v)| (truncate_text(name, MAX_TEXT_BYTES), truncate_json_value(v, values_left));
             Value::Object(fields.map(limit).collect())
         }
         other => other,

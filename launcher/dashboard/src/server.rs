@@ -177,7 +177,11 @@ async fn write_with_timeout(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<
 
 /// Sends the changes of the requested runs to a page as server-sent events, until the client closes
 /// the connection.
-async fn serve_event_stream(mut stream: TcpStream, shared: ConnectionContext, request: &Request) -> io::Result<()> {
+async fn serve_event_stream(
+    mut stream: TcpStream,
+    shared: ConnectionContext,
+    request: &Request,
+) -> io::Result<()> {
     let Ok(_permit) = shared.streams.clone().try_acquire_owned() else {
         return send_response(&mut stream, &Response::error(503, "too many pages are open"), true).await;
     };

@@ -43,8 +43,11 @@ pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
 fn check_rules(d: &mut JobDecoder, job: &JobSpec) {
     let values = job.list_values();
     for key in KEYS.iter().filter(|key| !key.rules.is_empty()) {
-        let rule =
-            key.rules.iter().filter(|rule| is_rule_checkable(d, rule)).find(|rule| values.meets_rule_conditions(rule));
+        let rule = key
+            .rules
+            .iter()
+            .filter(|rule| is_rule_checkable(d, rule))
+            .find(|rule| values.meets_rule_conditions(rule));
         let Some(rule) = rule.filter(|_| d.sources.is_key_given(&key.path)) else { continue };
         let (message, help) = (values.format_rule_message(rule, &key.path), rule.format_help(key.name()));
         match rule.severity {

@@ -10,7 +10,8 @@ use crate::{
         parse::parse_yaml,
         source_map::{JobArgument, SourceMap},
         text_file::{
-            MAX_JOB_BYTES, reject_control_characters, decode_utf8, file_error, read_limited_file, too_large_error,
+            MAX_JOB_BYTES, decode_utf8, file_error, read_limited_file, reject_control_characters,
+            too_large_error,
         },
         value_error::ValueError,
     },

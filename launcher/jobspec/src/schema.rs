@@ -1,7 +1,7 @@
 //! The JSON Schema of job.yaml, with which editors complete and check jobs.
 use crate::{
     key_table::KEYS,
-    keys::schema::{build_section_schema, build_schema_at_path},
+    keys::schema::{build_schema_at_path, build_section_schema},
 };
 use serde_json::{Value, json};
 

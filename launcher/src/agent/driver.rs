@@ -192,7 +192,7 @@ impl AgentDriver {
     /// inventory of the host, starts the watches for OOM kills and GPU errors, and raises the limit
     /// of open files.
     pub(super) fn new(prober: Prober) -> io::Result<Self> {
-        let inventory = crate::discover::local::discover_local_host()?;
+        let inventory = crate::discover::local_host::discover_local_host()?;
         let mut clock = RunningClock::start();
         clock.now();
         let stream = draw_report_stream_number()?;

@@ -6,7 +6,7 @@
 //! none while the log does not grow.
 use crate::{
     clock::read_unix_time_ms,
-    private_files::{append_private_file, open_regular_file},
+    private_files::{open_private_file_for_appending, open_regular_file},
 };
 use std::{
     fs::{self, File},
@@ -37,7 +37,7 @@ impl LogTimesWriter {
     /// Opens or creates the file `rank-N.log.times` that belongs to the log file `log`, and removes
     /// an incomplete last entry. If the file cannot be opened, the writer records nothing.
     pub(super) fn open(log: &Path) -> LogTimesWriter {
-        let file = append_private_file(&log_times_path(log)).ok();
+        let file = open_private_file_for_appending(&log_times_path(log)).ok();
         let size = file.as_ref().and_then(|f| f.metadata().ok()).map_or(0, |m| m.len());
         // A pair that a crash truncated would misalign all later ones.
         let whole = size - size % PAIR_BYTES as u64;

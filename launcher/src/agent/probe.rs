@@ -5,7 +5,7 @@ mod inspection;
 mod network;
 pub(super) mod nvml;
 
-use crate::discover::local::discover_local_host;
+use crate::discover::local_host::discover_local_host;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::PortSelection;
 use network::NetworkProber;

@@ -3,7 +3,7 @@
 use super::{log_thread::LogThread, log_times::LogTimesWriter};
 use crate::{
     background_thread::{WriteRetrySwitch, is_transient, write_persistently},
-    private_files::{append_private_file, create_private_dir},
+    private_files::{open_private_file_for_appending, create_private_dir},
 };
 use diagnostic::{Diagnostic, codes::host::WORKER_LOG_UNWRITABLE};
 use std::{
@@ -34,7 +34,7 @@ impl RankLog {
         if let Some(directory) = path.parent() {
             create_private_dir(directory)?;
         }
-        let file = append_private_file(path)?;
+        let file = open_private_file_for_appending(path)?;
         let size = file.metadata()?.len();
         let times = LogTimesWriter::open(path);
         Ok(RankLog {

@@ -3,13 +3,13 @@
 //!
 //! A separate thread reads the counters of the kernel and of the GPUs, because some reads may
 //! block.
-mod gpu_counters;
+mod gpu_usage;
 mod host_counters;
 mod sampled_worker;
 mod worker_counters;
 
 use crate::discover::read_memory_usage;
-use gpu_counters::GpuUsageReader;
+use gpu_usage::GpuUsageReader;
 use host_counters::HostCounters;
 use protocol::control::{GpuUsage, HostUsage};
 pub(super) use sampled_worker::SampledWorker;

@@ -3,23 +3,23 @@
 //!
 //! The nodes share a key, know the address of node 0, and have numbers. Pods, mpirun and batch
 //! systems without a provider start launch in this way.
-mod dial;
-mod environment;
+mod node_0_connection;
+mod node_environment;
 mod job_hashes;
 mod join_key;
 mod join_transport;
-mod listener;
-mod node;
+mod node_listener;
+mod joined_node;
 mod node_name;
 mod node_relay;
 mod node_signals;
 mod node_table;
-mod process_variables;
+mod mpi_process_variables;
 mod rendezvous;
 
-pub(crate) use environment::NodeEnvironment;
-pub(super) use environment::{ProcessEnvironment, SchedulerVariables, StepVariables, find_node_environment};
-pub(crate) use node::join_run;
+pub(crate) use node_environment::NodeEnvironment;
+pub(super) use node_environment::{ProcessEnvironment, SchedulerVariables, StepVariables, find_node_environment};
+pub(crate) use joined_node::join_run;
 
 use super::{
     host_list::resolve_hosts,
@@ -88,7 +88,7 @@ impl Cluster for JoinCluster {
             return Vec::new();
         }
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
-        names.filter(|name| process_variables::is_process_variable(name)).collect()
+        names.filter(|name| mpi_process_variables::is_process_variable(name)).collect()
     }
 }
 

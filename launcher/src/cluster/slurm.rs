@@ -2,8 +2,8 @@
 //! which launch runs.
 mod allocation;
 mod batch_script;
-mod command;
-mod listener;
+mod slurm_commands;
+mod step_listener;
 mod slurm_transport;
 mod srun;
 mod step;
@@ -60,7 +60,7 @@ impl Cluster for SlurmCluster {
                 restarts: found.restarts,
                 max_requeues: job.slurm.requeues,
                 limit_key: "slurm.requeues",
-                requeue: command::requeue_job,
+                requeue: slurm_commands::requeue_job,
             })),
             _ => Err(Diagnostic::error(
                 codes::SLURM_REQUEUE_UNAVAILABLE,
@@ -98,7 +98,7 @@ impl Cluster for SlurmCluster {
 
     fn find_preemption(&self) -> diagnostic::Result<Option<Preemption>> {
         match read_current_allocation() {
-            Ok(Some(found)) => command::find_preemption(found.job),
+            Ok(Some(found)) => slurm_commands::find_preemption(found.job),
             _ => Ok(None),
         }
     }
@@ -140,7 +140,7 @@ fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
             .into()
     })?;
     if allocation.lacks_gpu_counts() {
-        allocation.set_gpu_counts(&command::query_gpu_counts(allocation.job)?);
+        allocation.set_gpu_counts(&slurm_commands::query_gpu_counts(allocation.job)?);
     }
     Ok(allocation)
 }

@@ -1,18 +1,18 @@
 //! [`SshCluster`]: the provider of the hosts that `cluster.hosts` names, which launch reaches over
 //! SSH.
 mod auth;
-mod bootstrap;
+mod agent_bootstrap;
 mod bootstrap_scripts;
 mod client_notice;
-mod config;
+mod ssh_config;
 mod connect;
 mod connection_progress;
 mod connection_threads;
 mod copy_failure;
-mod dial;
+mod happy_eyeballs;
 mod known_hosts;
 mod openssh;
-mod relay;
+mod channel_relay;
 mod ssh_error;
 mod ssh_session;
 mod ssh_transport;

@@ -4,7 +4,7 @@ use super::{
     output,
     prepare::discover_inventory,
     ps::resolve_run,
-    run::{PREPARE_RESUME, build_hosts_error, find_cluster, parse_detached_option},
+    run::{PREPARE_PROGRAM_RESUME_FN, build_hosts_error, find_cluster, parse_detached_option},
 };
 use crate::{
     cluster,
@@ -14,7 +14,7 @@ use crate::{
     detached_controller::{DetachedStart, start_detached_controller},
     mlflow,
     plan::Plan,
-    private_files::append_private_file,
+    private_files::open_private_file_for_appending,
     report::command_output,
     runs::{Run, RunFilter, RunState},
     secrets::SecretVariables,
@@ -130,7 +130,7 @@ fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagn
         hosts: control.hosts,
         transport,
         local_inventory: discover_inventory()?,
-        prepare_resume: PREPARE_RESUME,
+        prepare_resume: PREPARE_PROGRAM_RESUME_FN,
     };
     Ok(controller::attach_to_run(request, options, attach))
 }
@@ -143,7 +143,7 @@ fn start_detached_takeover(args: &AttachArgs, run: &Run, context: &CommandContex
     let cannot_write = |error: io::Error| {
         output::path_error(run_codes::RUN_DIRECTORY_UNWRITABLE, "cannot write", &console, &error)
     };
-    let file = append_private_file(&console).map_err(cannot_write)?;
+    let file = open_private_file_for_appending(&console).map_err(cannot_write)?;
     let earlier_bytes = file.metadata().map_err(cannot_write)?.len();
     let build_args = |fd| -> Vec<OsString> {
         let mut words: Vec<OsString> = vec!["attach".into()];
@@ -167,7 +167,7 @@ fn start_detached_takeover(args: &AttachArgs, run: &Run, context: &CommandContex
             output::print_line(name)
         }
         DetachedStart::Ended(status) => {
-            command_output::write_message(&read_file_from(&console, earlier_bytes).unwrap_or_default());
+            command_output::write_message(&read_file_from_offset(&console, earlier_bytes).unwrap_or_default());
             Ok(match status {
                 ExitStatus::Code(code) => code,
                 ExitStatus::Signal(..) => protocol::exit::FAILED,
@@ -177,7 +177,7 @@ fn start_detached_takeover(args: &AttachArgs, run: &Run, context: &CommandContex
 }
 
 /// Reads the part of a text file that begins at byte `position`.
-fn read_file_from(path: &Path, position: u64) -> io::Result<String> {
+fn read_file_from_offset(path: &Path, position: u64) -> io::Result<String> {
     let mut file = File::open(path)?;
     file.seek(SeekFrom::Start(position))?;
     let mut bytes = Vec::new();

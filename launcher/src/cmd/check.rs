@@ -12,7 +12,7 @@ mod render;
 use super::{
     context::CommandContext,
     node_role::{NodeArgs, NodeRole, choose_role},
-    output::{print_json, print_output},
+    output::{print_json, print_text},
     prepare::{JobArgs, JobRequest, LoadedJob},
 };
 use crate::cluster::{find_host_provider, join_run};
@@ -49,9 +49,9 @@ pub(crate) fn run(args: CheckArgs, context: &CommandContext) -> diagnostic::Resu
         let report = check_hosts(request, args.network)?;
         let code = match context.format.json {
             true => print_json(&render::render_json(&report)),
-            false => print_output(&render::render_text(&report)),
+            false => print_text(&render::render_text(&report)),
         }?;
-        Ok(find_exit_code(&report).unwrap_or(code))
+        Ok(find_failure_exit_code(&report).unwrap_or(code))
     };
     match choose_role(&args.node, args.job.to_request())? {
         NodeRole::Alone(request) => check(&request),
@@ -84,7 +84,7 @@ fn load_job(request: &JobRequest) -> diagnostic::Result<LoadedJob> {
 }
 
 /// Returns the exit code of `launch check` if a check of the report failed, and `None` otherwise.
-fn find_exit_code(report: &CheckReport) -> Option<u8> {
+fn find_failure_exit_code(report: &CheckReport) -> Option<u8> {
     report.has_failed().then_some(exit::CLUSTER)
 }
 
@@ -94,7 +94,7 @@ fn find_exit_code(report: &CheckReport) -> Option<u8> {
 fn check_hosts(request: &JobRequest, network: bool) -> diagnostic::Result<CheckReport> {
     let loaded = load_job(request)?;
     let job = &loaded.job;
-    let located = |error| loaded.cluster_error(error);
+    let located = |error| loaded.convert_cluster_error(error);
     let cluster = find_host_provider(job).map_err(located)?;
     let hosts = cluster.hosts(job, &read_host_name()).map_err(located)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -102,14 +102,14 @@ fn check_hosts(request: &JobRequest, network: bool) -> diagnostic::Result<CheckR
         Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop").with_cause(&e)
     })?;
     let are_local = hosts.iter().map(|host| host.local).collect();
-    let network = network.then(|| NetworkCheckOptions::new(job, are_local, limit_peer_timeout_ms(job)));
+    let network = network.then(|| NetworkCheckOptions::new(job, are_local, compute_peer_timeout_ms(job)));
     let network = network.transpose()?;
     tokio::task::LocalSet::new().block_on(&runtime, async {
         let transport = cluster.transport(job).map_err(located)?;
         let names = hosts.iter().map(|host| host.name.clone()).collect();
         let (agents, reaper) = agents::start_agents(transport, names);
         let (targets, nonce) = (collect_probe_targets(job), create_nonce());
-        let mut sessions = probe::probe_hosts(agents, &targets, &nonce, limit_peer_timeout_ms(job)).await;
+        let mut sessions = probe::probe_hosts(agents, &targets, &nonce, compute_peer_timeout_ms(job)).await;
         let mut measured = None;
         if let Some(targets) = &network {
             let (measured_sessions, found) = measure_network(sessions, targets).await;
@@ -121,12 +121,12 @@ fn check_hosts(request: &JobRequest, network: bool) -> diagnostic::Result<CheckR
             network::add_network_checks(&mut report, &measured);
         }
         if job.cluster.hosts == HostSelection::Join {
-            probe::end_probed_agents(agents, find_exit_code(&report).unwrap_or(exit::DONE)).await;
+            probe::end_probed_agents(agents, find_failure_exit_code(&report).unwrap_or(exit::DONE)).await;
         } else {
             // The agents end, close their ports and remove their nonce files.
             drop(agents);
         }
-        reaper.wait_or_kill().await;
+        reaper.end_child_processes().await;
         Ok(report)
     })
 }
@@ -149,7 +149,7 @@ fn collect_probe_targets(job: &JobSpec) -> probe::ProbeTargets {
 
 /// Returns the time limit for a test connection between two hosts, in milliseconds: the connection
 /// timeout of SSH (`cluster.ssh`), but at most 5 s.
-fn limit_peer_timeout_ms(job: &JobSpec) -> u64 {
+fn compute_peer_timeout_ms(job: &JobSpec) -> u64 {
     job.cluster.ssh.connect_timeout_ms.min(5000)
 }
 

@@ -1,5 +1,5 @@
 //! `launch completions`: prints the completion script of a shell.
-use super::{context::CommandContext, output::print_output};
+use super::{context::CommandContext, output::print_text};
 use clap::Args;
 use clap_complete::Shell;
 
@@ -15,7 +15,7 @@ pub(crate) struct CompletionsArgs {
 pub(crate) fn run(args: CompletionsArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut (context.build_definition)(), "launch", &mut script);
-    print_output(&String::from_utf8_lossy(&script))
+    print_text(&String::from_utf8_lossy(&script))
 }
 
 #[cfg(test)]

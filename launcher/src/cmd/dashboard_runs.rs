@@ -32,12 +32,12 @@ impl RunSource for DashboardRuns {
         }
         listed.sort_by_key(|run| std::cmp::Reverse(run.record.began_ms));
         let is_named = |run: &Run| self.named.iter().any(|named| named.record.run == run.record.run);
-        listed.iter().map(|run| RunInfo { is_named: is_named(run), ..describe_run(run) }).collect()
+        listed.iter().map(|run| RunInfo { is_named: is_named(run), ..to_run_info(run) }).collect()
     }
 
     fn reload_run(&self, run: &RunInfo) -> Option<RunInfo> {
         let loaded = runs::load_run_in_directory(&run.run_dir)?;
-        (loaded.record.run == run.run).then(|| RunInfo { is_named: run.is_named, ..describe_run(&loaded) })
+        (loaded.record.run == run.run).then(|| RunInfo { is_named: run.is_named, ..to_run_info(&loaded) })
     }
 
     fn open_file(&self, path: &Path) -> io::Result<File> {
@@ -54,7 +54,7 @@ pub(super) fn create_dashboard(named: Vec<Run>) -> Arc<Dashboard> {
 
 /// Converts a run to the description that the dashboard shows: name, state, host, step and
 /// directory.
-fn describe_run(run: &Run) -> RunInfo {
+fn to_run_info(run: &Run) -> RunInfo {
     let record = &run.record;
     RunInfo {
         run: record.run.clone(),

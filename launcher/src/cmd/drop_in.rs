@@ -11,7 +11,7 @@ pub(crate) use other_launcher::OtherLauncher;
 use super::{
     context::CommandContext,
     node_role::NodeArgs,
-    output::{combine_mistakes, print_output},
+    output::{combine_mistakes, print_text},
     prepare::discover_inventory,
     run::run_command_line_job,
 };
@@ -58,7 +58,7 @@ const PID_FILE_DIRECTORY: &str = "/tmp";
 /// `DS_ENV_FILE` names another one.
 const DEEPSPEED_ENV_FILE: &str = ".deepspeed_env";
 /// The largest size of a file with environment variables for workers, in bytes.
-const MAX_VARIABLE_FILE_BYTES: u64 = 1 << 20;
+const MAX_ENV_VARIABLE_FILE_BYTES: u64 = 1 << 20;
 
 /// Returns whether `program`, the first word of a command line, is the name or path of a launcher
 /// that launch replaces, such as `torchrun`.
@@ -103,7 +103,7 @@ pub(crate) fn run(
     let machine = build_drop_in_context(&inventory, &variables, &python, &directory);
     let pid_file = launcher == OtherLauncher::Deepspeed && requests_pid_file(&words);
     let ImportedJob { job, notes, nodes } = convert_to_job(launcher, &words, &machine)?;
-    let node = build_node_args(nodes);
+    let node = convert_nodes_to_args(nodes);
     command_output::write_message(&notes.iter().map(|note| format!("{note}\n")).collect::<String>());
     let pid_file = if pid_file { Some(PidFile::create()?) } else { None };
     let code = run_command_line_job(job, node, context);
@@ -113,7 +113,7 @@ pub(crate) fn run(
 
 /// Converts the number of nodes, node rank and rendezvous on another launcher's command line to the
 /// options of `launch run`.
-fn build_node_args(nodes: Option<ImportedNodes>) -> NodeArgs {
+fn convert_nodes_to_args(nodes: Option<ImportedNodes>) -> NodeArgs {
     nodes.map_or_else(NodeArgs::default, |nodes| NodeArgs {
         nodes: Some(nodes.count),
         node_rank: nodes.node_rank,
@@ -148,7 +148,7 @@ fn print_help(launcher: OtherLauncher, context: &CommandContext) -> diagnostic::
     definition.build();
     let help =
         definition.find_subcommand_mut(launcher.name()).map(|command| command.render_help().to_string());
-    print_output(&help.unwrap_or_default())
+    print_text(&help.unwrap_or_default())
 }
 
 /// Returns the environment variables of this process whose names and values are UTF-8 text.
@@ -254,7 +254,7 @@ fn read_deepspeed_files(hostfile: &Path, machine: &DropInContext<'_>) -> diagnos
     for directory in [variable(env::HOME).unwrap_or_default(), "."] {
         let path = Path::new(directory).join(name);
         if path.is_file() {
-            files.variables.push(read_variable_file(&path)?);
+            files.variables.push(read_env_variable_file(&path)?);
         }
     }
     Ok(files)
@@ -262,14 +262,14 @@ fn read_deepspeed_files(hostfile: &Path, machine: &DropInContext<'_>) -> diagnos
 
 /// Reads a file with environment variables for workers, as `deepspeed` does. Fails if the file is
 /// too large or not UTF-8 text.
-fn read_variable_file(path: &Path) -> diagnostic::Result<String> {
+fn read_env_variable_file(path: &Path) -> diagnostic::Result<String> {
     let rejected = |problem: &str| {
         let message = format!("{problem} {}", path.display());
         Diagnostic::error(command::IMPORT_VALUE_INVALID, message).with_category(Category::Usage)
     };
-    let bytes = read_input_file(path, MAX_VARIABLE_FILE_BYTES)
+    let bytes = read_input_file(path, MAX_ENV_VARIABLE_FILE_BYTES)
         .map_err(|error| rejected("cannot read").with_cause(&error))?;
-    if bytes.len() as u64 > MAX_VARIABLE_FILE_BYTES {
+    if bytes.len() as u64 > MAX_ENV_VARIABLE_FILE_BYTES {
         return Err(rejected("a file of variables has more than 1 MiB:"));
     }
     String::from_utf8(bytes).map_err(|_| rejected("a file of variables is not UTF-8 text:"))

@@ -51,7 +51,7 @@ fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::R
         let more = lines.read_lines(&mut |line| {
             let line = String::from_utf8_lossy(line);
             text.push_str(&match format.json {
-                true => convert_json_line(&line, format),
+                true => convert_line_to_schema(&line, format),
                 false => format_event_line(&line, run.record.began_ms),
             });
         });
@@ -71,7 +71,7 @@ fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::R
 /// Converts a line of the journal (the events of a run on disk) to version `format` of the event
 /// schema, and adds a line end. A line that this version cannot read, such as half a line after a
 /// crash, stays unchanged.
-fn convert_json_line(line: &str, format: OutputFormat) -> String {
+fn convert_line_to_schema(line: &str, format: OutputFormat) -> String {
     /// The members of a journal line that its conversion to another schema needs.
     #[derive(Deserialize)]
     struct StoredEvent {
@@ -90,7 +90,7 @@ fn convert_json_line(line: &str, format: OutputFormat) -> String {
 
 /// Returns 1, the version of the event schema of journal lines that state no version. Earlier
 /// releases wrote such lines.
-fn default_schema() -> u8 {
+fn default_schema_number() -> u8 {
     1
 }
 
@@ -118,12 +118,12 @@ mod tests {
     fn journal_lines_are_converted_between_schemas() {
         let old = r#"{"event":"placed","epoch":0,"world":2,"hosts":["a"],"time":1.5}"#;
         let format = |schema| OutputFormat { json: true, schema };
-        assert_eq!(convert_json_line(old, format(EventSchema::V1)), format!("{old}\n"));
-        let new = convert_json_line(old, format(EventSchema::V2));
+        assert_eq!(convert_line_to_schema(old, format(EventSchema::V1)), format!("{old}\n"));
+        let new = convert_line_to_schema(old, format(EventSchema::V2));
         let value: serde_json::Value = serde_json::from_str(&new).expect("JSON");
         assert_eq!((&value["event"], &value["schema"]), (&"placement".into(), &2.into()));
-        let again = convert_json_line(new.trim_end(), format(EventSchema::V1));
+        let again = convert_line_to_schema(new.trim_end(), format(EventSchema::V1));
         assert_eq!(again, format!("{old}\n"));
-        assert_eq!(convert_json_line("{\"ev", format(EventSchema::V2)), "{\"ev\n", "half a line stays");
+        assert_eq!(convert_line_to_schema("{\"ev", format(EventSchema::V2)), "{\"ev\n", "half a line stays");
     }
 }

@@ -69,7 +69,7 @@ pub(crate) fn run(args: ExecArgs, _context: &CommandContext) -> diagnostic::Resu
         .enable_all()
         .build()
         .map_err(|error| unavailable(&error))?;
-    match runtime.block_on(run_command(stream, request)) {
+    match runtime.block_on(request_command_and_copy_output(stream, request)) {
         Ok(ExecReply::Ended(ExitStatus::Code(code))) => Ok(code),
         Ok(ExecReply::Ended(ExitStatus::Signal(signal, _))) => {
             Ok(SIGNAL_EXIT_CODE_OFFSET.saturating_add(u8::try_from(signal).unwrap_or(u8::MAX)))
@@ -105,7 +105,7 @@ enum ExecError {
 
 /// Sends the request of `launch exec` to the controller, and writes the output of the command to
 /// stdout and stderr. Returns the last reply.
-async fn run_command(stream: StdStream, request: ExecRequest) -> Result<ExecReply, ExecError> {
+async fn request_command_and_copy_output(stream: StdStream, request: ExecRequest) -> Result<ExecReply, ExecError> {
     stream.set_nonblocking(true).map_err(|_| ExecError::Connection)?;
     let (mut reader, mut writer) =
         UnixStream::from_std(stream).map_err(|_| ExecError::Connection)?.into_split();

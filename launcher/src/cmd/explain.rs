@@ -1,5 +1,5 @@
 //! `launch explain`: prints the explanations of diagnostic codes.
-use super::{context::CommandContext, output::print_output};
+use super::{context::CommandContext, output::print_text};
 use clap::Args;
 use diagnostic::{Code, Diagnostic, codes};
 use serde_json::{Value, json};
@@ -30,7 +30,7 @@ pub(crate) fn run(args: ExplainArgs, context: &CommandContext) -> diagnostic::Re
             codes::all_codes().map(|code| format!("{code}: {}\n", code.info().summary)).collect()
         }
     };
-    print_output(&text)
+    print_text(&text)
 }
 
 /// Formats the explanation of a diagnostic code as text. The first line is the name of the code,

@@ -23,7 +23,7 @@ use std::{
 };
 
 /// The help text for a rank whose log is not on this host.
-const LOGS_ON_OTHER_HOSTS: &str = "without a shared run directory each host keeps its logs; \
+const LOG_ON_OTHER_HOST_HELP: &str = "without a shared run directory each host keeps its logs; \
                                    `run.logs.show` selects the ranks whose output is copied here";
 /// The beginning of the names of the files in which the controller stores the console output of
 /// ranks on other hosts. The controller keeps these copies for ranks whose logs are on other hosts.
@@ -176,24 +176,24 @@ impl<'a> LogViewer<'a> {
             .with_subject(run)
             .with_field("directory", directory)
             .with_help("the run ended before a worker started, or the logs were removed")
-            .with_help(LOGS_ON_OTHER_HOSTS)
+            .with_help(LOG_ON_OTHER_HOST_HELP)
     }
 
     /// Prints a note to stderr with the number of selected ranks whose logs are missing on this
     /// host. Prints nothing if all of them are in `opened`.
     fn report_missing_logs(&self, opened: &[Rank]) {
-        let selected = (0..self.run.record.world).filter(|rank| self.is_selected(*rank));
+        let selected = (0..self.run.record.world).filter(|rank| self.is_rank_selected(*rank));
         let missing = selected.filter(|rank| !opened.contains(rank)).count();
         if missing > 0 {
             let ranks = format_count(missing, "rank");
             command_output::write_message(&format!("note: the logs of {ranks} are not on this host\n"));
-            command_output::write_message(&format!("  help: {LOGS_ON_OTHER_HOSTS}\n"));
+            command_output::write_message(&format!("  help: {LOG_ON_OTHER_HOST_HELP}\n"));
         }
     }
 
     /// Returns whether the user has selected this rank with `--rank`; without `--rank`, all ranks
     /// are selected.
-    fn is_selected(&self, rank: Rank) -> bool {
+    fn is_rank_selected(&self, rank: Rank) -> bool {
         self.ranks.as_ref().is_none_or(|ranks| ranks.contains(&rank))
     }
 
@@ -205,7 +205,7 @@ impl<'a> LogViewer<'a> {
         let mut copies: BTreeMap<Rank, PathBuf> = BTreeMap::new();
         for path in fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|e| e.path()) {
             let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
-            let parse = |name: &str| parse_log_name(name).filter(|(rank, _)| self.is_selected(*rank));
+            let parse = |name: &str| parse_log_name(name).filter(|(rank, _)| self.is_rank_selected(*rank));
             if let Some((rank, _)) = name.strip_prefix(CONSOLE_COPY_PREFIX).and_then(parse) {
                 copies.insert(rank, path);
             } else if let Some((rank, rotations)) = parse(name) {

@@ -1,7 +1,7 @@
 //! `launch man`: prints or writes the man pages.
 use super::{
     context::CommandContext,
-    output::{output_error, path_error, print_output},
+    output::{output_error, path_error, print_text},
 };
 use clap::Args;
 use clap_mangen::Man;
@@ -27,7 +27,7 @@ pub(crate) fn run(args: ManArgs, context: &CommandContext) -> diagnostic::Result
     let Some(dir) = args.dir else {
         let mut page = Vec::new();
         Man::new(definition).render(&mut page).map_err(|error| output_error(&error))?;
-        return print_output(&String::from_utf8_lossy(&page));
+        return print_text(&String::from_utf8_lossy(&page));
     };
     write_pages(definition, &dir)
         .map_err(|error| path_error(command::OUTPUT_FAILED, "cannot write man pages to", &dir, &error))?;

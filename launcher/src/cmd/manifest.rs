@@ -56,7 +56,7 @@ fn print_batch_script(args: &JobArgs) -> diagnostic::Result<u8> {
     let loaded = LoadedJob::load(&args.to_request())?;
     let job = loaded.job.clone();
     let request = SubmitRequest { job, job_file: &args.job, set: &args.set, options: &[], print: true };
-    match cluster::submit_job("sbatch", request).map_err(|error| loaded.cluster_error(error))? {
+    match cluster::submit_job("sbatch", request).map_err(|error| loaded.convert_cluster_error(error))? {
         Submission::Script(text) => print_file_text(&text),
         Submission::Queued { .. } => {
             Err(Diagnostic::error(run::INTERNAL, "the job was submitted instead of printed"))

@@ -39,7 +39,7 @@ pub(crate) struct NodeArgs {
 impl NodeArgs {
     /// Returns the name of one of the node options, such as `--nodes`, that the user gave, or
     /// `None` if none was given.
-    fn find_given_option(&self) -> Option<&'static str> {
+    fn find_given_node_option(&self) -> Option<&'static str> {
         let given = [
             (self.nodes.is_some(), "--nodes"),
             (self.node_rank.is_some(), "--node-rank"),
@@ -79,11 +79,11 @@ pub(super) enum NodeRole {
 /// Chooses whether this process runs the requested job alone, controls the nodes that join, or is
 /// one of these nodes. Fails if this process is one node of several, but cannot join the others.
 pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::Result<NodeRole> {
-    let option = args.find_given_option();
+    let option = args.find_given_node_option();
     let loaded = LoadedJob::load(&request)?;
     let job = &loaded.job;
     if args.nodes.is_some_and(|nodes| nodes.max == 1) && args.node_rank.unwrap_or(0) == 0 {
-        return Ok(build_alone_role(request, job));
+        return Ok(build_standalone_role(request, job));
     }
     // Without a job file, `local` is only the default.
     let is_default =
@@ -103,7 +103,7 @@ pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::R
     let has_options = option.is_some();
     let explain = |error: Diagnostic| match find_host_provider(job) {
         // The provider of the job's hosts knows better how launch is started.
-        Err(specific) if !has_options && !is_default => loaded.cluster_error(specific),
+        Err(specific) if !has_options && !is_default => loaded.convert_cluster_error(specific),
         _ => error,
     };
     let is_complete = args.nodes.is_some() && args.node_rank.is_some();
@@ -113,14 +113,14 @@ pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::R
     }
     let settings = NodeSettings::collect(args, found, job).map_err(explain)?;
     if settings.nodes.max == 1 {
-        return Ok(build_alone_role(request, job));
+        return Ok(build_standalone_role(request, job));
     }
     settings.into_role(request)
 }
 
 /// Returns the role of a process that runs a job without other nodes. Replaces `cluster.hosts:
 /// join` in the job by `local`.
-fn build_alone_role(mut request: JobRequest, job: &JobSpec) -> NodeRole {
+fn build_standalone_role(mut request: JobRequest, job: &JobSpec) -> NodeRole {
     if job.cluster.hosts == HostSelection::Join {
         request.set.push("cluster.hosts=local".to_owned());
     }

@@ -20,7 +20,7 @@ pub(crate) struct OutputFormat {
 
 /// Returns the exit code of a command from its result. If the command failed, prints the error with
 /// [`report_error`].
-pub(crate) fn report_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
+pub(crate) fn report_error_of_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
     result.unwrap_or_else(|error| report_error(&error, format))
 }
 
@@ -51,14 +51,14 @@ pub(crate) fn print_warnings(warnings: &[Diagnostic]) {
 
 /// Writes text to stdout, without unprintable characters, and returns the exit code 0. Fails if the
 /// write fails.
-pub(crate) fn print_output(text: &str) -> diagnostic::Result<u8> {
+pub(crate) fn print_text(text: &str) -> diagnostic::Result<u8> {
     convert_write_result(command_output::write_text(text))
 }
 
 /// Writes a value as a line to stdout, without unprintable characters, and returns the exit code 0.
 /// Fails if the write fails.
 pub(crate) fn print_line(value: impl Display) -> diagnostic::Result<u8> {
-    print_output(&format!("{value}\n"))
+    print_text(&format!("{value}\n"))
 }
 
 /// Writes a value as one line of JSON to stdout, with escapes for unprintable characters, and

@@ -54,17 +54,17 @@ fn print_plan(prepared: &PreparedJob, context: &CommandContext, with_job: bool) 
     };
     if context.format.json {
         let mut object = render_json(prepared);
-        object["activation"] = changes.as_ref().map(activated_environment::changes_to_json).into();
+        object["activation"] = changes.as_ref().map(activated_environment::env_changes_to_json).into();
         return output::print_json(&object);
     }
     let mut text = render_text(prepared);
     if let Some(changes) = &changes {
-        text.push_str(&activated_environment::format_changes(changes, &prepared.inventory.host));
+        text.push_str(&activated_environment::format_env_changes(changes, &prepared.inventory.host));
     }
     if with_job {
         _ = write!(text, "\n# the job with all defaults\n{}", redact_job_secrets(&prepared.job).to_yaml());
     }
-    output::print_output(&text)
+    output::print_text(&text)
 }
 
 /// Formats the ranks that a job key selects as text: `all ranks`, `rank 3`, `ranks 0,3-5`.

@@ -92,17 +92,17 @@ impl LoadedJob {
     /// Combines several mistakes in the job file into one error, which has each mistake as a
     /// detail.
     pub(super) fn create_invalid_job_error(&self, mistakes: Vec<Diagnostic>) -> Diagnostic {
-        invalid_job_error(&self.file, self.locate_mistakes(mistakes))
+        invalid_job_error(&self.file, self.add_mistake_locations(mistakes))
     }
 
     /// Converts the error of determining the hosts of the job (from a hostfile, Slurm or other
     /// source) to a diagnostic.
-    pub(super) fn cluster_error(&self, error: ClusterError) -> Diagnostic {
+    pub(super) fn convert_cluster_error(&self, error: ClusterError) -> Diagnostic {
         error.into_diagnostic(|mistakes| self.create_invalid_job_error(mistakes))
     }
 
     /// Adds file, line and column to each diagnostic whose subject is a key of the job.
-    fn locate_mistakes(&self, diagnostics: impl IntoIterator<Item = Diagnostic>) -> Vec<Diagnostic> {
+    fn add_mistake_locations(&self, diagnostics: impl IntoIterator<Item = Diagnostic>) -> Vec<Diagnostic> {
         diagnostics.into_iter().map(|diagnostic| self.sources.add_location(diagnostic)).collect()
     }
 }
@@ -131,7 +131,7 @@ pub(crate) fn prepare_job(
     let mlflow = mlflow::resolve_mlflow_settings(job).map_err(invalid)?;
     let inventory = discover_inventory()?;
     let hosts = find_host_provider(job).and_then(|cluster| cluster.hosts(job, &inventory.host));
-    let hosts = hosts.map_err(|error| loaded.cluster_error(error))?;
+    let hosts = hosts.map_err(|error| loaded.convert_cluster_error(error))?;
     let too_few = check_host_counts(job, hosts.len());
     if !too_few.is_empty() {
         return Err(invalid(too_few));
@@ -143,7 +143,7 @@ pub(crate) fn prepare_job(
     }
     let planning: Vec<JobHost> = hosts.iter().map(|host| build_planning_host(host, &inventory)).collect();
     let plan = plan::plan_attempt(job, &planning, run, &Attempt::default()).map_err(invalid)?;
-    warnings.extend(loaded.locate_mistakes(plan.warnings.iter().cloned()));
+    warnings.extend(loaded.add_mistake_locations(plan.warnings.iter().cloned()));
     let mut report = None;
     if job.train.is_some() {
         let threads = plan.host_plans.iter().flat_map(|h| &h.workers).map(|w| w.threads).max();
@@ -151,10 +151,10 @@ pub(crate) fn prepare_job(
         if !checked.errors.is_empty() {
             return Err(invalid(checked.errors));
         }
-        warnings.extend(loaded.locate_mistakes(checked.warnings.iter().cloned()));
+        warnings.extend(loaded.add_mistake_locations(checked.warnings.iter().cloned()));
         // GPU memory is checked where it is allocated.
         if !job.cluster.trains_on_gpus() {
-            warnings.extend(loaded.locate_mistakes(check_memory(&inventory, &checked)));
+            warnings.extend(loaded.add_mistake_locations(check_host_memory(&inventory, &checked)));
         }
         report = Some(checked);
     }
@@ -163,7 +163,7 @@ pub(crate) fn prepare_job(
 
 /// Discovers the inventory of this machine: its CPUs, GPUs, memory and network addresses.
 pub(super) fn discover_inventory() -> diagnostic::Result<HostInventory> {
-    discover::local::discover_local_host().map_err(|e| {
+    discover::local_host::discover_local_host().map_err(|e| {
         Diagnostic::error(host::INVENTORY_UNREADABLE, "cannot determine the CPUs and memory of this machine")
             .with_cause(&e)
             .with_help("launch reads them from /proc; check that it is mounted")
@@ -201,7 +201,7 @@ fn check_host_counts(job: &JobSpec, hosts: usize) -> Vec<Diagnostic> {
 
 /// Returns a warning if all workers together need more host memory than this machine has. Returns
 /// `None` if the memory suffices or if the memory size of the machine is unknown.
-fn check_memory(inventory: &HostInventory, report: &PreflightReport) -> Option<Diagnostic> {
+fn check_host_memory(inventory: &HostInventory, report: &PreflightReport) -> Option<Diagnostic> {
     let required: u64 = report.memory.iter().map(|m| m.total).sum();
     if inventory.memory == 0 || required <= inventory.memory {
         return None;

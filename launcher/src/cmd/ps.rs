@@ -1,7 +1,7 @@
 //! `launch ps`: lists active and past runs. [`resolve_run`] finds the run that a command names.
 use super::{
     context::CommandContext,
-    output::{print_json, print_output},
+    output::{print_json, print_text},
 };
 use crate::{
     clock::read_unix_time_ms,
@@ -41,7 +41,7 @@ pub(crate) fn run(args: PsArgs, context: &CommandContext) -> diagnostic::Result<
         crate::report::command_output::write_message("there are no runs\n");
         return Ok(protocol::exit::DONE);
     }
-    print_output(&format_run_table(&runs, read_unix_time_ms()))
+    print_text(&format_run_table(&runs, read_unix_time_ms()))
 }
 
 /// Returns a run as the JSON object that `--json` prints.
@@ -137,7 +137,7 @@ pub(super) fn resolve_run(name: Option<&str>, filter: RunFilter) -> diagnostic::
     match runs::select_run(&runs, name, filter) {
         Ok(run) => Ok(run.clone()),
         Err(error) => {
-            let candidates: Vec<Run> = error.candidates().iter().map(|run| (*run).clone()).collect();
+            let candidates: Vec<Run> = error.ambiguous_runs().iter().map(|run| (*run).clone()).collect();
             let help = match candidates.is_empty() {
                 true => "`launch ps` lists the runs".to_owned(),
                 false => {

@@ -16,12 +16,12 @@ use std::{
 /// The text of the example job in the repository, which trains on the files of the repository.
 const EXAMPLE_JOB_TEXT: &str = include_str!("../../../configs/quickstart.yaml");
 /// The first key of the example job. Only comments precede the key.
-const FIRST_KEY: &str = "name: quickstart\n";
+const FIRST_JOB_KEY: &str = "name: quickstart\n";
 /// The beginning of the line of the example job that names the training files.
-const FILES_KEY: &str = "    files: ";
+const FILES_LINE_PREFIX: &str = "    files: ";
 /// The beginning of the line of the example job with the share of the text that is held out for
 /// evaluations.
-const HELD_OUT_KEY: &str = "    held_out: ";
+const HELD_OUT_LINE_PREFIX: &str = "    held_out: ";
 /// The name of the job file that `launch quickstart` writes.
 const JOB_FILE: &str = "job.yaml";
 /// The name of the file with training text that `launch quickstart` writes.
@@ -93,13 +93,13 @@ fn build_file_exists_error(path: &Path) -> Diagnostic {
 /// Returns the text of the job file of `launch quickstart`: the example of the repository, changed
 /// to train on [`TEXT_FILE`].
 fn build_job_text() -> String {
-    let start = EXAMPLE_JOB_TEXT.find(FIRST_KEY).unwrap_or(0);
+    let start = EXAMPLE_JOB_TEXT.find(FIRST_JOB_KEY).unwrap_or(0);
     let lines = EXAMPLE_JOB_TEXT[start..].lines().map(|line| {
-        if line.starts_with(FILES_KEY) {
-            format!("{FILES_KEY}[{TEXT_FILE}]\n")
-        } else if line.starts_with(HELD_OUT_KEY) {
+        if line.starts_with(FILES_LINE_PREFIX) {
+            format!("{FILES_LINE_PREFIX}[{TEXT_FILE}]\n")
+        } else if line.starts_with(HELD_OUT_LINE_PREFIX) {
             // The text is short, and the evaluations need 64 samples.
-            format!("{HELD_OUT_KEY}0.1\n")
+            format!("{HELD_OUT_LINE_PREFIX}0.1\n")
         } else {
             format!("{line}\n")
         }

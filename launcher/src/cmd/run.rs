@@ -9,7 +9,7 @@ use crate::{
     cluster::{self, Cluster, ClusterError},
     controller,
     detached_controller::{DetachedStart, StartNotifier, start_detached_controller},
-    private_files::{append_private_file, create_private_dir},
+    private_files::{open_private_file_for_appending, create_private_dir},
     report::command_output,
 };
 use clap::Args;
@@ -37,7 +37,7 @@ use std::{
 
 /// The function by which `launch run` prepares the checkpoint from which the program of a job
 /// resumes.
-pub(super) const PREPARE_RESUME: controller::ResumePreparer = super::ckpt::resume::prepare_program_resume;
+pub(super) const PREPARE_PROGRAM_RESUME_FN: controller::ResumePreparer = super::ckpt::resume::prepare_program_resume;
 
 /// Arguments of `launch run`.
 #[derive(Debug, Default, Args)]
@@ -93,9 +93,9 @@ pub(crate) struct RunArgs {
 /// prints the plan. Prints errors and returns the exit code.
 pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let began = Instant::now();
-    let args = RunArgs { set: read_overrides(&args)?, ..args };
+    let args = RunArgs { set: read_overrides_from_stdin(&args)?, ..args };
     let request = build_job_request(&args);
-    run_request(&args, request, context, began)
+    run_or_detach_job(&args, request, context, began)
 }
 
 /// Runs, in this process, the job with the YAML text `text`, which a command such as `launch
@@ -108,12 +108,12 @@ pub(super) fn run_command_line_job(
 ) -> diagnostic::Result<u8> {
     let source = JobSource::CommandLine { text, arguments: Vec::new() };
     let request = JobRequest { source, set: Vec::new() };
-    run_request(&RunArgs { node, ..RunArgs::default() }, Ok(request), context, Instant::now())
+    run_or_detach_job(&RunArgs { node, ..RunArgs::default() }, Ok(request), context, Instant::now())
 }
 
 /// Runs the requested job in this process or detached, or only prints its plan, as the options in
 /// `args` require. `began` is the time at which the command started.
-fn run_request(
+fn run_or_detach_job(
     args: &RunArgs,
     request: diagnostic::Result<JobRequest>,
     context: &CommandContext,
@@ -129,7 +129,7 @@ fn run_request(
         {
             super::plan::print_dry_run_plan(&request, context)
         }
-        NodeRole::Alone(request) if args.detach => start_detached(args, &request, context, began),
+        NodeRole::Alone(request) if args.detach => start_detached_run(args, &request, context, began),
         NodeRole::Alone(request) => run_controller(args, &request, context),
         _ if args.detach || args.detached.is_some() => Err(build_detach_error()),
         NodeRole::Controller { request, fallback } => {
@@ -257,7 +257,7 @@ fn derive_job_name(words: &[&str]) -> String {
 ///
 /// Returns 0, or the exit code of a controller that ended before the workers ran. In this case,
 /// prints the output of the controller and, with `--json`, the events of the run.
-fn start_detached(
+fn start_detached_run(
     args: &RunArgs,
     request: &JobRequest,
     context: &CommandContext,
@@ -272,7 +272,7 @@ fn start_detached(
     let directory = &plan.run_dir;
     let console = directory.join("console.log");
     let file = create_private_dir(directory)
-        .and_then(|()| append_private_file(&console))
+        .and_then(|()| open_private_file_for_appending(&console))
         .map_err(|e| output::path_error(run_codes::RUN_DIRECTORY_UNWRITABLE, "cannot write", &console, &e))?;
     let started = start_detached_controller(
         |fd| build_controller_args(args, &run, fd, context.verbosity),
@@ -337,7 +337,7 @@ fn encode_overrides(overrides: &[String]) -> Vec<u8> {
 }
 
 /// Reads the overrides of `--set` from standard input, in the process of a detached controller.
-fn read_overrides(args: &RunArgs) -> diagnostic::Result<Vec<String>> {
+fn read_overrides_from_stdin(args: &RunArgs) -> diagnostic::Result<Vec<String>> {
     if !args.set_from_stdin {
         return Ok(args.set.clone());
     }
@@ -386,7 +386,7 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
     super::terminal::check_terminal(&job, &plan, &hosts, starter.is_some())?;
     // The controller reports the warnings, so that the journal contains them too.
     plan.warnings = warnings;
-    let prepare_resume = PREPARE_RESUME;
+    let prepare_resume = PREPARE_PROGRAM_RESUME_FN;
     prepare_resume(&job, &mut plan)?;
     let cluster = find_cluster(&job)?;
     let transport = cluster.transport(&job).map_err(build_hosts_error)?;

@@ -39,7 +39,7 @@ pub(crate) fn run(args: SbatchArgs, context: &CommandContext) -> diagnostic::Res
     let (job, name) = (loaded.job.clone(), &loaded.job.name);
     let request =
         SubmitRequest { job, job_file: &args.job, set: &args.set, options: &args.options, print: args.print };
-    match cluster::submit_job("sbatch", request).map_err(|error| loaded.cluster_error(error))? {
+    match cluster::submit_job("sbatch", request).map_err(|error| loaded.convert_cluster_error(error))? {
         Submission::Script(text) => print_file_text(&text),
         Submission::Queued { id, output } if context.format.json => {
             print_json(&json!({"job": id, "output": output}))

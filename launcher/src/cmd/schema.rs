@@ -1,5 +1,5 @@
 //! `launch schema`: prints the JSON Schema of job.yaml.
-use super::{context::CommandContext, output::print_output};
+use super::{context::CommandContext, output::print_text};
 use clap::Args;
 
 /// Arguments of `launch schema`.
@@ -8,5 +8,5 @@ pub(crate) struct SchemaArgs {}
 
 /// Runs `launch schema`: prints the JSON Schema with which editors complete and check a job.yaml.
 pub(crate) fn run(_: SchemaArgs, _: &CommandContext) -> diagnostic::Result<u8> {
-    print_output(&format!("{:#}\n", jobspec::build_schema()))
+    print_text(&format!("{:#}\n", jobspec::build_schema()))
 }

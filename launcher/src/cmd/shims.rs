@@ -45,7 +45,7 @@ pub(crate) fn run(args: ShimsArgs, context: &CommandContext) -> diagnostic::Resu
 /// created if another file has one of the names.
 fn create_links(executable: &Path, dir: &Path, names: &[&str]) -> diagnostic::Result<Vec<PathBuf>> {
     let links: Vec<PathBuf> = names.iter().map(|name| dir.join(name)).collect();
-    if let Some(other) = links.iter().find(|link| !is_replaceable(link, executable)) {
+    if let Some(other) = links.iter().find(|link| !may_create_link(link, executable)) {
         let message = format!("{} exists and is not a link of launch", other.display());
         return Err(Diagnostic::error(command::SHIM_EXISTS, message)
             .with_subject(other.display().to_string())
@@ -66,7 +66,7 @@ fn create_links(executable: &Path, dir: &Path, names: &[&str]) -> diagnostic::Re
 
 /// Returns whether `launch shims` may create a link at `link`: nothing exists there, or a symbolic
 /// link to a file with the name of `executable`.
-fn is_replaceable(link: &Path, executable: &Path) -> bool {
+fn may_create_link(link: &Path, executable: &Path) -> bool {
     match fs::symlink_metadata(link) {
         Err(error) => error.kind() == io::ErrorKind::NotFound,
         Ok(_) => fs::read_link(link).is_ok_and(|target| target.file_name() == executable.file_name()),

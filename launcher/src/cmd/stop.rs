@@ -51,7 +51,7 @@ pub(crate) fn run(args: StopArgs, _context: &CommandContext) -> diagnostic::Resu
             .with_field("pid", controller.pid)
             .with_cause(e)
     };
-    let Some(handle) = runs::open_controller(&run.record).map_err(|e| cannot_signal(&e))? else {
+    let Some(handle) = runs::open_controller_handle(&run.record).map_err(|e| cannot_signal(&e))? else {
         let reason = match run.state {
             RunState::Lost(RunLossReason::HostRebooted) => ": this machine was restarted after the run began",
             _ => "",

@@ -62,7 +62,7 @@ impl HostInventories {
     /// Returns the network addresses of all hosts whose agents have reported an inventory, sorted,
     /// without loopback and without duplicates. The caller permits connections to the rendezvous
     /// from these addresses.
-    pub(super) fn collect_addresses(&self) -> Vec<IpAddr> {
+    pub(super) fn collect_host_addresses(&self) -> Vec<IpAddr> {
         let addresses = self.by_host.iter().flatten().flat_map(|inventory| &inventory.addresses);
         let mut addresses: Vec<IpAddr> =
             addresses.map(|a| a.address).filter(|ip| !ip.is_loopback()).collect();
@@ -74,7 +74,7 @@ impl HostInventories {
 
 /// The result of planning an attempt, which is one start of all workers: a plan that is complete
 /// except for the rendezvous port, or an error.
-pub(super) struct PlanningAttempt {
+pub(super) struct AttemptPlanningResult {
     pub(super) attempt: u32,
     /// The hosts of the attempt, in the order of ranks.
     pub(super) hosts: Vec<HostIndex>,
@@ -119,7 +119,7 @@ impl AttemptPreparation {
 
 /// Groups the workers of a plan by host, as the controller's state machine receives them in
 /// [`ControllerInput::Planned`](super::core::ControllerInput::Planned).
-pub(super) fn list_workers_by_host(plan: &Plan) -> Vec<Vec<PlannedWorker>> {
+pub(super) fn group_workers_by_host(plan: &Plan) -> Vec<Vec<PlannedWorker>> {
     let host_workers =
         |host: &HostPlan| host.workers.iter().map(|w| PlannedWorker { log: w.log.clone() }).collect();
     plan.host_plans.iter().map(host_workers).collect()

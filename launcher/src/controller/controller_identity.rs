@@ -64,7 +64,7 @@ impl ControllerIdentity {
 
     /// Returns what agents do with their workers when this controller is lost: end them or let them
     /// continue.
-    pub(super) fn loss_action(&self) -> ControllerLossAction {
+    pub(super) fn controller_loss_action(&self) -> ControllerLossAction {
         self.on_controller_loss
     }
 

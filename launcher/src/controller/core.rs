@@ -21,11 +21,11 @@ mod memo;
 mod orphans;
 mod replay;
 mod resumption;
-mod roster;
+mod host_list_changes;
 mod run_memo;
 mod setup;
 mod stop_request;
-mod taken_journal;
+mod taken_over_journal;
 mod workers;
 
 use super::{
@@ -52,7 +52,7 @@ pub(crate) use run_memo::{RunMemo, StoredMemo, UnstoredEvent};
 pub(crate) use setup::{CoreSetup, HostSetup};
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 pub(crate) use stop_request::StopRequest;
-pub(crate) use taken_journal::TakenJournal;
+pub(crate) use taken_over_journal::TakenOverJournal;
 
 /// How long the agent of the first host may take to bind the rendezvous port of an attempt
 /// (`MASTER_PORT`). After this time the attempt is rejected.
@@ -287,7 +287,7 @@ impl ControllerCore {
     /// Creates the state machine of a controller that takes over a run from a lost controller.
     /// `placement` is the last attempt and its hosts, as far as the journal records them. With
     /// `is_forced`, the run is taken over although hosts do not answer.
-    pub(crate) fn new_takeover(
+    pub(crate) fn new_for_takeover(
         setup: CoreSetup,
         placement: Option<(u32, Vec<String>)>,
         is_forced: bool,
@@ -344,7 +344,7 @@ impl ControllerCore {
     fn handle_run_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(host, message) => {
-                if self.hosts.get(host).is_some_and(HostState::is_connected) {
+                if self.hosts.get(host).is_some_and(HostState::is_starting_or_joined) {
                     self.hosts[host].last_heard = now;
                     self.handle_report_or_message(now, host, message);
                 }
@@ -355,12 +355,12 @@ impl ControllerCore {
                 }
             }
             ControllerInput::Planned { attempt, workers, bind } => {
-                if self.is_preparing(attempt) {
-                    self.bind_rendezvous(now, workers, bind);
+                if self.is_preparing_attempt(attempt) {
+                    self.request_rendezvous_bind(now, workers, bind);
                 }
             }
             ControllerInput::Rejected { attempt, diagnostic } => {
-                if self.is_preparing(attempt) {
+                if self.is_preparing_attempt(attempt) {
                     self.reject_attempt(now, diagnostic);
                 }
             }
@@ -371,21 +371,21 @@ impl ControllerCore {
                 self.handle_stop_request(now, StopRequest::Terminate);
             }
             ControllerInput::Save(signal) => {
-                self.broadcast_to_agents(&ToAgent::Save { attempt: self.attempt, signal })
+                self.broadcast_to_active_agents(&ToAgent::Save { attempt: self.attempt, signal })
             }
             ControllerInput::Reload(values) => {
-                self.broadcast_to_agents(&ToAgent::Reload { attempt: self.attempt, values })
+                self.broadcast_to_active_agents(&ToAgent::Reload { attempt: self.attempt, values })
             }
-            ControllerInput::Hosts { added, listed } => self.update_roster(now, added, &listed),
+            ControllerInput::Hosts { added, listed } => self.update_host_list(now, added, &listed),
             ControllerInput::Evicted(host) => self.record_eviction(host),
             ControllerInput::InnerHosts(changes) => self.record_inner_hosts(changes),
-            ControllerInput::StartStep(host, step) => self.handle_start_step(now, host, step),
+            ControllerInput::StartStep(host, step) => self.handle_agent_start_step(now, host, step),
             ControllerInput::JournalTaken(_) | ControllerInput::Tick => {}
         }
     }
 
     /// Sends a message to every agent that runs workers of the current attempt.
-    fn broadcast_to_agents(&mut self, message: &ToAgent) {
+    fn broadcast_to_active_agents(&mut self, message: &ToAgent) {
         let active = self.members.iter().filter(|id| self.hosts[**id].active);
         self.actions.reserve(self.active_hosts);
         self.actions.extend(active.map(|id| ControllerAction::Send(*id, message.clone())));

@@ -18,7 +18,7 @@ mod status;
 mod takeover;
 
 use super::{
-    attempt_preparation::{AttemptPreparation, HostInventories, PlanningAttempt},
+    attempt_preparation::{AttemptPreparation, HostInventories, AttemptPlanningResult},
     controller_events::ControllerEvents,
     controller_identity::ControllerIdentity,
     core::{
@@ -69,7 +69,7 @@ use tracing::info;
 
 /// The largest number of messages that may wait in each channel to the controller's event loop:
 /// that of all agents, and that of lines for the user.
-const INBOX_CAPACITY: usize = 1024;
+const EVENT_CHANNEL_CAPACITY: usize = 1024;
 
 /// Runs the job to its end and returns the exit code of `launch`. Blocks.
 pub(crate) fn run_job(request: RunRequest, options: RunOptions) -> u8 {
@@ -250,7 +250,7 @@ struct ControllerDriver {
     lines: ChannelEnds<String>,
     /// Carries the plan of an attempt to the event loop, once the checkpoint from which programs
     /// resume is prepared.
-    planned: ChannelEnds<PlanningAttempt>,
+    planned: ChannelEnds<AttemptPlanningResult>,
     /// The attempt that is planned and whose workers were not started; `None` without one.
     preparation: Option<AttemptPreparation>,
     /// Children that existed before this program (`sh -c 'other & exec launch …'`) and must not be
@@ -297,7 +297,7 @@ impl ControllerDriver {
         let no_threads = |error: std::io::Error| {
             build_setup_error("cannot start the threads of the controller").with_cause(&error)
         };
-        let lines = mpsc::channel(INBOX_CAPACITY);
+        let lines = mpsc::channel(EVENT_CHANNEL_CAPACITY);
         let streamed_logs = StreamedLogs::start(config.logs.clone(), job.run.logs.max_size, lines.0.clone())
             .map_err(no_threads)?;
         let setups = hosts.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local });
@@ -308,7 +308,7 @@ impl ControllerDriver {
             None => ControllerIdentity::create(&plan.run.0, &job.run, options.on_controller_loss)?,
         };
         let seed = RandomState::new().hash_one(&plan.run.0);
-        let supervision = (identity.token(), identity.loss_action());
+        let supervision = (identity.token(), identity.controller_loss_action());
         let setup = CoreSetup {
             arrival: transport.arrival_limits(),
             run_dir: plan.run_dir.clone(),
@@ -319,7 +319,7 @@ impl ControllerDriver {
             status,
             is_adopting: attach.is_some(),
             core: match attach {
-                Some(attach) => ControllerCore::new_takeover(setup, attach.placement, attach.is_forced),
+                Some(attach) => ControllerCore::new_for_takeover(setup, attach.placement, attach.is_forced),
                 None => ControllerCore::new(setup),
             },
             identity,
@@ -349,7 +349,7 @@ impl ControllerDriver {
             events: ControllerEvents::default(),
             taken_memo: None,
             journal_taken: mpsc::channel(1),
-            evictions: mpsc::channel(INBOX_CAPACITY),
+            evictions: mpsc::channel(EVENT_CHANNEL_CAPACITY),
             earlier: Duration::ZERO,
             agents: HashMap::new(),
             inner_hosts: HashMap::new(),
@@ -357,8 +357,8 @@ impl ControllerDriver {
             backlogged: HashSet::new(),
             pending_inputs: VecDeque::new(),
             agents_started: 0,
-            messages: mpsc::channel(INBOX_CAPACITY),
-            start_steps: mpsc::channel(INBOX_CAPACITY),
+            messages: mpsc::channel(EVENT_CHANNEL_CAPACITY),
+            start_steps: mpsc::channel(EVENT_CHANNEL_CAPACITY),
             lines,
             planned: mpsc::channel(1),
             preparation: None,
@@ -407,7 +407,7 @@ impl ControllerDriver {
         self.emit_event(Event::Start { run, run_dir: directory, world });
         self.start_mlflow(false);
         self.write_control_file();
-        let continues = self.identity.loss_action() == ControllerLossAction::Continue;
+        let continues = self.identity.controller_loss_action() == ControllerLossAction::Continue;
         let timeout_ms = continues.then_some(self.job.run.controller_timeout_ms);
         if let Err(error) = runs::register_run(&self.plan, &self.job.name, &self.command, timeout_ms) {
             self.emit_notice(format!(
@@ -421,7 +421,7 @@ impl ControllerDriver {
         // A requested port of this machine is checked before any process is started.
         if self.plan.master_address.is_some_and(|address| address.is_loopback()) {
             let preparation =
-                AttemptPreparation::new(&self.job, self.plan.clone(), &self.inventories.collect_addresses());
+                AttemptPreparation::new(&self.job, self.plan.clone(), &self.inventories.collect_host_addresses());
             drop(preparation.bind_rendezvous(&self.lines.0)?);
         }
         self.prepare_process()

@@ -47,11 +47,11 @@ pub(super) enum ExecClientEvent {
 
 /// A message of a `launch exec` process, with the number of its connection, or the end of this
 /// connection.
-type ClientMessage = (ExecId, Result<Option<ExecRequest>, FrameError>);
+type ExecClientMessage = (ExecId, Result<Option<ExecRequest>, FrameError>);
 
 /// The Unix socket to which `launch exec` processes connect, and the queue of their messages.
 pub(super) struct ExecSocket {
-    messages: mpsc::Receiver<ClientMessage>,
+    messages: mpsc::Receiver<ExecClientMessage>,
     connections: mpsc::Receiver<(ExecId, Outbox<ExecReply>)>,
     /// The task that accepts connections.
     accepting: JoinHandle<()>,
@@ -94,7 +94,7 @@ impl Drop for ExecSocket {
 async fn accept_clients(
     listener: UnixListener,
     connections: mpsc::Sender<(ExecId, Outbox<ExecReply>)>,
-    messages: mpsc::Sender<ClientMessage>,
+    messages: mpsc::Sender<ExecClientMessage>,
 ) {
     // An agent may still run commands of an earlier controller, with the numbers of its clients.
     let mut id: ExecId = RandomState::new().hash_one("first client");

@@ -80,7 +80,7 @@ pub(crate) fn watch_file(
             if reports_first && sender.send(first.1.clone()).await.is_err() {
                 return;
             }
-            send_changes(&mut watcher, &path, limit, is_complete, first, sender).await;
+            send_content_after_changes(&mut watcher, &path, limit, is_complete, first, sender).await;
         });
     };
     // Without the thread, the run continues and finds no changes.
@@ -92,7 +92,7 @@ pub(crate) fn watch_file(
 
 /// Sends the new content of a file after each change, until the receiver is dropped. `first` is the
 /// state of the file before the first change.
-async fn send_changes(
+async fn send_content_after_changes(
     watcher: &mut ChangeWatcher,
     path: &Path,
     limit: u64,

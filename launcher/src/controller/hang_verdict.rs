@@ -28,10 +28,10 @@ const EQUAL_INPUT_COLLECTIVES: [&str; 9] = [
 ];
 /// The part of a source file's path by which a function of torch's collectives is recognized in a
 /// stack.
-const TORCH_COLLECTIVE_PATHS: &str = "/torch/distributed/";
+const TORCH_COLLECTIVE_PATH_PART: &str = "/torch/distributed/";
 /// Parts of the paths of source files that belong to Python or its libraries and not to the user's
 /// program.
-const LIBRARY_PATHS: [&str; 3] = ["/lib/python", "/lib64/python", "<frozen "];
+const LIBRARY_PATH_PARTS: [&str; 3] = ["/lib/python", "/lib64/python", "<frozen "];
 
 /// The largest number of GPU errors of one rank that the verdict about a hang contains.
 const MAX_GPU_FAULTS: usize = 8;
@@ -48,12 +48,12 @@ struct PendingCollective<'a> {
 
 /// Finds out which ranks of a job that hangs hold up the others, and why. `evidence` is what is
 /// known about each rank, one item per rank.
-pub(super) fn find_verdict(evidence: &[RankEvidence]) -> HangVerdict {
+pub(super) fn find_hang_verdict(evidence: &[RankEvidence]) -> HangVerdict {
     let ranks: BTreeMap<Rank, &RankEvidence> = evidence.iter().map(|e| (e.rank, e)).collect();
     let pending = find_pending_collectives(&ranks);
     let different = pending.iter().find_map(|p| {
-        let (kind, calls) = compare_calls(p, &ranks)?;
-        Some(build_verdict(kind, Some(p), calls, &ranks))
+        let (kind, calls) = compare_collective_calls(p, &ranks)?;
+        Some(build_hang_verdict(kind, Some(p), calls, &ranks))
     });
     if let Some(verdict) = different {
         return verdict;
@@ -61,18 +61,18 @@ pub(super) fn find_verdict(evidence: &[RankEvidence]) -> HangVerdict {
     let blocked: BTreeSet<Rank> = pending.iter().flat_map(|p| p.entered.iter().copied()).collect();
     let holds_up = |p: &&PendingCollective<'_>| p.not_entered.iter().any(|rank| !blocked.contains(rank));
     if let Some(first) = pending.iter().find(holds_up) {
-        return build_verdict(HangKind::NotEntered, Some(first), Vec::new(), &ranks);
+        return build_hang_verdict(HangKind::NotEntered, Some(first), Vec::new(), &ranks);
     }
     if let Some(first) = pending.iter().find(|p| !p.undetermined.is_empty()) {
-        return build_verdict(HangKind::NotEntered, Some(first), Vec::new(), &ranks);
+        return build_hang_verdict(HangKind::NotEntered, Some(first), Vec::new(), &ranks);
     }
     if let Some(first) = pending.iter().find(|p| !p.not_entered.is_empty()) {
         // Each rank that has not entered a collective waits in a collective of another group.
         let calls = pending.iter().filter_map(|p| build_entered_call(p, &ranks)).collect();
-        return build_verdict(HangKind::DifferentOrder, Some(first), calls, &ranks);
+        return build_hang_verdict(HangKind::DifferentOrder, Some(first), calls, &ranks);
     }
     let kind = if pending.is_empty() { HangKind::Unknown } else { HangKind::AllEntered };
-    build_verdict(kind, pending.first(), Vec::new(), &ranks)
+    build_hang_verdict(kind, pending.first(), Vec::new(), &ranks)
 }
 
 /// Returns the first incomplete collective of each process group, in the order of the groups'
@@ -81,7 +81,7 @@ fn find_pending_collectives<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec
     let mut groups: BTreeMap<(&str, &[Rank]), i64> = BTreeMap::new();
     for evidence in ranks.values().filter(|e| e.answered) {
         for group in &evidence.groups {
-            if let Some(seq) = find_pending_seq(evidence, &group.name, group.completed, group.enqueued) {
+            if let Some(seq) = find_pending_collective_seq(evidence, &group.name, group.completed, group.enqueued) {
                 let first = groups.entry((&group.name, &group.ranks)).or_insert(seq);
                 *first = seq.min(*first);
             }
@@ -100,7 +100,7 @@ fn find_pending_collectives<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec
             undetermined: BTreeSet::new(),
         };
         for rank in members {
-            let set = match ranks.get(rank).map(|e| has_entered(e, group, seq)) {
+            let set = match ranks.get(rank).map(|e| has_entered_collective(e, group, seq)) {
                 Some(Some(true)) => &mut pending.entered,
                 Some(Some(false)) => &mut pending.not_entered,
                 _ => &mut pending.undetermined,
@@ -132,7 +132,7 @@ fn find_pending_builtin_collectives<'a>(
 
 /// Returns the sequence number of the first collective of a process group that a rank has entered
 /// and not completed.
-fn find_pending_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueued: i64) -> Option<i64> {
+fn find_pending_collective_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueued: i64) -> Option<i64> {
     let entries = evidence.entries.iter().filter(|e| e.group == group && !e.p2p);
     if entries.clone().next().is_some() {
         return entries.filter(|e| !e.retired).map(|e| e.seq).min();
@@ -146,9 +146,9 @@ fn find_pending_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueu
 
 /// Returns whether a rank has entered the collective with the sequence number `seq` of a process
 /// group; `None` if unknown.
-fn has_entered(evidence: &RankEvidence, group: &str, seq: i64) -> Option<bool> {
+fn has_entered_collective(evidence: &RankEvidence, group: &str, seq: i64) -> Option<bool> {
     let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
-    if find_last_seq(evidence, group).is_some_and(|last| last >= seq) {
+    if find_last_entered_collective_seq(evidence, group).is_some_and(|last| last >= seq) {
         return Some(true);
     }
     let is_outside = !evidence.stack.is_empty() && !is_in_collective(evidence);
@@ -159,7 +159,7 @@ fn has_entered(evidence: &RankEvidence, group: &str, seq: i64) -> Option<bool> {
 
 /// Returns the sequence number of the last collective of a process group that a rank has entered;
 /// `None` if unknown.
-fn find_last_seq(evidence: &RankEvidence, group: &str) -> Option<i64> {
+fn find_last_entered_collective_seq(evidence: &RankEvidence, group: &str) -> Option<i64> {
     let counted = evidence.groups.iter().find(|g| g.name == group).map(|g| g.enqueued);
     let recorded = evidence.entries.iter().filter(|e| e.group == group && !e.p2p).map(|e| e.seq).max();
     counted.max(recorded)
@@ -167,7 +167,7 @@ fn find_last_seq(evidence: &RankEvidence, group: &str) -> Option<i64> {
 
 /// Returns whether the main thread of a rank is in a function of torch's collectives, by its stack.
 fn is_in_collective(evidence: &RankEvidence) -> bool {
-    evidence.stack.iter().any(|frame| frame.file.contains(TORCH_COLLECTIVE_PATHS))
+    evidence.stack.iter().any(|frame| frame.file.contains(TORCH_COLLECTIVE_PATH_PART))
 }
 
 /// Returns the name of a collective without the prefix of the backend, such as `nccl:`.
@@ -177,7 +177,7 @@ fn strip_backend(operation: &str) -> &str {
 
 /// Returns the entry about a pending collective in the flight recorder of a rank (torch's list of
 /// its last collectives).
-fn find_recorder_entry<'a>(
+fn find_flight_recorder_entry<'a>(
     p: &PendingCollective<'_>,
     evidence: &'a RankEvidence,
 ) -> Option<&'a CollectiveEntry> {
@@ -187,13 +187,13 @@ fn find_recorder_entry<'a>(
 /// Finds out whether the ranks that have entered a pending collective have called different
 /// collectives, or with different inputs. Returns the kind of the difference, and the different
 /// calls, that of most ranks first. Returns `None` if the calls are equal.
-fn compare_calls(
+fn compare_collective_calls(
     p: &PendingCollective<'_>,
     ranks: &BTreeMap<Rank, &RankEvidence>,
 ) -> Option<(HangKind, Vec<CollectiveCallOfRanks>)> {
     let mut calls: Vec<CollectiveCallOfRanks> = Vec::new();
     for rank in &p.entered {
-        let Some(entry) = ranks.get(rank).and_then(|e| find_recorder_entry(p, e)) else { continue };
+        let Some(entry) = ranks.get(rank).and_then(|e| find_flight_recorder_entry(p, e)) else { continue };
         let operation = strip_backend(&entry.operation);
         let matches = |call: &&mut CollectiveCallOfRanks| {
             strip_backend(&call.operation) == operation
@@ -202,7 +202,7 @@ fn compare_calls(
         };
         match calls.iter_mut().find(matches) {
             Some(call) => call.ranks.push(*rank),
-            None => calls.push(build_call(vec![*rank], entry, ranks)),
+            None => calls.push(build_collective_call(vec![*rank], entry, ranks)),
         }
     }
     let first = strip_backend(&calls.first()?.operation).to_owned();
@@ -216,7 +216,7 @@ fn compare_calls(
 
 /// Describes the call of a collective by the ranks `callers`, from `entry`, an entry of a flight
 /// recorder (torch's list of the last collectives).
-fn build_call(
+fn build_collective_call(
     callers: Vec<Rank>,
     entry: &CollectiveEntry,
     ranks: &BTreeMap<Rank, &RankEvidence>,
@@ -224,7 +224,7 @@ fn build_call(
     let first = callers.first().and_then(|rank| ranks.get(rank));
     // The stack of a rank that has left the call, or waits in a later one, does not show the call.
     let is_in_call = |e: &&&RankEvidence| {
-        is_in_collective(e) && find_last_seq(e, &entry.group).is_some_and(|last| last == entry.seq)
+        is_in_collective(e) && find_last_entered_collective_seq(e, &entry.group).is_some_and(|last| last == entry.seq)
     };
     CollectiveCallOfRanks {
         frame: first.filter(is_in_call).and_then(|e| find_program_frame(e)),
@@ -239,13 +239,13 @@ fn build_call(
 /// Describes the call with which ranks have entered a pending collective. Returns `None` if no
 /// flight recorder has recorded it.
 fn build_entered_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvidence>) -> Option<CollectiveCallOfRanks> {
-    let entry = p.entered.iter().find_map(|rank| find_recorder_entry(p, ranks.get(rank)?))?;
-    Some(build_call(p.entered.iter().copied().collect(), entry, ranks))
+    let entry = p.entered.iter().find_map(|rank| find_flight_recorder_entry(p, ranks.get(rank)?))?;
+    Some(build_collective_call(p.entered.iter().copied().collect(), entry, ranks))
 }
 
 /// Builds the verdict about a job that hangs in a collective: the ranks that hold up the job, and
 /// what each of them does. Without a collective, all ranks are undetermined.
-fn build_verdict(
+fn build_hang_verdict(
     kind: HangKind,
     pending: Option<&PendingCollective<'_>>,
     calls: Vec<CollectiveCallOfRanks>,
@@ -326,7 +326,7 @@ fn locate_rank(rank: Rank, evidence: Option<&RankEvidence>) -> RankPosition {
 /// Returns the innermost stack frame of a rank that belongs to the user's program, or the innermost
 /// frame if all belong to libraries.
 fn find_program_frame(evidence: &RankEvidence) -> Option<StackFrame> {
-    let is_library = |frame: &StackFrame| LIBRARY_PATHS.iter().any(|part| frame.file.contains(part));
+    let is_library = |frame: &StackFrame| LIBRARY_PATH_PARTS.iter().any(|part| frame.file.contains(part));
     evidence.stack.iter().find(|frame| !is_library(frame)).or(evidence.stack.first()).cloned()
 }
 

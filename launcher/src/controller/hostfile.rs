@@ -122,7 +122,7 @@ impl HostfileWatch {
     ///
     /// If the hostfile cannot be read, is not valid or lists too many hosts, the result has a
     /// notice and no hosts, and `hosts` stays unchanged.
-    pub(super) fn apply_change(
+    pub(super) fn evaluate_change(
         &mut self,
         hosts: &mut [HostTarget],
         content: WatchedFileContent,
@@ -169,7 +169,7 @@ impl HostfileWatch {
                 hosts[id] = target;
             }
         }
-        self.compare_hosts(hosts, &new, &in_file, listed, resized)
+        self.replace_listed_hosts(hosts, &new, &in_file, listed, resized)
     }
 
     /// Stores the new list of hosts in place of the previous one, and returns it with a notice that
@@ -179,7 +179,7 @@ impl HostfileWatch {
     /// `hosts` are the hosts that the run knows, and `listed` states for each of them whether the
     /// new list contains it. `new` are the hosts that the run does not know, `in_file` all hosts of
     /// the file, and `resized` the names of the hosts whose slots have changed.
-    fn compare_hosts(
+    fn replace_listed_hosts(
         &mut self,
         hosts: &[HostTarget],
         new: &[&ClusterHost],
@@ -201,7 +201,7 @@ impl HostfileWatch {
         let parts: Vec<String> = changes
             .iter()
             .filter(|(_, names)| !names.is_empty())
-            .map(|(what, names)| format!("{what}: {}", join_names(names)))
+            .map(|(what, names)| format!("{what}: {}", join_host_names(names)))
             .collect();
         let addresses: HashMap<String, HostAddress> =
             in_file.iter().map(|h| (h.host.name_with_port(), h.host.clone())).collect();
@@ -226,7 +226,7 @@ impl HostfileWatch {
 
 /// Joins host names with commas for a notice about a changed hostfile. Lists at most
 /// [`MAX_LISTED_NAMES`] names, followed by the number of the other names.
-fn join_names(names: &[String]) -> String {
+fn join_host_names(names: &[String]) -> String {
     match names.len().checked_sub(MAX_LISTED_NAMES) {
         None | Some(0) => names.join(", "),
         Some(more) => format!("{} and {more} more", names[..MAX_LISTED_NAMES].join(", ")),
@@ -267,7 +267,7 @@ mod tests {
         hosts: &mut Vec<HostTarget>,
         text: &str,
     ) -> (Vec<String>, Option<Vec<bool>>) {
-        let change = watch.apply_change(hosts, WatchedFileContent::Text(text.to_owned()));
+        let change = watch.evaluate_change(hosts, WatchedFileContent::Text(text.to_owned()));
         let listed = change.hosts.map(|change| {
             hosts.extend(change.added);
             change.listed
@@ -299,7 +299,7 @@ mod tests {
     fn another_address_of_a_host_is_taken_over_without_a_notice() {
         let (mut watch, mut hosts) = create_watch("{hosts: {file: hosts}}", "a\nb\n");
         apply_text(&mut watch, &mut hosts, "a\nb\nc\n");
-        let change = watch.apply_change(&mut hosts, WatchedFileContent::Text("me@a\nb\nc\n".to_owned()));
+        let change = watch.evaluate_change(&mut hosts, WatchedFileContent::Text("me@a\nb\nc\n".to_owned()));
         let listed = change.hosts.expect("a change");
         assert!(change.notices.is_empty() && listed.added.is_empty(), "{:?}", change.notices);
         assert_eq!(listed.addresses[0].user.as_deref(), Some("me"));
@@ -322,7 +322,7 @@ mod tests {
             assert_eq!((listed.is_some(), notices.len()), (is_valid, 1), "{text}: {notices:?}");
             all_notices.extend(notices);
         }
-        let gone = watch.apply_change(&mut hosts, WatchedFileContent::Unreadable(FileReadError::Missing));
+        let gone = watch.evaluate_change(&mut hosts, WatchedFileContent::Unreadable(FileReadError::Missing));
         assert_eq!(gone.hosts, None);
         all_notices.extend(gone.notices);
         assert_notices("filters_and_invalid_hostfiles", &all_notices);

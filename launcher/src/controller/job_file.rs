@@ -72,7 +72,7 @@ impl JobFileWatch {
     /// can be reloaded, which the caller must apply, and notices for the user. Each changed key
     /// that is not reloadable is reported in a notice once. A file that cannot be read or is not
     /// valid results in a notice and no values.
-    pub(super) fn apply_change(&mut self, running: &JobSpec, content: WatchedFileContent) -> JobFileChange {
+    pub(super) fn evaluate_change(&mut self, running: &JobSpec, content: WatchedFileContent) -> JobFileChange {
         let Some((file, _)) = &self.file else { return JobFileChange::default() };
         let name = file.path.display();
         let notice = |notice: String| JobFileChange { notices: vec![notice], values: None };
@@ -141,7 +141,7 @@ mod tests {
         let mut running = load_job_text(&file, JOB).expect("a job").0;
         let mut notices = Vec::new();
         let mut apply = |running: &JobSpec, content: WatchedFileContent| {
-            let change = watch.apply_change(running, content);
+            let change = watch.evaluate_change(running, content);
             notices.extend(change.notices);
             change.values
         };

@@ -35,7 +35,7 @@ use std::{
 };
 pub(crate) use takeover::JournalSummary;
 #[cfg(test)]
-pub(crate) use takeover::is_void_restart;
+pub(crate) use takeover::is_restart_that_never_began;
 use tokio::sync::{mpsc, oneshot};
 
 /// The format version that `job.json` contains.
@@ -106,16 +106,16 @@ impl Journal {
         let time = read_unix_time();
         let name = tensorboard::format_file_name(&plan.run.0, time);
         let mut files = JournalFiles::open(&plan.run_dir, &name)?;
-        let (journal, stored) = Journal::start(&plan.run_dir)?;
+        let (journal, stored) = Journal::start_without_files(&plan.run_dir)?;
         files.tensorboard.append(&tensorboard::encode_file_version(time), &mut |_| ());
-        *journal.lock_files() = Some(files);
+        *journal.lock_open_files() = Some(files);
         Ok((journal, stored))
     }
 
     /// Opens the journal (the files of events and metrics) of a run whose controller was lost. The
     /// journal accepts no events before [`Journal::take_over`].
     pub(super) fn open_existing(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
-        Journal::start(run_dir)
+        Journal::start_without_files(run_dir)
     }
 
     /// Takes over the journal of a lost controller: replaces its files by copies, to which this
@@ -145,7 +145,7 @@ impl Journal {
     }
 
     /// Creates a journal that has no open files yet, and starts its thread.
-    fn start(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
+    fn start_without_files(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
         let (stored, receiver) = mpsc::channel(STATUS_CHANNEL_CAPACITY);
         let journal = Journal {
             run_dir: run_dir.to_owned(),
@@ -165,7 +165,7 @@ impl Journal {
     }
 
     /// Locks the mutex of the journal's open files; `None` before they are open.
-    fn lock_files(&self) -> MutexGuard<'_, Option<JournalFiles>> {
+    fn lock_open_files(&self) -> MutexGuard<'_, Option<JournalFiles>> {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -175,10 +175,10 @@ impl Journal {
     pub(super) fn append_event(&mut self, event: &Event, time: f64, report: Option<ReportId>) {
         let is_important = matches!(event, Event::Failure(_) | Event::Done { .. } | Event::Checkpoint { .. });
         let event = event.clone();
-        self.run_with_files(move |files, on_error| files.append(&event, time, report, on_error));
+        self.run_with_files(move |files, on_error| files.append_event(&event, time, report, on_error));
         self.is_dirty = true;
         if is_important {
-            self.sync();
+            self.request_sync();
         }
     }
 
@@ -195,7 +195,7 @@ impl Journal {
 
     /// Marks a report of an agent as stored without writing a line, because the report contains no
     /// event for the journal.
-    pub(super) fn skip_report(&mut self, (stream, seq): ReportId) {
+    pub(super) fn mark_report_stored(&mut self, (stream, seq): ReportId) {
         self.run_with_files(move |files, _| _ = files.unsynced.insert(stream, seq));
         self.is_dirty = true;
     }
@@ -238,7 +238,7 @@ impl Journal {
     /// Begins to find out whether another controller has taken over the journal of the run, and so
     /// replaced its files. The receiver gets no answer if the files are not open, and a late one if
     /// the disk stalls.
-    pub(super) fn check_replacement(&self) -> oneshot::Receiver<bool> {
+    pub(super) fn begin_replacement_check(&self) -> oneshot::Receiver<bool> {
         let (answer, receiver) = oneshot::channel();
         // An error means that the controller waits no longer.
         self.run_with_files(move |files, _| _ = answer.send(files.events.is_replaced()));
@@ -257,7 +257,7 @@ impl Journal {
     }
 
     /// Requests that the journal's thread sync the files to the disk.
-    fn sync(&mut self) {
+    fn request_sync(&mut self) {
         (self.is_dirty, self.next_sync) = (false, Instant::now() + SYNC_INTERVAL);
         let stored = self.stored.clone();
         self.run_with_files(move |files, on_error| {
@@ -274,7 +274,7 @@ impl Journal {
 
     /// Sets the modification time of the journal's file to the present, so that the run counts as
     /// active, and finds out whether the file was deleted.
-    fn mark_as_used(&self) {
+    fn update_modification_time(&self) {
         let (path, is_deleted) = (self.run_dir.join(journal_files::EVENTS_FILE), self.is_deleted.clone());
         self.run_in_background(move || match File::options().append(true).open(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -288,14 +288,14 @@ impl Journal {
     /// Performs the periodic work of the journal: requests a sync, updates the modification time,
     /// and finds out whether the disk stalls. Returns a notice for the user when a stall begins or
     /// ends, or when the journal was deleted. The caller calls this function about once a second.
-    pub(super) fn tick(&mut self) -> Option<String> {
+    pub(super) fn perform_due_work(&mut self) -> Option<String> {
         let busy = self.thread.busy_time();
         if self.is_dirty && Instant::now() >= self.next_sync && busy < SYNC_INTERVAL {
-            self.sync();
+            self.request_sync();
         }
         if Instant::now() >= self.next_mark && busy < SYNC_INTERVAL {
             self.next_mark = Instant::now() + MTIME_UPDATE_INTERVAL;
-            self.mark_as_used();
+            self.update_modification_time();
         }
         if self.is_deleted.load(Ordering::Acquire) && !replace(&mut self.is_deletion_reported, true) {
             let directory = self.run_dir.display();
@@ -332,7 +332,7 @@ impl Journal {
     /// as long as the disk is full or stalls, but at most for [`JOURNAL_CLOSE_TIMEOUT`]. `wait` is
     /// called if this takes longer than a moment. Returns whether the journal is complete.
     pub(super) fn close(mut self, wait: impl FnOnce(String)) -> bool {
-        self.sync();
+        self.request_sync();
         if self.thread.flush(STALL_REPORT_DELAY) {
             return true;
         }
@@ -347,7 +347,7 @@ impl Journal {
 #[cfg(test)]
 mod tests {
     use super::{
-        durable_file::{AppendFile, DurableFile},
+        durable_file::{AppendableFile, DurableFile},
         *,
     };
     use crate::testing;
@@ -403,9 +403,9 @@ mod tests {
             Journal::create(&build_plan(&run_dir), &testing::sample_job(), &[]).unwrap();
         let mut tick = || {
             journal.next_mark = Instant::now();
-            let before = journal.tick();
+            let before = journal.perform_due_work();
             assert!(journal.thread.flush(Duration::from_secs(60)));
-            before.or(journal.tick())
+            before.or(journal.perform_due_work())
         };
         assert_eq!(tick(), None);
         fs::remove_dir_all(&run_dir).unwrap();
@@ -424,7 +424,7 @@ mod tests {
         let done = Event::Done { exit_code: 0, step: Some(2), seconds: 1.5 };
         let events = [build_step_event(1), Event::new_notice(None, "line\nbreak"), build_step_event(2), done];
         journal.append_event(&events[0], 1.5, Some((5, 1)));
-        journal.skip_report((5, 2));
+        journal.mark_report_stored((5, 2));
         events[1..].iter().for_each(|event| journal.append_event(event, 2.5, None));
         assert!(journal.close(|text| panic!("{text}")));
         assert_eq!(stored.blocking_recv(), Some(vec![(5, 2)]));
@@ -467,7 +467,7 @@ mod tests {
         }
     }
 
-    impl AppendFile for ClosedDisk {
+    impl AppendableFile for ClosedDisk {
         fn append(&mut self, bytes: &[u8]) -> io::Result<usize> {
             let is_open = self.state.is_open.lock().unwrap();
             if !*is_open && self.is_full {
@@ -495,7 +495,7 @@ mod tests {
             Journal::create(&build_plan(dir.path()), &testing::sample_job(), &[]).unwrap();
         let mut files = JournalFiles::open(dir.path(), "tensorboard").unwrap();
         files.events = DurableFile::new(Box::new(disk.clone()), 0);
-        *journal.lock_files() = Some(files);
+        *journal.lock_open_files() = Some(files);
         let began = Instant::now();
         for step in 1..=20_000 {
             journal.append_event(&build_step_event(step), 1.0, Some((7, step)));
@@ -503,14 +503,14 @@ mod tests {
         assert!(began.elapsed() < STALL_REPORT_DELAY, "appending does not block: {:?}", began.elapsed());
         let mut notices = Vec::new();
         while notices.is_empty() {
-            notices.extend(journal.tick());
+            notices.extend(journal.perform_due_work());
             std::thread::sleep(Duration::from_millis(10));
         }
-        assert!((0..10).all(|_| journal.tick().is_none()), "one notice");
+        assert!((0..10).all(|_| journal.perform_due_work().is_none()), "one notice");
         assert!(stored.try_recv().is_err());
         disk.open();
         while notices.len() < 2 {
-            notices.extend(journal.tick());
+            notices.extend(journal.perform_due_work());
             std::thread::sleep(Duration::from_millis(10));
         }
         assert!(journal.close(|_| ()));

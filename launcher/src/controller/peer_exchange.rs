@@ -23,7 +23,7 @@ impl PeerExchange {
     /// attempt has reported, returns the addresses of all workers in rank order; before that,
     /// `None`. Ignores reports of another attempt, repeated reports, ranks outside of the job, and
     /// reports without addresses or with more than [`MAX_ADDRESSES`].
-    pub(crate) fn add_worker(
+    pub(crate) fn add_worker_addresses(
         &mut self,
         host: HostIndex,
         rank: Rank,
@@ -51,16 +51,16 @@ mod tests {
     #[test]
     fn all_addresses_are_returned_once_in_rank_order() {
         let mut exchange = PeerExchange::new(2, 3);
-        assert_eq!(exchange.add_worker(1, 2, 2, build_addresses(12)), None);
-        assert_eq!(exchange.add_worker(0, 0, 2, build_addresses(10)), None);
-        assert_eq!(exchange.add_worker(0, 1, 1, build_addresses(9)), None, "another attempt");
-        assert_eq!(exchange.add_worker(0, 0, 2, build_addresses(99)), None, "a second report");
-        assert_eq!(exchange.add_worker(0, 3, 2, build_addresses(13)), None, "no such rank");
-        assert_eq!(exchange.add_worker(0, 1, 2, Vec::new()), None, "no address");
-        let peers = exchange.add_worker(0, 1, 2, build_addresses(11)).expect("the last report");
+        assert_eq!(exchange.add_worker_addresses(1, 2, 2, build_addresses(12)), None);
+        assert_eq!(exchange.add_worker_addresses(0, 0, 2, build_addresses(10)), None);
+        assert_eq!(exchange.add_worker_addresses(0, 1, 1, build_addresses(9)), None, "another attempt");
+        assert_eq!(exchange.add_worker_addresses(0, 0, 2, build_addresses(99)), None, "a second report");
+        assert_eq!(exchange.add_worker_addresses(0, 3, 2, build_addresses(13)), None, "no such rank");
+        assert_eq!(exchange.add_worker_addresses(0, 1, 2, Vec::new()), None, "no address");
+        let peers = exchange.add_worker_addresses(0, 1, 2, build_addresses(11)).expect("the last report");
         let expected = [(0, 10), (0, 11), (1, 12)]
             .map(|(host_index, port)| WorkerAddresses { host_index, addresses: build_addresses(port) });
         assert_eq!(peers, expected);
-        assert_eq!(exchange.add_worker(0, 1, 2, build_addresses(11)), None);
+        assert_eq!(exchange.add_worker_addresses(0, 1, 2, build_addresses(11)), None);
     }
 }

@@ -8,7 +8,7 @@ use std::{fmt, time::Duration};
 pub(crate) const FIRST_RESTART_PAUSE: Duration = Duration::from_secs(1);
 /// The number of restarts in a row without progress after which a job with copies of its training
 /// state in memory is no longer restarted.
-const MAX_FRUITLESS_RESTARTS: u32 = 2;
+const MAX_RESTARTS_WITHOUT_PROGRESS: u32 = 2;
 /// The longest pause between two attempts. Each restart in a row without progress doubles the
 /// pause.
 pub(crate) const LONGEST_RESTART_PAUSE: Duration = Duration::from_secs(60);
@@ -119,7 +119,7 @@ impl RestartHistory {
         let reason = match end.exit_code {
             exit::USAGE => Some(NoRestartReason::JobInvalid),
             exit::CHECKPOINT => Some(NoRestartReason::CheckpointUnusable),
-            _ if self.builtin && no_progress && self.no_progress >= self.max_fruitless_restarts() => {
+            _ if self.builtin && no_progress && self.no_progress >= self.max_restarts_without_progress() => {
                 Some(NoRestartReason::NoProgress { attempts: self.no_progress + 2, step: end.step })
             }
             _ if self.used >= self.budget => Some(NoRestartReason::BudgetUsed { budget: self.budget }),
@@ -142,8 +142,8 @@ impl RestartHistory {
     ///
     /// Copies in memory make failures likely that are independent of the training: a job that
     /// restarts within a second may lose another worker before its next step.
-    fn max_fruitless_restarts(&self) -> u32 {
-        if self.has_memory_copies { MAX_FRUITLESS_RESTARTS } else { 0 }
+    fn max_restarts_without_progress(&self) -> u32 {
+        if self.has_memory_copies { MAX_RESTARTS_WITHOUT_PROGRESS } else { 0 }
     }
 
     /// Returns whether the attempt that ended with `end` made no progress: it ended at the same

@@ -9,4 +9,4 @@ pub(crate) type ReportId = (u64, u64);
 
 /// The number under which the controllers of a run report events, in place of the number of an
 /// agent's sequence of reports.
-pub(crate) const CONTROLLER_STREAM: u64 = 0;
+pub(crate) const CONTROLLER_REPORT_STREAM: u64 = 0;

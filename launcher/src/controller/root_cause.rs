@@ -63,7 +63,7 @@ impl RootCause {
     /// failure reason.
     pub(crate) fn collect_help(&self) -> Vec<String> {
         let help = self.diagnostics.iter().flat_map(collect_diagnostic_help);
-        help.chain(find_advice(&self.reason).map(str::to_owned)).collect()
+        help.chain(find_failure_advice(&self.reason).map(str::to_owned)).collect()
     }
 }
 
@@ -315,7 +315,7 @@ impl AgentEnd {
 }
 
 /// Returns advice for the user about a failure, or `None` if there is no advice for its reason.
-pub(crate) fn find_advice(reason: &FailureReason) -> Option<&'static str> {
+pub(crate) fn find_failure_advice(reason: &FailureReason) -> Option<&'static str> {
     Some(match reason {
         FailureReason::Oom { .. } => {
             "use a smaller batch or more hosts, or raise the memory limit of the control group; \

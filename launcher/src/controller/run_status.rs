@@ -20,7 +20,7 @@ const KEPT_USAGES_PER_HOST: usize = 4;
 /// The largest number of slow ranks that are kept for the status file.
 const MAX_STRAGGLERS: usize = 16;
 /// The largest number of workers and of GPUs of a host whose usage is kept.
-const MAX_HOST_ITEMS: usize = 1024;
+const MAX_WORKERS_OR_GPUS_PER_HOST: usize = 1024;
 /// The smallest share of the time for which a CPU quota must stop a slow rank to count as the
 /// reason of the slowness.
 const MIN_THROTTLED_SHARE: f64 = 0.03;
@@ -102,8 +102,8 @@ impl StatusKeeper {
         mut usage: HostUsage,
         time: f64,
     ) -> Vec<Event> {
-        usage.workers.truncate(MAX_HOST_ITEMS);
-        usage.gpus.truncate(MAX_HOST_ITEMS);
+        usage.workers.truncate(MAX_WORKERS_OR_GPUS_PER_HOST);
+        usage.gpus.truncate(MAX_WORKERS_OR_GPUS_PER_HOST);
         let workers = usage.workers.clone();
         let interval_us = usage.interval_ms.saturating_mul(1000);
         let kept = self.hosts.entry(host).or_default();
@@ -117,14 +117,14 @@ impl StatusKeeper {
         }
         self.compared.insert(host, workers);
         match self.compared.len() >= hosts {
-            true => self.compare_program_ranks(interval_us),
+            true => self.find_slow_program_ranks(interval_us),
             false => Vec::new(),
         }
     }
 
     /// Finds out which ranks of a program are slower than the others, by the time for which they
     /// waited for CPUs.
-    fn compare_program_ranks(&mut self, interval_us: u64) -> Vec<Event> {
+    fn find_slow_program_ranks(&mut self, interval_us: u64) -> Vec<Event> {
         let mut workers: Vec<WorkerUsage> =
             std::mem::take(&mut self.compared).into_values().flatten().collect();
         workers.sort_by_key(|worker| worker.rank);
@@ -144,7 +144,7 @@ impl StatusKeeper {
 
     /// Returns the events that report that slow ranks are no longer slow, because their attempt has
     /// ended.
-    pub(super) fn list_straggler_ends(&self) -> Vec<Event> {
+    pub(super) fn list_straggler_end_events(&self) -> Vec<Event> {
         let end = |report: &StragglerReport| {
             Event::Straggler(Box::new(StragglerReport { state: StragglerState::Recovered, ..report.clone() }))
         };
@@ -181,7 +181,7 @@ impl StatusKeeper {
         if report.kind == StragglerKind::Network {
             return Some(StragglerReason::SlowLink);
         }
-        let kept = self.hosts.values().find(|kept| kept.find_worker(report.rank).is_some())?;
+        let kept = self.hosts.values().find(|kept| kept.find_newest_worker_usage(report.rank).is_some())?;
         let measured: Vec<(f64, WorkerUsage)> = kept.list_usages_of_worker(report.rank).collect();
         let largest = |amount: fn(&WorkerUsage) -> u64| {
             measured.iter().map(|(seconds, worker)| amount(worker) as f64 / seconds).fold(0.0, f64::max)
@@ -230,7 +230,7 @@ impl StatusKeeper {
 
 impl HostUsageHistory {
     /// Returns the newest usage of the worker with rank `rank` on this host.
-    fn find_worker(&self, rank: Rank) -> Option<&WorkerUsage> {
+    fn find_newest_worker_usage(&self, rank: Rank) -> Option<&WorkerUsage> {
         self.usages.back()?.workers.iter().find(|worker| worker.rank == rank)
     }
 
@@ -321,11 +321,11 @@ mod tests {
     fn the_end_of_an_attempt_ends_its_reports() {
         let mut keeper = keeper(false);
         complete(&mut keeper, straggler(1, true, StragglerKind::Work));
-        let ends = keeper.list_straggler_ends();
+        let ends = keeper.list_straggler_end_events();
         assert_eq!(ends.len(), 1);
         let report = complete(&mut keeper, ends.into_iter().next().expect("an event"));
         assert_eq!((report.rank, report.state), (1, StragglerState::Recovered));
-        assert_eq!(keeper.list_straggler_ends(), []);
+        assert_eq!(keeper.list_straggler_end_events(), []);
     }
 
     #[test]
@@ -338,7 +338,7 @@ mod tests {
         keeper.set_step_times(StepTimes { step: 1, steps: 1, ranks: vec![RankTimes::default(); 99_999] });
         let status = keeper.to_status(60.0);
         assert_eq!((status.hosts.len(), status.hosts[0].time), (1, 49.0));
-        assert_eq!(status.hosts[0].usage.workers.len(), MAX_HOST_ITEMS);
+        assert_eq!(status.hosts[0].usage.workers.len(), MAX_WORKERS_OR_GPUS_PER_HOST);
         assert_eq!(
             (status.stragglers.len(), status.step_times.ranks.len()),
             (MAX_STRAGGLERS, MAX_TIMED_RANKS)

@@ -1,6 +1,6 @@
 //! [`StatusFile`]: writes the newest measurements of a run to a file, for `launch serve` and
 //! `launch top`.
-use crate::{background_thread::BackgroundThread, runs::replace_volatile_file};
+use crate::{background_thread::BackgroundThread, runs::replace_file_without_sync};
 use protocol::run_status::{RunStatus, STATUS_FILE};
 use std::{
     io,
@@ -48,6 +48,6 @@ impl StatusFile {
         self.next_write = Instant::now() + self.interval;
         let Ok(bytes) = serde_json::to_vec(status) else { return };
         let size = bytes.len();
-        self.thread.enqueue_job(size, move || _ = replace_volatile_file(&run_dir, STATUS_FILE, &bytes));
+        self.thread.enqueue_job(size, move || _ = replace_file_without_sync(&run_dir, STATUS_FILE, &bytes));
     }
 }

@@ -19,7 +19,7 @@ pub(super) fn format_file_name(run: &str, time: f64) -> String {
 /// Encodes the first record of a TensorBoard event file, which contains the version of the format.
 /// `time` is in seconds since 1970.
 pub(super) fn encode_file_version(time: f64) -> Vec<u8> {
-    encode_record(&encode_event_message(time, 0, &encode_string_field(3, FILE_VERSION)))
+    encode_tfrecord(&encode_event_message(time, 0, &encode_string_field(3, FILE_VERSION)))
 }
 
 /// Encodes an event of the run as a record of a TensorBoard event file. The metrics of a step or
@@ -51,18 +51,18 @@ pub(super) fn encode_event_record(event: &Event, time: f64) -> Option<Vec<u8>> {
         }
         _ => return None,
     };
-    Some(encode_record(&message))
+    Some(encode_tfrecord(&message))
 }
 
 /// Encodes named values as a record of a TensorBoard event file. `time` is in seconds since 1970.
 pub(super) fn encode_scalars_record(values: &[(String, f64)], time: f64, step: u64) -> Vec<u8> {
     let values: Vec<u8> =
         values.iter().flat_map(|(tag, v)| encode_bytes_field(1, &encode_scalar_value(tag, *v))).collect();
-    encode_record(&encode_event_message(time, step, &encode_bytes_field(5, &values)))
+    encode_tfrecord(&encode_event_message(time, step, &encode_bytes_field(5, &values)))
 }
 
 /// Encodes `data` as a TFRecord, which adds its length and checksums.
-fn encode_record(data: &[u8]) -> Vec<u8> {
+fn encode_tfrecord(data: &[u8]) -> Vec<u8> {
     let length = (data.len() as u64).to_le_bytes();
     [&length[..], &compute_masked_crc(&length).to_le_bytes(), data, &compute_masked_crc(data).to_le_bytes()]
         .concat()

@@ -2,7 +2,7 @@
 //! their drivers, without loading a library of a vendor.
 mod amd;
 mod device_files;
-mod discovered;
+mod discovered_accelerators;
 mod intel;
 mod mig_uuids;
 mod numbered_nodes;
@@ -10,7 +10,7 @@ mod nvidia;
 #[cfg(test)]
 mod tests;
 
-pub(super) use discovered::DiscoveredAccelerators;
+pub(super) use discovered_accelerators::DiscoveredAccelerators;
 
 use device_files::DeviceFiles;
 use jobspec::AcceleratorKind;

@@ -10,7 +10,7 @@ mod merged_config;
 mod worker_environment;
 
 use super::{
-    import_options::{ImportErrors, ImportOptions, note_unnamed_hosts, set_command, set_hostfile},
+    import_options::{ImportErrors, ImportOptions, set_slurm_nodes_with_note, set_command, set_hostfile},
     job_draft::{ImportedJob, JobDraft},
     remaining_keys::RemainingKeys,
 };
@@ -58,14 +58,14 @@ pub(crate) fn convert_accelerate_config(
     let named = has_mpi_hostfile || context.hostfile.is_some();
     let machines = set_processes(&mut draft, &mut keys, kind, cpu, named);
     set_master_port(&mut draft, &mut keys);
-    let names_hosts = worker_environment::set_environment(&mut draft, &mut keys, kind, cpu);
+    let names_hosts = worker_environment::set_worker_environment(&mut draft, &mut keys, kind, cpu);
     if machines > 1 && !named && !names_hosts {
-        note_unnamed_hosts(&mut draft, "num_machines", machines);
+        set_slurm_nodes_with_note(&mut draft, "num_machines", machines);
     }
     if let Some(file) = context.hostfile {
         set_hostfile(&mut draft, "--hostfile", file);
     }
-    note_tpu_keys(&mut draft, &mut keys);
+    take_tpu_keys_with_notes(&mut draft, &mut keys);
     finish_job(draft, keys, document)
 }
 
@@ -76,7 +76,7 @@ fn finish_job(
     keys: RemainingKeys<'_>,
     document: &Document,
 ) -> Result<ImportedJob, ImportErrors> {
-    let (rest, errors) = keys.into_untaken();
+    let (rest, errors) = keys.into_unconverted_keys();
     for (key, value) in rest {
         draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
@@ -131,7 +131,7 @@ fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context:
     if let Some(file) = file.as_deref().filter(|_| context.hostfile.is_none()) {
         set_hostfile(draft, "mpirun_config.mpirun_hostfile", Path::new(file));
     }
-    let (rest, errors) = mpi.into_untaken();
+    let (rest, errors) = mpi.into_unconverted_keys();
     keys.errors.extend(errors);
     for (key, _) in rest {
         draft.add_not_converted_note(&key, "launch starts the processes without mpirun", "");
@@ -153,7 +153,7 @@ fn set_processes(
     // -1 means that the number was given on Accelerate's command line.
     let total = keys.take_integer("num_processes", -1).filter(|n| *n > 0);
     match total {
-        _ if kind == DistributedType::Single && !named => draft.set_required("cluster.workers_per_host", "1"),
+        _ if kind == DistributedType::Single && !named => draft.set_required_key("cluster.workers_per_host", "1"),
         None => draft.add_key_note(
             "cluster.workers_per_host",
             "`num_processes` is not given: one worker per GPU, or one per host without GPUs",
@@ -167,7 +167,7 @@ fn set_processes(
                 );
                 draft.add_key_note("num_processes", reason, "this job does the same");
             }
-            draft.set_imported("num_processes", "cluster.workers_per_host", each.to_string());
+            draft.set_imported_key("num_processes", "cluster.workers_per_host", each.to_string());
         }
     }
     if kind == DistributedType::Cpu && !named && total.is_some_and(|n| n > 1) {
@@ -178,12 +178,12 @@ fn set_processes(
         );
     }
     if cpu || kind == DistributedType::Cpu {
-        draft.set_imported("use_cpu", "cluster.devices", "cpu");
+        draft.set_imported_key("use_cpu", "cluster.devices", "cpu");
     } else if kind != DistributedType::Single {
-        draft.set_imported("distributed_type", "cluster.devices", "cuda");
+        draft.set_imported_key("distributed_type", "cluster.devices", "cuda");
     }
     set_gpus(draft, keys, cpu);
-    note_multi_host_keys(draft, keys, machines);
+    take_multi_host_keys_with_notes(draft, keys, machines);
     machines as u64
 }
 
@@ -196,7 +196,7 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
         _ if cpu => draft.add_not_converted_note("gpu_ids", "`use_cpu` hides the GPUs", ""),
         Some(numbers) => {
             let numbers: Vec<String> = numbers.iter().map(u32::to_string).collect();
-            draft.set_imported("gpu_ids", "cluster.devices", format!("[{}]", numbers.join(", ")));
+            draft.set_imported_key("gpu_ids", "cluster.devices", format!("[{}]", numbers.join(", ")));
         }
         None => {
             let todo = "list numbers in `cluster.devices`, or set `CUDA_VISIBLE_DEVICES` for launch";
@@ -212,7 +212,7 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
 /// Removes from `keys` the keys of Accelerate's configuration for several hosts that launch does
 /// not need. Adds a note about each key that has an effect in Accelerate. `machines` is the number
 /// of hosts.
-fn note_multi_host_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
+fn take_multi_host_keys_with_notes(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
     let rank = keys.take_integer("machine_rank", 0);
     let backend = keys.take_text("rdzv_backend").filter(|b| b != "static");
     let same_network = keys.take_boolean("same_network");
@@ -248,13 +248,13 @@ fn set_master_port(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
         draft.add_not_converted_note("main_process_ip", reason, "name that host first in `cluster.hosts`");
     }
     if let Some(port) = keys.take_integer("main_process_port", 0).filter(|port| *port > 0) {
-        draft.set_imported("main_process_port", "cluster.master_port", port.to_string());
+        draft.set_imported_key("main_process_port", "cluster.master_port", port.to_string());
     }
 }
 
 /// Removes the keys of Accelerate's configuration that only apply to TPUs from `keys`. Adds a note
 /// about each key whose value enables or sets something.
-fn note_tpu_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
+fn take_tpu_keys_with_notes(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };
         let has_no_effect = matches!(item.text.to_ascii_lowercase().as_str(), "no" | "false" | "")

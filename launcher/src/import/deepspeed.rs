@@ -9,7 +9,7 @@ mod unsupported_keys;
 mod zero;
 
 use super::{
-    import_options::{ImportErrors, ImportOptions, build_python_command, count_slots, set_hostfile},
+    import_options::{ImportErrors, ImportOptions, build_python_command, count_hostfile_slots, set_hostfile},
     job_draft::{ImportedJob, JobDraft},
     remaining_keys::RemainingKeys,
     value_text,
@@ -31,7 +31,7 @@ pub(crate) fn convert_deepspeed_config(
     let mut workers = None;
     if let (Some(file), Some(text)) = (context.hostfile, hosts) {
         set_hostfile(&mut draft, "--hostfile", file);
-        match count_slots(text) {
+        match count_hostfile_slots(text) {
             Ok(slots) => workers = slots,
             Err(error) => {
                 let reason = format!("line {} is not valid: {error}", error.line);
@@ -57,8 +57,8 @@ pub(crate) fn convert_deepspeed_config(
 /// passes the configuration `file` to DeepSpeed itself.
 fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
     let words = build_python_command(words);
-    draft.set_required("run.command", &value_text::format_yaml_list(&words));
-    draft.set_required("run.local_rank_argument", "true");
+    draft.set_required_key("run.command", &value_text::format_yaml_list(&words));
+    draft.set_required_key("run.local_rank_argument", "true");
     let todo = "remove `run.local_rank_argument` if the script does not accept it";
     draft.add_key_note(
         "run.local_rank_argument",
@@ -81,7 +81,7 @@ fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], 
 /// to `draft`. `workers` is the number of workers, if known. Returns the errors in the
 /// configuration.
 fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Option<u64>) -> Vec<Diagnostic> {
-    draft.set_required("train.data.files", "[\"data/*.txt\"]");
+    draft.set_required_key("train.data.files", "[\"data/*.txt\"]");
     let todo = "name them in `train.data.files` and `train.model.from` (a Hugging Face directory)";
     draft.add_key_note("train.data.files", "the configuration names no data and no model", todo);
     convert_batch(draft, &mut keys, workers);
@@ -106,7 +106,7 @@ fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Opti
             draft.add_not_converted_note(name, format!("{reason} (value: {value})"), "");
         }
     }
-    let (rest, errors) = keys.into_untaken();
+    let (rest, errors) = keys.into_unconverted_keys();
     for (key, value) in rest {
         draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
     }
@@ -130,11 +130,11 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
     });
     let each = micro.unwrap_or(1) * steps.unwrap_or(1);
     if let Some(micro) = micro {
-        draft.set_imported(BATCH_SIZE_KEYS[1], "train.batch.micro", micro.to_string());
+        draft.set_imported_key(BATCH_SIZE_KEYS[1], "train.batch.micro", micro.to_string());
     }
     match (global, workers) {
         (Some(global), workers) => {
-            draft.set_imported(BATCH_SIZE_KEYS[0], "train.batch.global", global.to_string());
+            draft.set_imported_key(BATCH_SIZE_KEYS[0], "train.batch.global", global.to_string());
             if let (Some(n), true, true) = (workers, micro.is_some(), steps.is_some())
                 && each * i128::from(n) != global
             {
@@ -144,14 +144,14 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
             }
             if micro.is_none() {
                 let micro = compute_default_micro_batch(global, steps, workers);
-                draft.set_imported(BATCH_SIZE_KEYS[0], "train.batch.micro", micro.to_string());
+                draft.set_imported_key(BATCH_SIZE_KEYS[0], "train.batch.micro", micro.to_string());
             }
         }
         (None, Some(n)) if micro.is_some() => {
-            draft.set_imported(BATCH_SIZE_KEYS[1], "train.batch.global", (each * i128::from(n)).to_string());
+            draft.set_imported_key(BATCH_SIZE_KEYS[1], "train.batch.global", (each * i128::from(n)).to_string());
         }
         (None, _) if micro.is_some() => {
-            draft.set_imported(BATCH_SIZE_KEYS[1], "train.batch.global", each.to_string());
+            draft.set_imported_key(BATCH_SIZE_KEYS[1], "train.batch.global", each.to_string());
             let reason = format!("{each} is the number of samples of one worker");
             draft.add_key_note(
                 "train.batch.global",
@@ -178,18 +178,18 @@ fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
         let enabled = match part.is_auto("enabled") {
             true => {
                 part.take("enabled");
-                draft.add_not_converted_note(&part.path("enabled"), AUTO_VALUE_REASON, "");
+                draft.add_not_converted_note(&part.full_path_of_key("enabled"), AUTO_VALUE_REASON, "");
                 false
             }
             false => part.take_boolean("enabled").unwrap_or(false),
         };
         if enabled {
-            draft.set_imported(&part.path("enabled"), "train.precision", word);
+            draft.set_imported_key(&part.full_path_of_key("enabled"), "train.precision", word);
         }
         if enabled && name == "fp16" {
             convert_loss_scale(draft, &mut part);
         }
-        let (rest, errors) = part.into_untaken();
+        let (rest, errors) = part.into_unconverted_keys();
         keys.errors.extend(errors);
         for (key, value) in rest.into_iter().filter(|_| enabled) {
             draft.add_not_converted_note(
@@ -209,11 +209,11 @@ fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
     for (name, least) in [("initial_scale_power", 0), ("loss_scale_window", 1)] {
         if let Some(n) = part.take_integer(name, least) {
-            draft.set_imported(&part.path(name), &format!("train.loss_scale.{name}"), n.to_string());
+            draft.set_imported_key(&part.full_path_of_key(name), &format!("train.loss_scale.{name}"), n.to_string());
         }
     }
     if let Some(n) = part.take_number("min_loss_scale").filter(|n| *n > 0.0) {
-        draft.set_imported(&part.path("min_loss_scale"), "train.loss_scale.min_loss_scale", format!("{n:?}"));
+        draft.set_imported_key(&part.full_path_of_key("min_loss_scale"), "train.loss_scale.min_loss_scale", format!("{n:?}"));
     }
 }
 
@@ -227,7 +227,7 @@ fn convert_clipping(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
         return draft.add_not_converted_note(CLIPPING_KEY, AUTO_VALUE_REASON, "set `train.clip_norm`");
     }
     match keys.take_number(CLIPPING_KEY) {
-        Some(norm) if norm > 0.0 => draft.set_imported(CLIPPING_KEY, "train.clip_norm", format!("{norm:?}")),
-        _ => draft.set_imported(CLIPPING_KEY, "train.clip_norm", "off"),
+        Some(norm) if norm > 0.0 => draft.set_imported_key(CLIPPING_KEY, "train.clip_norm", format!("{norm:?}")),
+        _ => draft.set_imported_key(CLIPPING_KEY, "train.clip_norm", "off"),
     }
 }

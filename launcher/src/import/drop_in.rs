@@ -110,7 +110,7 @@ pub(super) type OptionRule = (&'static str, &'static [&'static str], OptionEffec
 /// Applies `rules` to the options of another launcher that have no counterpart in a job, and
 /// removes these options from `given`. Adds a note or an error for each option whose value is not
 /// one of the values that are accepted without a note.
-pub(super) fn apply_rules(
+pub(super) fn apply_option_rules(
     draft: &mut JobDraft,
     errors: &mut ImportErrors,
     program: &str,
@@ -140,12 +140,12 @@ pub(super) fn apply_rules(
 
 /// Adds to `draft` the keys that every job of a drop-in command has: the name, the command, this
 /// machine as host, the number of workers, and no binding of workers to CPUs.
-pub(super) fn set_local_job(draft: &mut JobDraft, program: &[String], command: &[String], workers: i64) {
-    draft.set_required("name", &quote_yaml(&derive_job_name(program)));
-    draft.set_required("run.command", &format_yaml_list(command));
-    draft.set_required("run.cpu_bind", "none");
-    draft.set_required("cluster.hosts", "local");
-    draft.set_required("cluster.workers_per_host", &workers.to_string());
+pub(super) fn set_local_job_keys(draft: &mut JobDraft, program: &[String], command: &[String], workers: i64) {
+    draft.set_required_key("name", &quote_yaml(&derive_job_name(program)));
+    draft.set_required_key("run.command", &format_yaml_list(command));
+    draft.set_required_key("run.cpu_bind", "none");
+    draft.set_required_key("cluster.hosts", "local");
+    draft.set_required_key("cluster.workers_per_host", &workers.to_string());
 }
 
 /// Derives the name of a job from its script, module or program.
@@ -236,7 +236,7 @@ pub(super) fn set_console_ranks(
             shown.push(rank.to_string());
         }
     }
-    draft.set_imported("--tee", "run.logs.show", format!("[{}]", shown.join(", ")));
+    draft.set_imported_key("--tee", "run.logs.show", format!("[{}]", shown.join(", ")));
     Ok(())
 }
 
@@ -262,13 +262,13 @@ fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
 /// Sets `OMP_NUM_THREADS` in the environment of the workers, unless the user has set the variable.
 pub(super) fn set_thread_count(draft: &mut JobDraft, context: &DropInContext<'_>, threads: i64) {
     if context.variable(env::OMP_NUM_THREADS).is_none() {
-        draft.set_required(&format!("run.env.{}", env::OMP_NUM_THREADS), &quote_yaml(&threads.to_string()));
+        draft.set_required_key(&format!("run.env.{}", env::OMP_NUM_THREADS), &quote_yaml(&threads.to_string()));
     }
 }
 
 /// Loads the job that a drop-in command such as `launch torchrun` has built from a command line. An
 /// option that the job does not honour is an error. `program` is the name of the other launcher.
-pub(super) fn finish_drop_in(
+pub(super) fn load_drop_in_job(
     draft: JobDraft,
     program: &str,
     mut errors: ImportErrors,

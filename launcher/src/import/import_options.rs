@@ -20,7 +20,7 @@ pub(crate) type ImportErrors = Vec<Diagnostic>;
 
 /// Adds up the slots (places for workers) of all hosts in the text of a hostfile. Returns `None` if
 /// a host does not state its slots. Fails with the first mistake of the hostfile.
-pub(super) fn count_slots(text: &str) -> Result<Option<u64>, HostfileError> {
+pub(super) fn count_hostfile_slots(text: &str) -> Result<Option<u64>, HostfileError> {
     match hosts::parse_hostfile(text) {
         Ok(hosts) => Ok(hosts.iter().map(|h| h.slots.map(u64::from)).sum()),
         Err(errors) => errors.into_iter().next().map_or(Ok(None), Err),
@@ -40,20 +40,20 @@ pub(super) fn build_python_command(program: &[String]) -> Vec<String> {
 pub(super) fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, config: &str) {
     match context.program {
         [] => {
-            draft.set_required("run.command", "[python, train.py]");
+            draft.set_required_key("run.command", "[python, train.py]");
             let reason = format!("{config} does not name the program; `[python, train.py]` is a placeholder");
             draft.add_key_note("run.command", reason, "replace it, or give the program after `--`");
         }
         program => {
-            draft.set_required("run.command", &value_text::format_yaml_list(&build_python_command(program)))
+            draft.set_required_key("run.command", &value_text::format_yaml_list(&build_python_command(program)))
         }
     }
 }
 
 /// Sets `slurm.nodes` to `hosts` for an imported configuration that requires this number of hosts
 /// without naming them, and adds a note. `from` is the imported key that contains the number.
-pub(super) fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
-    draft.set_imported(from, "slurm.nodes", hosts.to_string());
+pub(super) fn set_slurm_nodes_with_note(draft: &mut JobDraft, from: &str, hosts: u64) {
+    draft.set_imported_key(from, "slurm.nodes", hosts.to_string());
     let reason =
         format!("{hosts} hosts are required but not named; `slurm.nodes` applies to `launch sbatch`");
     draft.add_key_note("cluster.hosts", reason, "name them in `cluster.hosts`, or give `--hostfile`");
@@ -63,5 +63,5 @@ pub(super) fn note_unnamed_hosts(draft: &mut JobDraft, from: &str, hosts: u64) {
 /// that names the hostfile.
 pub(super) fn set_hostfile(draft: &mut JobDraft, from: &str, file: &Path) {
     let path = file.display().to_string();
-    draft.set_imported(from, "cluster.hosts", format!("{{file: {}}}", jobspec::quote_yaml(&path)));
+    draft.set_imported_key(from, "cluster.hosts", format!("{{file: {}}}", jobspec::quote_yaml(&path)));
 }

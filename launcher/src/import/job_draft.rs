@@ -87,14 +87,14 @@ struct DraftKey {
 impl JobDraft {
     /// Sets the key `path`, which every imported job needs, to the YAML value `yaml`. In contrast
     /// to an imported key, [`Self::finish_job`] never removes this key.
-    pub(super) fn set_required(&mut self, path: &str, yaml: &str) {
+    pub(super) fn set_required_key(&mut self, path: &str, yaml: &str) {
         self.set_key(path, yaml.to_owned(), None);
     }
 
     /// Sets the job key `path` to the YAML value `yaml`, which comes from the imported key `from`.
     /// If the job is rejected because of the value, [`Self::finish_job`] removes the key and adds a
     /// note.
-    pub(super) fn set_imported(&mut self, from: &str, path: &str, yaml: impl Into<String>) {
+    pub(super) fn set_imported_key(&mut self, from: &str, path: &str, yaml: impl Into<String>) {
         self.set_key(path, yaml.into(), Some(from.to_owned()));
     }
 
@@ -102,7 +102,7 @@ impl JobDraft {
     /// key `from`.
     pub(super) fn set_env(&mut self, from: &str, name: &str, value: &str) {
         let yaml = if value.is_empty() { "\"\"".to_owned() } else { jobspec::quote_yaml(value) };
-        self.set_imported(from, &format!("run.env.{name}"), yaml);
+        self.set_imported_key(from, &format!("run.env.{name}"), yaml);
     }
 
     /// Sets the job key `path` to a YAML value, and replaces an earlier value of the key.
@@ -241,8 +241,8 @@ mod tests {
         let mut draft = JobDraft::default();
         draft.set_env("b", "B", "true");
         draft.set_env("a", "A", "");
-        draft.set_required("run.command", "[true]");
-        draft.set_imported("port", "cluster.master_port", "4000");
+        draft.set_required_key("run.command", "[true]");
+        draft.set_imported_key("port", "cluster.master_port", "4000");
         let done = draft.finish_job("a test").expect("a job");
         assert_eq!(
             done.job,
@@ -254,8 +254,8 @@ mod tests {
     #[test]
     fn rejected_keys_are_removed_and_noted() {
         let mut draft = JobDraft::default();
-        draft.set_required("run.command", "[a]");
-        draft.set_imported("--port", "cluster.master_port", "70000");
+        draft.set_required_key("run.command", "[a]");
+        draft.set_imported_key("--port", "cluster.master_port", "70000");
         draft.set_env("RANK", "RANK", "3");
         let done = draft.finish_job("a test").expect("a job");
         assert_eq!(done.job, "# from a test\nrun:\n  command: [a]\n");
@@ -266,7 +266,7 @@ mod tests {
     #[test]
     fn a_job_that_is_invalid_without_imported_keys_is_an_error() {
         let mut draft = JobDraft::default();
-        draft.set_required("run.command", "[]");
+        draft.set_required_key("run.command", "[]");
         assert!(draft.finish_job("a test").is_err());
     }
 }

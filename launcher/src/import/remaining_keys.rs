@@ -31,17 +31,17 @@ impl<'d> RemainingKeys<'d> {
     }
 
     /// Returns the full path of the key `key` of this mapping, such as `optimizer.params.lr`.
-    pub(super) fn path(&self, key: &str) -> String {
+    pub(super) fn full_path_of_key(&self, key: &str) -> String {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
 
     /// Creates the error that the value of the imported key `key` is not what `expected` describes.
     /// An empty `key` stands for the whole file.
     fn type_error(&self, key: &str, item: &DocumentItem, expected: &str) -> Diagnostic {
-        let path = if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.path(key)) };
+        let path = if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.full_path_of_key(key)) };
         let message = format!("{path} must be {expected}, found {}", item.describe());
         Diagnostic::error(command::IMPORT_VALUE_INVALID, message)
-            .with_subject(self.path(key))
+            .with_subject(self.full_path_of_key(key))
             .with_location(self.document.locate_item(item))
     }
 
@@ -157,7 +157,7 @@ impl<'d> RemainingKeys<'d> {
     /// that remain to be converted. Any other value is recorded as an error.
     pub(super) fn take_section(&mut self, key: &str) -> Option<RemainingKeys<'d>> {
         let item = self.take(key)?;
-        let path = self.path(key);
+        let path = self.full_path_of_key(key);
         match &item.value {
             DocumentValue::Map(entries) => {
                 let remaining = entries.iter().map(|(k, v)| (k.as_str(), v)).collect();
@@ -173,8 +173,8 @@ impl<'d> RemainingKeys<'d> {
     /// Returns an empty mapping as the value of the absent section `key`, so that its keys can be
     /// looked up. Returns `None` if errors were recorded, because a key with a wrong value also
     /// counts as absent.
-    pub(super) fn empty_section(&self, key: &str) -> Option<RemainingKeys<'d>> {
-        let path = self.path(key);
+    pub(super) fn create_empty_section(&self, key: &str) -> Option<RemainingKeys<'d>> {
+        let path = self.full_path_of_key(key);
         // The key may be absent because its value had the wrong type, which was recorded.
         let is_valid = self.errors.is_empty();
         is_valid.then(|| RemainingKeys {
@@ -192,8 +192,8 @@ impl<'d> RemainingKeys<'d> {
 
     /// Returns the keys that were not converted, each with its full path and its value, as a note
     /// shows them. Also returns the errors in the values of converted keys.
-    pub(super) fn into_untaken(self) -> (Vec<(String, String)>, Vec<Diagnostic>) {
+    pub(super) fn into_unconverted_keys(self) -> (Vec<(String, String)>, Vec<Diagnostic>) {
         let rest = self.remaining.iter().filter(|(_, item)| !matches!(item.value, DocumentValue::Null));
-        (rest.map(|(key, item)| (self.path(key), format_for_note(item))).collect(), self.errors)
+        (rest.map(|(key, item)| (self.full_path_of_key(key), format_for_note(item))).collect(), self.errors)
     }
 }

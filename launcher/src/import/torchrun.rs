@@ -4,7 +4,7 @@ pub(super) mod drop_in;
 
 use super::command_line::{CommandLine, CommandLineError};
 use super::{
-    import_options::{ImportErrors, ImportOptions, note_unnamed_hosts, set_hostfile},
+    import_options::{ImportErrors, ImportOptions, set_slurm_nodes_with_note, set_hostfile},
     job_draft::{ImportedJob, JobDraft},
     value_text,
 };
@@ -48,13 +48,13 @@ pub(crate) fn convert_torchrun_args(
     let mut given = parse_torchrun_args(args).map_err(rejected)?;
     check_option_values(&given).map_err(rejected)?;
     let mut draft = JobDraft::default();
-    draft.set_required("run.command", &value_text::format_yaml_list(&take_program_command(&mut given)));
+    draft.set_required_key("run.command", &value_text::format_yaml_list(&take_program_command(&mut given)));
     set_hosts(&mut draft, &mut given, context);
     set_workers(&mut draft, &mut given);
     set_restarts_and_signals(&mut draft, &mut given);
     set_logs(&mut draft, &mut given);
     if let Some(name) = given.take_last_value("rdzv-id").filter(|id| id != "none") {
-        draft.set_imported("--rdzv-id", "name", quote_yaml(&name));
+        draft.set_imported_key("--rdzv-id", "name", quote_yaml(&name));
     }
     let standalone = given.take_flag("standalone");
     for (name, no_effect, reason) in UNSUPPORTED_OPTIONS {
@@ -131,12 +131,12 @@ fn set_hosts(draft: &mut JobDraft, given: &mut CommandLine, context: &ImportOpti
     let Some((low, high)) = parse_host_range(&nodes) else { return };
     let named = context.hostfile.is_some();
     if high > 1 && !named {
-        note_unnamed_hosts(draft, "--nnodes", high);
+        set_slurm_nodes_with_note(draft, "--nnodes", high);
     }
     match low == high {
-        true if named => draft.set_imported("--nnodes", "cluster.use_hosts", high.to_string()),
+        true if named => draft.set_imported_key("--nnodes", "cluster.use_hosts", high.to_string()),
         true => {}
-        false if named || low == 1 => draft.set_imported("--nnodes", "run.min_hosts", low.to_string()),
+        false if named || low == 1 => draft.set_imported_key("--nnodes", "run.min_hosts", low.to_string()),
         false => {
             let reason = format!("at least {low} hosts are required but not named");
             draft.add_not_converted_note(
@@ -155,13 +155,13 @@ fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
     const OPTION_NAME: &str = "--nproc-per-node";
     let (path, devices) = ("cluster.workers_per_host", "cluster.devices");
     match given.take_last_value("nproc-per-node").as_deref() {
-        None => draft.set_required(path, "1"),
+        None => draft.set_required_key(path, "1"),
         Some("gpu") => {
-            draft.set_imported(OPTION_NAME, devices, "cuda");
-            draft.set_imported(OPTION_NAME, path, "auto");
+            draft.set_imported_key(OPTION_NAME, devices, "cuda");
+            draft.set_imported_key(OPTION_NAME, path, "auto");
         }
         Some("auto") => {
-            draft.set_imported(OPTION_NAME, path, "auto");
+            draft.set_imported_key(OPTION_NAME, path, "auto");
             draft.add_key_note(
                 OPTION_NAME,
                 "on a host without GPUs torchrun starts one worker per CPU, launch a single one",
@@ -169,24 +169,24 @@ fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
             );
         }
         Some("cpu") => {
-            draft.set_imported(OPTION_NAME, devices, "cpu");
-            draft.set_required(path, "1");
+            draft.set_imported_key(OPTION_NAME, devices, "cpu");
+            draft.set_required_key(path, "1");
             draft.add_not_converted_note(
                 OPTION_NAME,
                 "one worker per CPU is not supported",
                 "set `cluster.workers_per_host`",
             );
         }
-        Some(other) => draft.set_imported(OPTION_NAME, path, value_text::format_whole_number(other)),
+        Some(other) => draft.set_imported_key(OPTION_NAME, path, value_text::format_yaml_whole_number(other)),
     }
     if given.take_flag("virtual-local-rank") {
-        draft.set_imported("--virtual-local-rank", "run.visible_devices", "one");
+        draft.set_imported_key("--virtual-local-rank", "run.visible_devices", "one");
     }
-    set_binding(draft, given);
+    set_numa_binding(draft, given);
 }
 
 /// Converts torchrun's `--numa-binding` to a key of the job.
-fn set_binding(draft: &mut JobDraft, given: &mut CommandLine) {
+fn set_numa_binding(draft: &mut JobDraft, given: &mut CommandLine) {
     let Some(binding) = given.take_last_value("numa-binding") else { return };
     let (bind, replacement) = match binding.as_str() {
         "node" => ("numa", None),
@@ -194,7 +194,7 @@ fn set_binding(draft: &mut JobDraft, given: &mut CommandLine) {
         "core-complex" => ("cores", Some("equal shares of the cores")),
         _ => ("cores", None),
     };
-    draft.set_imported("--numa-binding", "run.cpu_bind", bind);
+    draft.set_imported_key("--numa-binding", "run.cpu_bind", bind);
     if let Some(replacement) = replacement {
         draft.add_key_note("--numa-binding", format!("`{binding}` becomes {replacement}"), "");
     }
@@ -204,13 +204,13 @@ fn set_binding(draft: &mut JobDraft, given: &mut CommandLine) {
 /// the job.
 fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(restarts) = given.take_last_value("max-restarts").filter(|n| n != "0") {
-        draft.set_imported("--max-restarts", "run.restarts", value_text::format_whole_number(&restarts));
+        draft.set_imported_key("--max-restarts", "run.restarts", value_text::format_yaml_whole_number(&restarts));
     }
     if let Some(seconds) = given.take_last_value("shutdown-timeout") {
-        draft.set_imported("--shutdown-timeout", "run.grace_period", quote_yaml(&format!("{seconds}s")));
+        draft.set_imported_key("--shutdown-timeout", "run.grace_period", quote_yaml(&format!("{seconds}s")));
     }
     if let Some(port) = given.take_last_value("master-port").filter(|port| port != "0") {
-        draft.set_imported("--master-port", "cluster.master_port", value_text::format_whole_number(&port));
+        draft.set_imported_key("--master-port", "cluster.master_port", value_text::format_yaml_whole_number(&port));
     }
     let Some(signals) = given.take_last_value("signals-to-handle").filter(|s| s != DEFAULT_SIGNALS) else {
         return;
@@ -226,7 +226,7 @@ fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
                     true => "{SIGUSR1: save_and_stop, SIGUSR2: save_and_stop}".to_owned(),
                     false => format!("{{{signal}: save_and_stop}}"),
                 };
-                draft.set_imported("--signals-to-handle", path, yaml);
+                draft.set_imported_key("--signals-to-handle", path, yaml);
             }
             other => {
                 let reason = format!("launch does not forward `{}`", other.escape_debug());
@@ -245,13 +245,13 @@ fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
 fn set_logs(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(dir) = given.take_last_value("log-dir") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));
-        draft.set_imported("--log-dir", "run.logs.dir", quote_yaml(&dir));
+        draft.set_imported_key("--log-dir", "run.logs.dir", quote_yaml(&dir));
     }
     match given.take_last_value("local-ranks-filter").filter(|ranks| !ranks.is_empty()) {
         Some(ranks) => {
             let ranks: Vec<String> =
-                ranks.split(',').map(|rank| value_text::format_whole_number(rank.trim())).collect();
-            draft.set_imported("--local-ranks-filter", "run.logs.show", format!("[{}]", ranks.join(", ")));
+                ranks.split(',').map(|rank| value_text::format_yaml_whole_number(rank.trim())).collect();
+            draft.set_imported_key("--local-ranks-filter", "run.logs.show", format!("[{}]", ranks.join(", ")));
         }
         None => draft.add_key_note("run.logs.show", "the console shows rank 0; torchrun shows all ranks", ""),
     }

@@ -10,7 +10,7 @@ pub(super) fn format_yaml_list(texts: &[String]) -> String {
 
 /// Formats a text that consists of digits as a YAML number. Any other text is quoted, so that
 /// loading the job rejects the value.
-pub(super) fn format_whole_number(text: &str) -> String {
+pub(super) fn format_yaml_whole_number(text: &str) -> String {
     let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     if digits { text.to_owned() } else { quote_yaml(text) }
 }

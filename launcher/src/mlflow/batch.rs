@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 /// The number of metrics from which on a request to MLflow gets no further events. MLflow accepts
 /// 1,000 metrics, params and tags in one request, and a single event has fewer than 20 of them.
-const FULL_BATCH_METRICS: usize = 900;
+const METRICS_PER_FULL_BATCH: usize = 900;
 /// The largest number of parameters in one request to MLflow.
 const MAX_PARAMS: usize = 100;
 /// The longest value of a parameter that is sent to MLflow, in bytes. Servers before MLflow 2.8
@@ -49,13 +49,13 @@ impl Batch {
 
     /// Returns whether the batch has so many metrics that further events belong in another batch.
     pub(super) fn is_full(&self) -> bool {
-        self.metrics.len() >= FULL_BATCH_METRICS
+        self.metrics.len() >= METRICS_PER_FULL_BATCH
     }
 
     /// Adds metrics that belong to no optimizer step, such as resource usage. Their MLflow step is
     /// `seconds`, the time since the start of the run.
-    pub(super) fn add_metrics(&mut self, values: Vec<(String, f64)>, time: f64, seconds: f64) {
-        for (key, value) in values.into_iter().take(FULL_BATCH_METRICS) {
+    pub(super) fn add_metrics_at_seconds(&mut self, values: Vec<(String, f64)>, time: f64, seconds: f64) {
+        for (key, value) in values.into_iter().take(METRICS_PER_FULL_BATCH) {
             self.add_metric(&key, value, time, seconds as u64);
         }
     }
@@ -113,7 +113,7 @@ impl Batch {
             Event::Failure(failure) => self.add_tag("failure", failure.message.clone()),
             Event::Done { exit_code, .. } => {
                 self.add_tag("exit_code", exit_code.to_string());
-                self.end = Some((choose_run_state(*exit_code), to_milliseconds(time)));
+                self.end = Some((choose_mlflow_run_state(*exit_code), to_milliseconds(time)));
             }
             _ => {}
         }
@@ -176,7 +176,7 @@ fn format_number(value: f64) -> Value {
 
 /// Returns the run state that MLflow shows (such as `FAILED`) for a run of launch that ended with
 /// this exit code.
-fn choose_run_state(exit_code: u8) -> &'static str {
+fn choose_mlflow_run_state(exit_code: u8) -> &'static str {
     match exit_code {
         exit::DONE => "FINISHED",
         exit::INTERRUPTED | exit::TERMINATED => "KILLED",

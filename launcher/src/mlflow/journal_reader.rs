@@ -95,11 +95,11 @@ fn read_file_part(file: &mut File, offset: u64, length: u64) -> io::Result<Vec<u
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::private_files::append_private_file;
+    use crate::private_files::open_private_file_for_appending;
     use std::{fs, io::Write, path::Path};
 
     fn append(path: &Path, text: &str) {
-        append_private_file(path).expect("opened").write_all(text.as_bytes()).expect("written");
+        open_private_file_for_appending(path).expect("opened").write_all(text.as_bytes()).expect("written");
     }
 
     fn read(reader: &JournalReader, position: &mut JournalPosition, limit: usize) -> Vec<String> {

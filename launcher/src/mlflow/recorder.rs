@@ -63,13 +63,13 @@ struct RecorderState {
 
 impl SharedRecorderState {
     /// Locks the mutex of the shared state.
-    fn lock(&self) -> MutexGuard<'_, RecorderState> {
+    fn lock_state(&self) -> MutexGuard<'_, RecorderState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a notice about MLflow for the user, unless there were too many.
     fn add_notice(&self, notice: Option<String>) {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         if let Some(notice) = notice
             && state.notice_count < MAX_NOTICES
         {
@@ -81,7 +81,7 @@ impl SharedRecorderState {
     /// Waits for `pause` before a request to MLflow is repeated, or until the run ends. At the end
     /// of the run, waits at most [`FINAL_RETRY_PAUSE`].
     fn wait_for_pause_or_end(&self, pause: Duration) {
-        let state = self.lock();
+        let state = self.lock_state();
         let pause = if state.is_ending { pause.min(FINAL_RETRY_PAUSE) } else { pause };
         let was_ending = state.is_ending;
         let is_waiting = |state: &mut RecorderState| !state.is_stopped && state.is_ending == was_ending;
@@ -97,7 +97,7 @@ impl MlflowRecorder {
         thread::Builder::new().name("mlflow".to_owned()).spawn(move || {
             let uri = settings.uri.clone();
             let is_complete = record_run(&shared, &uri, RunRecorder::new(settings, run));
-            shared.lock().ended = Some(is_complete);
+            shared.lock_state().ended = Some(is_complete);
             shared.changed.notify_all();
         })?;
         Ok(recorder)
@@ -106,14 +106,14 @@ impl MlflowRecorder {
     /// Returns the next notice about MLflow for the user, or `None` if there is none. Never blocks
     /// on the server.
     pub(crate) fn take_notice(&self) -> Option<String> {
-        self.shared.lock().notices.pop_front()
+        self.shared.lock_state().notices.pop_front()
     }
 
     /// Sends the rest of a run that has ended to MLflow, and ends the thread. Blocks for at most
     /// `limit`, and for a moment only if the server is known to be away. Returns a message if
     /// MLflow has not received everything.
     pub(crate) fn finish(&self, limit: Duration) -> Option<String> {
-        let mut state = self.shared.lock();
+        let mut state = self.shared.lock_state();
         state.is_ending = true;
         self.shared.changed.notify_all();
         let waited = self.shared.changed.wait_timeout_while(state, limit, |state| state.ended.is_none());
@@ -125,7 +125,7 @@ impl MlflowRecorder {
 
 impl Drop for MlflowRecorder {
     fn drop(&mut self) {
-        self.shared.lock().is_stopped = true;
+        self.shared.lock_state().is_stopped = true;
         self.shared.changed.notify_all();
     }
 }
@@ -188,7 +188,7 @@ fn record_run(shared: &SharedRecorderState, uri: &str, mut recorder: RunRecorder
     let mut is_up_to_date = false;
     loop {
         let (is_ending, is_stopped) = {
-            let state = shared.lock();
+            let state = shared.lock_state();
             (state.is_ending, state.is_stopped)
         };
         // Without an end in the journal, the disk has not accepted it.

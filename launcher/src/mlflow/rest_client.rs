@@ -101,7 +101,7 @@ impl RestClient {
 
 /// Reads the answer of the MLflow server to a request.
 fn read_answer(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> Result<Value, RequestError> {
-    let unavailable = |error: ureq::Error| RequestError::Unavailable(shorten(&error.to_string()));
+    let unavailable = |error: ureq::Error| RequestError::Unavailable(shorten_server_text(&error.to_string()));
     let mut answer = answer.map_err(unavailable)?;
     let status = answer.status().as_u16();
     let text = answer.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_string();
@@ -117,7 +117,7 @@ fn read_answer(answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>) ->
 /// Returns the content of an answer of the MLflow server, or the error that the answer contains.
 fn classify_answer(status: u16, text: &str) -> Result<Value, RequestError> {
     let json: Option<Value> = serde_json::from_str(text).ok();
-    let field = |name: &str| json.as_ref().and_then(|json| json[name].as_str()).map(shorten);
+    let field = |name: &str| json.as_ref().and_then(|json| json[name].as_str()).map(shorten_server_text);
     let reason = |reason: &str| match field("message") {
         Some(message) => format!("{reason}: {message}"),
         None => reason.to_owned(),
@@ -135,7 +135,7 @@ fn classify_answer(status: u16, text: &str) -> Result<Value, RequestError> {
 }
 
 /// Shortens a text that the MLflow server has sent, and removes its control characters.
-fn shorten(text: &str) -> String {
+fn shorten_server_text(text: &str) -> String {
     text.chars().take(MAX_SHOWN_CHARS).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 

@@ -137,7 +137,7 @@ impl RunRecorder {
             && let Some(metrics) = self.usage.list_due_metrics(&status)
         {
             let mut usage = Batch::default();
-            usage.add_metrics(metrics, status.time, (status.time - self.run.began_at).max(0.0));
+            usage.add_metrics_at_seconds(metrics, status.time, (status.time - self.run.began_at).max(0.0));
             if let Some(reason) = send_part(client, &usage.to_request(&stored.run_id))? {
                 return Ok(SendProgress::LeftOut(reason));
             }
@@ -150,7 +150,7 @@ impl RunRecorder {
             false => None,
         };
         if let Some((state, time)) = batch.end {
-            update_state(client, &stored.run_id, state, Some(time))?;
+            update_mlflow_run_state(client, &stored.run_id, state, Some(time))?;
         }
         stored.position = position;
         stored.write_position(&self.run.run_dir).map_err(file_error)?;
@@ -173,7 +173,7 @@ impl RunRecorder {
             RecordError::Unavailable(format!("the certificates in {}: {error}", file.display()))
         })?;
         if let Some(mut stored) = stored {
-            update_state(&client, &stored.run_id, "RUNNING", None)?;
+            update_mlflow_run_state(&client, &stored.run_id, "RUNNING", None)?;
             stored.position = self.journal.resolve_position(stored.position).map_err(file_error)?;
             return Ok((client, stored));
         }
@@ -208,7 +208,7 @@ impl RunRecorder {
             found => found?,
         };
         let id = found["experiment_id"].as_str().or(found["experiment"]["experiment_id"].as_str());
-        check_id(id, "experiment")
+        check_mlflow_id(id, "experiment")
     }
 
     /// Creates a run on the MLflow server for this run of launch. Returns its ID.
@@ -234,7 +234,7 @@ impl RunRecorder {
                 "tags": format_tags(&tags),
             }),
         )?;
-        check_id(created["run"]["info"]["run_id"].as_str(), "run")
+        check_mlflow_id(created["run"]["info"]["run_id"].as_str(), "run")
     }
 
     /// Finds the run on the MLflow server that already records this run of launch. Returns its ID,
@@ -263,7 +263,7 @@ fn send_part(client: &RestClient, request: &Value) -> Result<Option<String>, Rec
 }
 
 /// Sets the state (such as `FINISHED`) and the end time of a run on the MLflow server.
-fn update_state(client: &RestClient, run: &str, state: &str, end: Option<u64>) -> Result<(), RecordError> {
+fn update_mlflow_run_state(client: &RestClient, run: &str, state: &str, end: Option<u64>) -> Result<(), RecordError> {
     let mut request = json!({"run_id": run, "status": state});
     if let Some(end) = end {
         request["end_time"] = end.into();
@@ -274,7 +274,7 @@ fn update_state(client: &RestClient, run: &str, state: &str, end: Option<u64>) -
 
 /// Checks the ID of a run or an experiment that the MLflow server has sent. IDs are parts of
 /// addresses that are shown.
-fn check_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
+fn check_mlflow_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
     let is_id =
         |id: &&str| (1..=64).contains(&id.len()) && id.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
     let missing = || RecordError::Unavailable(format!("its answer has no ID of the {kind}"));

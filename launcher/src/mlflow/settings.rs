@@ -16,7 +16,7 @@ use jobspec::{
 use std::{ffi::OsString, fmt, path::PathBuf};
 
 /// The job key that errors about the settings of MLflow name.
-const SUBJECT_KEY: &str = "observe.mlflow";
+const MLFLOW_JOB_KEY: &str = "observe.mlflow";
 /// The largest length of the name of an MLflow experiment, in bytes.
 const MAX_NAME_BYTES: usize = 500;
 
@@ -54,12 +54,12 @@ impl fmt::Debug for MlflowSettings {
 /// environment variables of MLflow's client. Returns `None` for a job that is not recorded with
 /// MLflow. The errors list every setting that cannot be used.
 pub(crate) fn resolve_mlflow_settings(job: &JobSpec) -> Result<Option<MlflowSettings>, Vec<Diagnostic>> {
-    resolve_settings(job, &|name| std::env::var_os(name))
+    resolve_settings_with_env(job, &|name| std::env::var_os(name))
 }
 
 /// Reads the settings for recording a run with MLflow from the job and from environment variables,
 /// whose values `read` returns.
-fn resolve_settings(
+fn resolve_settings_with_env(
     job: &JobSpec,
     read: &dyn Fn(&str) -> Option<OsString>,
 ) -> Result<Option<MlflowSettings>, Vec<Diagnostic>> {
@@ -106,7 +106,7 @@ fn resolve_settings(
         errors.push(build_variable_error(MLFLOW_EXPERIMENT_NAME, "is longer than 500 bytes"));
     }
     if !errors.is_empty() {
-        return Err(errors.into_iter().map(|error| error.with_subject(SUBJECT_KEY)).collect());
+        return Err(errors.into_iter().map(|error| error.with_subject(MLFLOW_JOB_KEY)).collect());
     }
     Ok(Some(MlflowSettings {
         uri: uri.trim_end_matches('/').to_owned(),
@@ -151,7 +151,7 @@ mod tests {
         let uri = uri.map(str::to_owned);
         job.observe.mlflow = Some(MlflowSpec { uri, experiment: None, run_name: None });
         let read = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.into());
-        let settings = resolve_settings(&job, &read);
+        let settings = resolve_settings_with_env(&job, &read);
         settings
             .map(|settings| settings.expect("the job has the section"))
             .map_err(|errors| errors.iter().map(ToString::to_string).collect())
@@ -164,7 +164,7 @@ mod tests {
         assert_eq!((settings.uri.as_str(), settings.experiment.as_str()), ("http://a:5000", "e"));
         let settings = resolve(None, &variables[..1]).expect("settings");
         assert_eq!((settings.uri.as_str(), settings.experiment.as_str()), ("https://b", "sample"));
-        assert_eq!(resolve_settings(&crate::testing::sample_job(), &|_| None), Ok(None));
+        assert_eq!(resolve_settings_with_env(&crate::testing::sample_job(), &|_| None), Ok(None));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! [`StoredMlflowRun`]: the run on the MLflow server that records a run of launch, stored in the
 //! file `mlflow.json` of the run directory.
 use super::journal_reader::JournalPosition;
-use crate::runs::{read_private_file, replace_volatile_file, write_atomically};
+use crate::runs::{read_private_file, replace_file_without_sync, write_atomically};
 use serde::{Deserialize, Serialize};
 use std::{io, path::Path};
 
@@ -65,7 +65,7 @@ impl StoredMlflowRun {
     /// Stores in `mlflow.json` the place in the journal up to which MLflow has recorded the run. If
     /// a crash undoes this, metrics are sent again.
     pub(super) fn write_position(&self, run_dir: &Path) -> io::Result<()> {
-        replace_volatile_file(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
+        replace_file_without_sync(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
     /// Returns the address of the web page of the MLflow server that shows the run.

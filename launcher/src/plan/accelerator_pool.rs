@@ -47,7 +47,7 @@ impl<'a> AcceleratorPool<'a> {
 
     /// Returns whether the name of at least one accelerator of the pool is unknown, so that no
     /// environment variable can list it.
-    pub(super) fn is_unnamed(&self) -> bool {
+    pub(super) fn has_unnamed_accelerator(&self) -> bool {
         (0..self.accelerators.len()).any(|index| self.name_of_index(index).is_none())
     }
 
@@ -81,7 +81,7 @@ impl<'a> AcceleratorPool<'a> {
     /// `CUDA_VISIBLE_DEVICES` of the host already lists, each once. Like the runtimes, ignores the
     /// first invalid entry and everything after it. Returns `None` if no variable restricts the
     /// accelerators.
-    pub(super) fn inherited_names(&self) -> Option<Vec<String>> {
+    pub(super) fn names_in_host_environment(&self) -> Option<Vec<String>> {
         let variable = |name: &str| find_variable(self.inventory, name);
         let list = match self.kind {
             // An empty list hides all devices from CUDA, but restricts no other runtime.
@@ -92,7 +92,7 @@ impl<'a> AcceleratorPool<'a> {
             kind => variable(kind.traits().variable).filter(|list| !list.is_empty())?,
         };
         let entries = match self.kind {
-            AcceleratorKind::Neuron => expand_ranges(list),
+            AcceleratorKind::Neuron => parse_number_ranges(list),
             _ => parse_device_list(list),
         };
         let is_present = |name: &String| {
@@ -113,7 +113,7 @@ impl<'a> AcceleratorPool<'a> {
         let is_numbered = matches!(self.kind, AcceleratorKind::Hpu | AcceleratorKind::Neuron);
         let by_number = |number: u32| match self.kind {
             AcceleratorKind::Mig => None,
-            _ if is_numbered && !self.is_unnamed() => {
+            _ if is_numbered && !self.has_unnamed_accelerator() => {
                 self.accelerators.iter().find(|a| a.number == Some(number))
             }
             _ => self.accelerators.get(number as usize),
@@ -184,7 +184,7 @@ fn parse_device_list(list: &str) -> Vec<String> {
 
 /// Parses a list of numbers and ranges such as `0-3,8`, as in `NEURON_RT_VISIBLE_CORES`. Ignores
 /// the first invalid entry and everything after it.
-fn expand_ranges(list: &str) -> Vec<String> {
+fn parse_number_ranges(list: &str) -> Vec<String> {
     let mut numbers = Vec::new();
     for entry in list.split(',').map(str::trim) {
         let (first, last) = entry.split_once('-').unwrap_or((entry, entry));

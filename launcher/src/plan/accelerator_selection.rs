@@ -53,7 +53,7 @@ pub(super) fn select_accelerators(
         return Ok(AcceleratorSelection { has_other_devices, ..AcceleratorSelection::default() });
     }
     if *devices == DeviceSelection::Cpu {
-        return hide_accelerators(inventory);
+        return build_hidden_selection(inventory);
     }
     let kinds = list_usable_kinds(inventory, trains);
     let Some(kind) = choose_kind(devices, &kinds, inventory) else {
@@ -64,7 +64,7 @@ pub(super) fn select_accelerators(
         return Ok(AcceleratorSelection { mixed, has_other_devices, ..AcceleratorSelection::default() });
     };
     let pool = AcceleratorPool::new(kind, inventory);
-    let inherited = pool.inherited_names();
+    let inherited = pool.names_in_host_environment();
     let in_bus_order = inherited.is_none() || matches!(devices, DeviceSelection::List(_));
     let (names, set_always) = match devices {
         DeviceSelection::List(listed) => (pool.list_names_of_numbers(listed, unknown)?, true),
@@ -76,7 +76,7 @@ pub(super) fn select_accelerators(
     }
     let numa_nodes = names.iter().map(|name| pool.find_numa_node(name)).collect();
     let workers_per_gpu = if trains { job.cluster.workers_per_gpu } else { 0 };
-    let unnamed = in_bus_order && pool.is_unnamed();
+    let unnamed = in_bus_order && pool.has_unnamed_accelerator();
     Ok(AcceleratorSelection {
         kind,
         names,
@@ -93,7 +93,7 @@ pub(super) fn select_accelerators(
 
 /// Returns a selection that hides all accelerators of the host from the programs of the job. Fails
 /// if the host has accelerators that cannot be hidden.
-fn hide_accelerators(inventory: &HostInventory) -> diagnostic::Result<AcceleratorSelection> {
+fn build_hidden_selection(inventory: &HostInventory) -> diagnostic::Result<AcceleratorSelection> {
     let kinds = list_accelerator_kinds(&inventory.accelerators);
     if let Some(traits) = kinds.iter().map(|kind| kind.traits()).find(|traits| traits.hide.is_none()) {
         let host = &inventory.host;
@@ -142,7 +142,7 @@ fn choose_kind(
     inventory: &HostInventory,
 ) -> Option<AcceleratorKind> {
     let is_listed = |kind: AcceleratorKind| {
-        AcceleratorPool::new(kind, inventory).inherited_names().is_some_and(|n| !n.is_empty())
+        AcceleratorPool::new(kind, inventory).names_in_host_environment().is_some_and(|n| !n.is_empty())
     };
     let without_inventory = || {
         let has_rocm_variable =
@@ -193,7 +193,7 @@ impl AcceleratorSelection {
     /// numbers (slots). If no filter selects slots, keeps all. Fails if a slot is not the number of
     /// an accelerator, or if `cluster.devices` also lists numbers. If the job uses no accelerators
     /// on the host, fails unless the selected slots are 0, 1, 2 and so on without gaps.
-    pub(super) fn with_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
+    pub(super) fn retain_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
         let Some(slots) = &host.selected_slots else { return Ok(self) };
         if !self.mixed.is_empty() {
             return Err(mixed_kinds_error(&self.mixed, &host.inventory));
@@ -412,7 +412,7 @@ impl AcceleratorSelection {
     /// Returns the number of the GPU that a process of JAX uses, counted among the GPUs that the
     /// process sees. Returns `None` if the process is to use all of them: if it is the only one of
     /// its host, sees a single GPU, or has no GPU for itself.
-    pub(super) fn jax_device(&self, policy: VisibleDevices, local_rank: u32, workers: u32) -> Option<u32> {
+    pub(super) fn jax_device_of_worker(&self, policy: VisibleDevices, local_rank: u32, workers: u32) -> Option<u32> {
         let is_gpu = matches!(self.kind, AcceleratorKind::Cuda | AcceleratorKind::Rocm);
         let has_own = workers > 1 && workers as usize <= self.count();
         (is_gpu && has_own && policy == VisibleDevices::All).then_some(local_rank)

@@ -112,7 +112,7 @@ fn selected_slots_are_gpus() {
         let (slots, selected_slots) = (Some(slots.len() as u32), Some(slots.to_vec()));
         let (name, inventory) = ("h".into(), inventory.clone());
         let host = JobHost { name, slots, selected_slots, local: false, inventory: inventory.clone() };
-        let gpus = select_accelerators(&job, &inventory)?.with_selected_slots(&job, &host)?;
+        let gpus = select_accelerators(&job, &inventory)?.retain_selected_slots(&job, &host)?;
         let env = gpus.build_env(VisibleDevices::All, 0);
         let last = gpus.numa_node_of_worker(slots.unwrap_or(1) - 1);
         Ok::<_, Diagnostic>((env.first().map_or_else(String::new, |(_, value)| value.clone()), last))
@@ -407,7 +407,7 @@ fn a_process_of_jax_gets_a_gpu_if_each_worker_has_one() {
     let device = |kind, policy, rank, workers| {
         let host = build_host(kind, 4, &[]);
         let selection = select_accelerators(&job_with_devices(DeviceSelection::Auto), &host).expect("GPUs");
-        selection.jax_device(policy, rank, workers)
+        selection.jax_device_of_worker(policy, rank, workers)
     };
     assert_eq!(device(AcceleratorKind::Cuda, All, 3, 4), Some(3));
     assert_eq!(device(AcceleratorKind::Rocm, All, 1, 2), Some(1));

@@ -13,7 +13,7 @@ use std::{
 };
 
 /// The placeholder for the address in environment variables before the rendezvous port is bound.
-const UNKNOWN_ADDRESS: &str = "auto";
+const UNBOUND_ADDRESS_PLACEHOLDER: &str = "auto";
 /// The largest number of threads that `OMP_NUM_THREADS` may set for one worker.
 const MAX_THREADS: u32 = 4096;
 
@@ -38,7 +38,7 @@ pub(super) struct SharedEnvValues<'a> {
 
 /// The values in the environment of one worker: its ranks, its number of threads and its
 /// accelerators.
-pub(super) struct WorkerPosition<'a> {
+pub(super) struct WorkerEnvValues<'a> {
     pub(super) rank: Rank,
     pub(super) local_rank: u32,
     pub(super) local_world: u32,
@@ -55,7 +55,7 @@ pub(super) struct WorkerPosition<'a> {
 pub(super) fn build_worker_env(
     job_env: &SharedEnvValues<'_>,
     host: &JobHost,
-    position: &WorkerPosition<'_>,
+    position: &WorkerEnvValues<'_>,
 ) -> Vec<(String, String)> {
     let (job, inventory) = (job_env.job, &host.inventory);
     let mut env = vec![
@@ -103,11 +103,11 @@ pub(super) fn build_worker_env(
 fn build_framework_defaults(
     job_env: &SharedEnvValues<'_>,
     inventory: &HostInventory,
-    position: &WorkerPosition<'_>,
+    position: &WorkerEnvValues<'_>,
 ) -> Vec<(&'static str, String)> {
     let policy = job_env.job.run.visible_devices;
-    let mut defaults = vec![(env::JAX_COORDINATOR_ADDRESS, UNKNOWN_ADDRESS.to_owned())];
-    let device = position.accelerators.jax_device(policy, position.local_rank, position.local_world);
+    let mut defaults = vec![(env::JAX_COORDINATOR_ADDRESS, UNBOUND_ADDRESS_PLACEHOLDER.to_owned())];
+    let device = position.accelerators.jax_device_of_worker(policy, position.local_rank, position.local_world);
     defaults.extend(device.map(|device| (env::JAX_LOCAL_DEVICE_IDS, device.to_string())));
     if job_env.on_cpus && !uses_deepspeed(&job_env.job.run, inventory) {
         defaults.push((env::ACCELERATE_USE_CPU, "true".to_owned()));
@@ -163,7 +163,7 @@ fn build_interface_defaults(job_env: &SharedEnvValues<'_>, host: &JobHost) -> Ve
 /// Inserts `MASTER_ADDR` and `MASTER_PORT` into the environment `env`, after the variables with the
 /// worker's ranks, and replaces the address of JAX's coordinator unless the user has set it.
 pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String, port: String) {
-    let coordinator = env.iter_mut().find(|(n, v)| n == env::JAX_COORDINATOR_ADDRESS && v == UNKNOWN_ADDRESS);
+    let coordinator = env.iter_mut().find(|(n, v)| n == env::JAX_COORDINATOR_ADDRESS && v == UNBOUND_ADDRESS_PLACEHOLDER);
     if let (Some((_, value)), Ok(ip), Ok(port)) = (coordinator, address.parse::<IpAddr>(), port.parse()) {
         *value = SocketAddr::new(ip, RendezvousRequest::compute_jax_coordinator_port(port)).to_string();
     }
@@ -185,7 +185,7 @@ pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
 /// program, but not if they run the built-in training.
 fn build_program_env(
     job_env: &SharedEnvValues<'_>,
-    position: &WorkerPosition<'_>,
+    position: &WorkerEnvValues<'_>,
 ) -> [(&'static str, String); 16] {
     let (group, groups) = (position.group.to_string(), job_env.groups.to_string());
     let agent_store = match job_env.job.cluster.store {

@@ -54,7 +54,7 @@ impl Console {
 
     /// Sets the text next to the progress bar and, if `done` is given, the number of finished
     /// training steps.
-    pub(super) fn set_status(&mut self, done: Option<u64>, message: String) {
+    pub(super) fn set_bar_text(&mut self, done: Option<u64>, message: String) {
         if let Some(bar) = &self.bar {
             if let Some(done) = done {
                 bar.set_position(done);
@@ -71,7 +71,7 @@ impl Console {
     }
 
     /// Writes a line to stdout, above the progress bar. Does nothing after a write error of stdout.
-    pub(super) fn write_data(&mut self, line: &str) {
+    pub(super) fn write_stdout_line(&mut self, line: &str) {
         if self.stdout_works {
             self.stdout_works = self.write_above_bar(|| write_line(io::stdout().lock(), line)).is_ok();
         }
@@ -79,7 +79,7 @@ impl Console {
 
     /// Writes a line to stderr, above the progress bar, without unprintable characters other than
     /// colors. Does nothing after a write error of stderr.
-    pub(super) fn write_message(&mut self, line: &str) {
+    pub(super) fn write_stderr_line(&mut self, line: &str) {
         self.write_to_stderr(&filter_colored_text(line));
     }
 
@@ -90,7 +90,7 @@ impl Console {
         let line = if to_terminal { Cow::Owned(filter_colored_text(line)) } else { Cow::Borrowed(line) };
         match is_message {
             true => self.write_to_stderr(&line),
-            false => self.write_data(&line),
+            false => self.write_stdout_line(&line),
         }
     }
 

@@ -98,7 +98,7 @@ impl Deduplicator {
     }
 
     /// Returns the time at which the oldest waiting line must be shown, or `None` if no line waits.
-    pub(super) fn deadline(&self) -> Option<Duration> {
+    pub(super) fn next_line_deadline(&self) -> Option<Duration> {
         self.waiting.front().map(|(_, since, _)| *since + MERGE_WINDOW)
     }
 
@@ -170,13 +170,13 @@ mod tests {
         assert_eq!(push(100, 2, "c"), ["0,2:a"]);
         assert_eq!(push(101, 0, "c"), ["0:a", "0,1,2:b"]);
         assert_eq!(format_lines(dedup.take_due_lines(ms(104))), ["1:a"]);
-        assert_eq!(dedup.deadline(), Some(ms(200)));
+        assert_eq!(dedup.next_line_deadline(), Some(ms(200)));
         assert_eq!(
             format_lines(dedup.push_line(ms(105), 1, false, "c".to_owned())),
             ["0,1,2:c"],
             "all ranks have printed it"
         );
-        assert_eq!(dedup.deadline(), None);
+        assert_eq!(dedup.next_line_deadline(), None);
     }
 
     #[test]
@@ -214,7 +214,7 @@ mod tests {
             let (mut now, mut out, mut expected) = (ms(0), Vec::new(), HashMap::<Rank, Vec<(bool, String)>>::new());
             for (rank, text, stderr, pause) in printed {
                 now += ms(pause);
-                while let Some(at) = dedup.deadline().filter(|at| *at <= now) {
+                while let Some(at) = dedup.next_line_deadline().filter(|at| *at <= now) {
                     let due = dedup.take_due_lines(at);
                     prop_assert!(!due.is_empty());
                     out.extend(due);
@@ -222,7 +222,7 @@ mod tests {
                 let rank = rank % ranks as u32;
                 expected.entry(rank).or_default().push((stderr, text.to_string()));
                 out.extend(dedup.push_line(now, rank, stderr, text.to_string()));
-                prop_assert!(dedup.deadline().is_none_or(|at| at > now && at <= now + MERGE_WINDOW));
+                prop_assert!(dedup.next_line_deadline().is_none_or(|at| at > now && at <= now + MERGE_WINDOW));
             }
             out.extend(dedup.take_all_lines());
             let mut shown = HashMap::<Rank, Vec<(bool, String)>>::new();

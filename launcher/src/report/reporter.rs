@@ -24,7 +24,7 @@ const QUEUE_CAPACITY: usize = 1 << 16;
 const MAX_QUEUED_LINES: usize = 2048;
 /// How long the controller waits at the end of a run for a terminal or pipe that accepts no output.
 /// After that, the remaining output is dropped. A pager and a paused terminal accept no output.
-const STUCK_TIMEOUT: Duration = Duration::from_secs(60);
+const STUCK_OUTPUT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The handle of the thread that shows a run to the user. Only [`Reporter::finish`] blocks.
 #[derive(Debug)]
@@ -92,7 +92,7 @@ impl Reporter {
 
     /// Queues an event that an earlier controller of the run has reported, which is shown to the
     /// user, but not printed as JSON.
-    pub(crate) fn show_earlier_event(&mut self, event: Event) {
+    pub(crate) fn show_event_of_earlier_controller(&mut self, event: Event) {
         self.enqueue(ReportItem::Context(event));
     }
 
@@ -146,7 +146,7 @@ impl Reporter {
         let pause = Duration::from_millis(10);
         let (mut shown_before, mut stuck_for) = (u64::MAX, Duration::ZERO);
         let mut sent = false;
-        while stuck_for < STUCK_TIMEOUT {
+        while stuck_for < STUCK_OUTPUT_TIMEOUT {
             if !sent {
                 match self.queue.try_send(item) {
                     Ok(()) => {

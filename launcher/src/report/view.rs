@@ -5,7 +5,7 @@ use super::{
     deduplicator::{Deduplicator, MergedLine},
     event_text::{format_event, format_failure, format_restart},
     loss_curve::LossCurve,
-    rate_limit::{LineDecision, LineRateLimit},
+    line_rate_limit::{LineDecision, LineRateLimit},
     report_item::{ReportConfig, ReportItem, RunSummary},
 };
 use crate::{
@@ -33,7 +33,7 @@ const STEP_LINE_INTERVAL: Duration = Duration::from_secs(10);
 /// progress bar.
 const STEP_LINE_COUNT: u64 = 20;
 /// The time constant of the exponential average of step durations, in seconds.
-const AVERAGING_SECONDS: f64 = 10.0;
+const STEP_TIME_AVERAGING_SECONDS: f64 = 10.0;
 /// The share of a step's duration, from 0 to 1, that waiting for collectives must at least take to
 /// be shown. Smaller shares are omitted.
 const MIN_SHOWN_EXPOSED_SHARE: f64 = 0.05;
@@ -106,7 +106,7 @@ impl RunView {
                 self.update_summary_state(&event);
                 self.write_message(&format_event(&event));
             }
-            ReportItem::Line { rank, stderr, text } => self.queue_line(rank, stderr, text),
+            ReportItem::Line { rank, stderr, text } => self.queue_worker_line(rank, stderr, text),
             ReportItem::Progress { rank, phase } => {
                 if self.phases.insert(rank, phase) != Some(phase) {
                     self.update_bar(None);
@@ -114,7 +114,7 @@ impl RunView {
             }
             ReportItem::Message(text) => {
                 if !text.is_empty() {
-                    self.console.write_message(&filter_line(&text));
+                    self.console.write_stderr_line(&filter_line(&text));
                 }
             }
             ReportItem::Finish(summary) => self.show_summary(&summary),
@@ -122,7 +122,7 @@ impl RunView {
     }
 
     /// Adds an output line of a worker to the lines that wait for equal lines of other ranks.
-    fn queue_line(&mut self, rank: Rank, stderr: bool, text: String) {
+    fn queue_worker_line(&mut self, rank: Rank, stderr: bool, text: String) {
         if self.config.prefix {
             let lines = self.dedup.push_line(self.started_at.elapsed(), rank, stderr, text);
             self.show_lines(lines);
@@ -134,7 +134,7 @@ impl RunView {
     /// Returns the time until [`RunView::show_due_lines`] must be called because a waiting line is
     /// due. Returns `None` if no line is waiting.
     pub(super) fn time_to_deadline(&self) -> Option<Duration> {
-        self.dedup.deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
+        self.dedup.next_line_deadline().map(|at| at.saturating_sub(self.started_at.elapsed()))
     }
 
     /// Shows the output lines that have waited long enough for equal lines of other ranks.
@@ -157,7 +157,7 @@ impl RunView {
     /// the logs.
     fn report_omitted_lines(&mut self, omitted: u64) {
         let (lines, logs) = (format_count(omitted, "line"), self.config.logs.display());
-        self.console.write_message(&format!("[{lines} omitted here; {logs} has the complete output]"));
+        self.console.write_stderr_line(&format!("[{lines} omitted here; {logs} has the complete output]"));
     }
 
     /// Writes an output line of a worker to the console, after `prefix`, the numbers of its ranks.
@@ -192,7 +192,7 @@ impl RunView {
         if let Some(schema) = self.config.json
             && let Ok(line) = event.to_json(schema)
         {
-            self.console.write_data(&escape_unprintable_in_json(&line));
+            self.console.write_stdout_line(&escape_unprintable_in_json(&line));
         }
         match event {
             Event::Start { .. } if !self.config.builtin => {}
@@ -251,7 +251,7 @@ impl RunView {
 
     /// Writes a message to stderr, above the progress bar.
     fn write_message(&mut self, text: &str) {
-        self.console.write_message(&format!("launch: {}", filter_line(text)));
+        self.console.write_stderr_line(&format!("launch: {}", filter_line(text)));
     }
 
     // ---- steps ----
@@ -269,7 +269,7 @@ impl RunView {
             let elapsed = (now - at).as_secs_f64();
             let per_step = elapsed / step.saturating_sub(before).max(1) as f64;
             let weight =
-                if self.step_seconds == 0.0 { 1.0 } else { 1.0 - (-elapsed / AVERAGING_SECONDS).exp() };
+                if self.step_seconds == 0.0 { 1.0 } else { 1.0 - (-elapsed / STEP_TIME_AVERAGING_SECONDS).exp() };
             self.step_seconds += weight * (per_step - self.step_seconds);
         }
         self.last_step = Some((*step, now));
@@ -287,7 +287,7 @@ impl RunView {
         if is_due && !self.console.has_bar() && self.config.json.is_none() {
             self.last_step_line = Some(now);
             let total = self.total_steps;
-            self.console.write_message(&format!(
+            self.console.write_stderr_line(&format!(
                 "step {step}/{total}  loss {loss:.4}  grad norm {grad_norm:.3}  lr {lr:.3e}  {speed}"
             ));
         }
@@ -310,7 +310,7 @@ impl RunView {
         } else {
             format!("{} running", format_count(self.config.world, "worker"))
         });
-        self.console.set_status(done, parts.join("  "));
+        self.console.set_bar_text(done, parts.join("  "));
     }
 
     // ---- failures and the end ----
@@ -318,35 +318,35 @@ impl RunView {
     /// Writes a failure to stderr, followed by the final output lines of the failed rank, the path
     /// of its log, and the help texts.
     fn show_failure(&mut self, failure: &FailureReport) {
-        self.console.write_message(&filter_line(&format_failure(failure)));
+        self.console.write_stderr_line(&filter_line(&format_failure(failure)));
         if !failure.tail.is_empty() {
-            self.console.write_message("  last lines of its output:");
+            self.console.write_stderr_line("  last lines of its output:");
         }
         for line in &failure.tail {
-            self.console.write_message(&format!("  | {line}"));
+            self.console.write_stderr_line(&format!("  | {line}"));
         }
         if let Some(log) = failure.log.as_ref().filter(|_| failure.pid != 0) {
-            self.console.write_message(&format!("  log: {}", filter_line(&log.display().to_string())));
+            self.console.write_stderr_line(&format!("  log: {}", filter_line(&log.display().to_string())));
         }
         for help in &failure.help {
-            self.console.write_message(&format!("  help: {}", filter_line(help)));
+            self.console.write_stderr_line(&format!("  help: {}", filter_line(help)));
         }
     }
 
     /// Writes the final messages to stderr: how the other ranks ended, the loss curve of a built-in
     /// training, how the run ended, and the files of the run.
     fn show_summary(&mut self, summary: &RunSummary) {
-        if let omitted @ 1.. = self.rate_limit.take_omitted() {
+        if let omitted @ 1.. = self.rate_limit.take_omitted_count() {
             self.report_omitted_lines(omitted);
         }
         self.console.remove_bar();
         let ends: Vec<(Rank, String)> =
             summary.peers.iter().map(|peer| (peer.rank, self.format_peer_end(peer))).collect();
         for (ranks, end) in group_ranks_by_value(ends.iter().map(|(rank, end)| (*rank, end))) {
-            self.console.write_message(&format!("  then {}: {end}", format_rank_label(&ranks)));
+            self.console.write_stderr_line(&format!("  then {}: {end}", format_rank_label(&ranks)));
         }
         if self.config.builtin && self.config.json.is_none() {
-            self.loss_curve.draw_lines().iter().for_each(|line| self.console.write_message(line));
+            self.loss_curve.draw_lines().iter().for_each(|line| self.console.write_stderr_line(line));
         }
         let time = format_duration(summary.seconds);
         match summary {
@@ -384,7 +384,7 @@ impl RunView {
         let resume_from = if is_new_start { " --set resume.from=auto" } else { "" };
         let resume = is_resumable.then(|| format!("  resume with  {}{resume_from}", summary.command));
         for line in [weights, checkpoint, files, resume].into_iter().flatten() {
-            self.console.write_message(&line);
+            self.console.write_stderr_line(&line);
         }
     }
 }

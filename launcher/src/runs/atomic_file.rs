@@ -18,7 +18,7 @@ pub(crate) fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> io
 /// Replaces the content of the file `name` in `directory` by `bytes`, atomically but not durably:
 /// after a crash of the machine, the file may have its previous content, or be empty. Only the user
 /// can read the file.
-pub(crate) fn replace_volatile_file(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn replace_file_without_sync(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let temporary = create_temporary_file(directory, name, bytes, PRIVATE_FILE_MODE)?.1;
     fs::rename(&temporary, directory.join(name))
 }

@@ -22,7 +22,7 @@ const SOCKET_NAME_COUNT: u32 = 16;
 
 /// Returns the addresses that the Unix socket of a run's controller may have, in the order in which
 /// they are tried.
-fn list_addresses(run: &str, controller: &ProcessIdentity) -> impl Iterator<Item = io::Result<SocketAddr>> {
+fn list_socket_addresses(run: &str, controller: &ProcessIdentity) -> impl Iterator<Item = io::Result<SocketAddr>> {
     let mut hasher = blake3::Hasher::new();
     for part in ["launch controller socket", run] {
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
@@ -38,7 +38,7 @@ fn list_addresses(run: &str, controller: &ProcessIdentity) -> impl Iterator<Item
 /// on a system without abstract sockets.
 pub(crate) fn bind_controller_socket(run: &str) -> io::Result<UnixListener> {
     let mut last = io::Error::from(io::ErrorKind::AddrInUse);
-    for address in list_addresses(run, &ProcessIdentity::current()?) {
+    for address in list_socket_addresses(run, &ProcessIdentity::current()?) {
         match UnixListener::bind_addr(&address?) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => last = error,
             result => return result,
@@ -51,7 +51,7 @@ pub(crate) fn bind_controller_socket(run: &str) -> io::Result<UnixListener> {
 /// does not listen.
 pub(crate) fn connect_to_controller(record: &RunRecord) -> io::Result<UnixStream> {
     let mut last = io::Error::from(io::ErrorKind::ConnectionRefused);
-    for address in list_addresses(&record.run, &record.controller) {
+    for address in list_socket_addresses(&record.run, &record.controller) {
         match UnixStream::connect_addr(&address?) {
             Ok(stream) => {
                 let peer = getsockopt(&stream, PeerCredentials)?;

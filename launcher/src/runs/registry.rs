@@ -4,7 +4,7 @@ use super::{atomic_file::write_atomically, process_identity::ProcessIdentity};
 use crate::{
     clock::read_unix_time_ms,
     plan::{MAX_WORKERS, Plan},
-    private_files::{create_private_dir, identify_file, open_own_file, truncate_private_file},
+    private_files::{create_private_dir, identify_file, open_own_file, create_or_truncate_private_file},
 };
 use jobspec::env;
 use protocol::event::Event;
@@ -246,7 +246,7 @@ pub(crate) fn load_run(record: RunRecord) -> Run {
     let alive = record.controller.is_alive();
     let journal = read_journal_end(&record.run_dir.join(JOURNAL_FILE));
     let step = journal.step;
-    let end = journal.end.or_else(|| read_recorded_end(&record.run));
+    let end = journal.end.or_else(|| read_recorded_run_end(&record.run));
     let may_continue = record.controller_timeout_ms.is_some_and(|timeout_ms| {
         let limit = Duration::from_millis(timeout_ms) + UNATTENDED_MARGIN;
         journal.modified.is_some_and(|at| at.elapsed().map_or(true, |age| age < limit))
@@ -298,22 +298,22 @@ fn read_journal_end(journal: &Path) -> JournalEnd {
 }
 
 /// Returns the path of the file in the state directory that records the end of the run `run`.
-fn find_end_file(run: &str) -> Option<PathBuf> {
+fn resolve_run_end_path(run: &str) -> Option<PathBuf> {
     Some(resolve_state_dir()?.join(format!("{run}.end")))
 }
 
 /// Writes the exit code and duration (in seconds) of a run to the state directory, because the
 /// journal of the run cannot be completed.
-pub(crate) fn record_end(run: &str, exit_code: u8, seconds: f64) -> io::Result<()> {
-    let file = find_end_file(run).ok_or_else(|| io::Error::other("there is no state directory"))?;
+pub(crate) fn record_run_end(run: &str, exit_code: u8, seconds: f64) -> io::Result<()> {
+    let file = resolve_run_end_path(run).ok_or_else(|| io::Error::other("there is no state directory"))?;
     create_private_dir(file.parent().unwrap_or(Path::new("/")))?;
-    truncate_private_file(&file)?.write_all(&serde_json::to_vec(&(exit_code, seconds))?)
+    create_or_truncate_private_file(&file)?.write_all(&serde_json::to_vec(&(exit_code, seconds))?)
 }
 
 /// Reads the exit code and duration of a run that [`record_end`] has stored in the state directory.
-fn read_recorded_end(run: &str) -> Option<(u8, f64)> {
+fn read_recorded_run_end(run: &str) -> Option<(u8, f64)> {
     let mut bytes = Vec::new();
-    open_own_file(&find_end_file(run)?).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
+    open_own_file(&resolve_run_end_path(run)?).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;
     serde_json::from_slice(&bytes).ok()
 }
 

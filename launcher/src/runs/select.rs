@@ -51,7 +51,7 @@ pub(crate) enum RunSelectionError<'r> {
 impl RunSelectionError<'_> {
     /// Returns the runs that match the command line, if more than one matches. Returns an empty
     /// slice for other errors.
-    pub(crate) fn candidates(&self) -> &[&Run] {
+    pub(crate) fn ambiguous_runs(&self) -> &[&Run] {
         match self {
             RunSelectionError::NoRuns
             | RunSelectionError::NoneActive
@@ -73,7 +73,7 @@ impl From<RunSelectionError<'_>> for Diagnostic {
             RunSelectionError::NoneActive | RunSelectionError::NoneUnattended => command::RUN_NOT_ACTIVE,
             _ => command::RUN_AMBIGUOUS,
         };
-        let names: Vec<&str> = error.candidates().iter().map(|run| run.record.run.as_str()).collect();
+        let names: Vec<&str> = error.ambiguous_runs().iter().map(|run| run.record.run.as_str()).collect();
         let diagnostic = Diagnostic::error(code, error.to_string());
         if names.is_empty() { diagnostic } else { diagnostic.with_field("candidates", names) }
     }
@@ -215,7 +215,7 @@ mod tests {
         for (runs, name, filter, expected) in cases {
             let selected = select_run(runs, name, filter);
             let selected = selected.map(|run| run.record.run.as_str()).map_err(|error| {
-                let candidates = error.candidates().len();
+                let candidates = error.ambiguous_runs().len();
                 (Diagnostic::from(error).code(), candidates)
             });
             assert_eq!(selected, expected, "{name:?}");

@@ -3,8 +3,8 @@
 //!
 //! `cargo run -p ckpt --release --example ckpt_bench -- DIR [GIB] [ROUNDS]`
 use ckpt::{
-    Checkpoint, Dtype, GatherOptions, ModelSpec, F32ReadRequest, RunFacts, StagingDir, TensorPiece, TensorRole,
-    WeightShape, commit_save, gather_weights, write_shard,
+    Checkpoint, Dtype, F32ReadRequest, GatherOptions, ModelSpec, RunFacts, StagingDir, TensorPiece,
+    TensorRole, WeightShape, commit_save, gather_weights, write_shard,
 };
 use memmap2::MmapMut;
 use std::fs::OpenOptions;

@@ -2,7 +2,7 @@
 //! seconds, bytes and GB/s, for comparison with `torch.load`.
 //!
 //! `cargo run -p ckpt --release --example read_all -- DIR [ROUNDS]`
-use ckpt::{OpenedCheckpoint, F32ReadRequest, TensorInfo, TensorSource};
+use ckpt::{F32ReadRequest, OpenedCheckpoint, TensorInfo, TensorSource};
 use memmap2::MmapMut;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};

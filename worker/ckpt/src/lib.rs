@@ -37,8 +37,8 @@ mod open;
 mod parallel;
 mod repair;
 pub mod rng_files;
+mod rng_stream_kind;
 mod save;
-mod stream_kind;
 mod tensor;
 #[cfg(test)]
 mod tests;
@@ -48,9 +48,9 @@ mod verify;
 mod watch;
 
 pub use catalog::{
-    ExternalCheckpoint, ExternalFacts, LossScale, ModelSpec, ParamGroup, ParamGroupInfo, PassthroughState,
-    F32ReadRequest, RunFacts, TrainingStatePart, TensorInfo, TensorSource, TextFile, TiedWeight, TrainingState,
-    WeightShape,
+    ExternalCheckpoint, ExternalFacts, F32ReadRequest, LossScale, ModelSpec, ParamGroup, ParamGroupInfo,
+    PassthroughState, RunFacts, TensorInfo, TensorSource, TextFile, TiedWeight, TrainingState,
+    TrainingStatePart, WeightShape,
 };
 pub use codec::pickle::PythonObject;
 pub use convert::{
@@ -62,8 +62,8 @@ pub use diff::{
     IntegerTensorDiff, RoundingCast, ShapeDiff, diff_checkpoints,
 };
 pub use error::{
-    CkptError, ConvertError, Damage, DamageReason, Diagnosis, MissingPart, OptionProblem, OutputProblem,
-    CloneableIoError, RemoteShard, Result, SaveProblem, UnsupportedFeature,
+    CkptError, CloneableIoError, ConvertError, Damage, DamageReason, Diagnosis, MissingPart, OptionProblem,
+    OutputProblem, RemoteShard, Result, SaveProblem, UnsupportedFeature,
 };
 pub use gather::{GatherOptions, GatherReport, GatheredFile, gather_weights, gather_weights_until};
 pub use hash::Hash;
@@ -77,9 +77,9 @@ pub use open::{
 };
 pub use repair::{RepairOptions, RepairReport, repair_checkpoints};
 pub use save::{
-    CommittedCheckpoint, ParityFileReport, PieceElements, WrittenPieceReport, ShardReport, StagingDir, TensorPiece,
-    commit_save, commit_save_with_parity, host_local, memory_store, prune_checkpoints, write_parity,
-    write_shard, write_shard_until,
+    CommittedCheckpoint, ParityFileReport, PieceElements, ShardReport, StagingDir, TensorPiece,
+    WrittenPieceReport, commit_save, commit_save_with_parity, host_local, memory_store, prune_checkpoints,
+    write_parity, write_shard, write_shard_until,
 };
 pub use tensor::{Dtype, TensorRole};
 pub use verify::{

@@ -25,7 +25,9 @@ fn is_state_part_written_last(part: &TrainingStatePart, is_deepspeed: bool) -> b
     match part {
         TrainingStatePart::OptimizerState => true,
         // DeepSpeed keeps the scheduler in its model files, and saves no RNG states
-        TrainingStatePart::Scheduler | TrainingStatePart::RngStates | TrainingStatePart::RankRngState { .. } => !is_deepspeed,
+        TrainingStatePart::Scheduler
+        | TrainingStatePart::RngStates
+        | TrainingStatePart::RankRngState { .. } => !is_deepspeed,
         TrainingStatePart::Config | TrainingStatePart::Tokenizer => false,
     }
 }

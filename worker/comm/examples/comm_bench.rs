@@ -83,7 +83,7 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
     let comm = ShmComm::join(fd, rank, world, ShmLimits::default()).expect("the group can be joined");
     print_on_rank_0(rank, "median (best) GB/s       1 MiB          8 MiB         64 MiB        256 MiB");
     let crossing = (world - 1) as f64 / world as f64;
-    measure_row(&comm, "memcpy, rank 0 alone", 1.0, |bytes| {
+    measure_bandwidth_row(&comm, "memcpy, rank 0 alone", 1.0, |bytes| {
         let (from, mut to) = (Buf::from_slice(&vec![1.0; bytes / 4]), Buf::zeroed(bytes / 4));
         move |comm: &ShmComm| {
             if comm.rank() == 0 {
@@ -91,18 +91,18 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
             }
         }
     });
-    measure_row(&comm, "memcpy, all at once", 1.0, |bytes| {
+    measure_bandwidth_row(&comm, "memcpy, all at once", 1.0, |bytes| {
         let (from, mut to) = (Buf::from_slice(&vec![1.0; bytes / 4]), Buf::zeroed(bytes / 4));
         move |_: &ShmComm| to.host_slice_mut().copy_from_slice(from.host_slice())
     });
-    measure_row(&comm, "all_gather", crossing, |bytes| {
+    measure_bandwidth_row(&comm, "all_gather", crossing, |bytes| {
         let n = bytes / 4 / world;
         let (send, mut recv) = (Buf::from_slice(&vec![1.0; n]), Buf::zeroed(n * world));
         move |comm: &ShmComm| {
             comm.all_gather(recv.view_mut(), send.view(), &vec![n; world]).expect("the collective succeeds")
         }
     });
-    measure_row(&comm, "reduce_scatter_ordered", crossing, |bytes| {
+    measure_bandwidth_row(&comm, "reduce_scatter_ordered", crossing, |bytes| {
         let n = bytes / 4 / world;
         let (partial, mut sum) = (Buf::from_slice(&vec![1.0; n * world]), Buf::zeroed(n));
         move |comm: &ShmComm| {
@@ -115,7 +115,7 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
                 .expect("the collective succeeds");
         }
     });
-    measure_row(&comm, "reduce_scatter", crossing, |bytes| {
+    measure_bandwidth_row(&comm, "reduce_scatter", crossing, |bytes| {
         let n = bytes / 4 / world;
         let (send, mut recv) = (Buf::from_slice(&vec![1.0; n * world]), Buf::zeroed(n));
         move |comm: &ShmComm| {
@@ -123,7 +123,7 @@ fn run_rank(rank: usize, world: usize, fd: i32) {
                 .expect("the collective succeeds")
         }
     });
-    measure_row(&comm, "all_reduce", 2.0 * crossing, |bytes| {
+    measure_bandwidth_row(&comm, "all_reduce", 2.0 * crossing, |bytes| {
         let mut x = Buf::zeroed(bytes / 4);
         move |comm: &ShmComm| comm.all_reduce(x.view_mut()).expect("the collective succeeds")
     });
@@ -142,7 +142,12 @@ fn print_on_rank_0(rank: usize, line: &str) {
 ///
 /// `make(bytes)` returns the operation to time for a message size. Bandwidth counts the fraction
 /// `share` of the message's bytes.
-fn measure_row<F: FnMut(&ShmComm)>(comm: &ShmComm, name: &str, share: f64, make: impl Fn(usize) -> F) {
+fn measure_bandwidth_row<F: FnMut(&ShmComm)>(
+    comm: &ShmComm,
+    name: &str,
+    share: f64,
+    make: impl Fn(usize) -> F,
+) {
     if !name.contains(&parse_args().filter) {
         return;
     }

@@ -32,7 +32,7 @@ impl BufferShape {
     }
 
     /// Returns the shape of a buffer of `bytes` bytes whose elements are single bytes.
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
+    pub(crate) fn from_byte_count(bytes: &[u8]) -> Self {
         BufferShape { len: bytes.len(), element_bytes: 1 }
     }
 }
@@ -86,7 +86,7 @@ impl CollectiveCall {
     /// Summarizes this rank's call of all-gather, so that ranks can detect that they made different
     /// calls. Fails, with the name of the argument, if a buffer's length or element size does not
     /// fit `counts` and the other buffer.
-    pub(crate) fn describe_all_gather(
+    pub(crate) fn summarize_all_gather(
         position: GroupPosition,
         recv: BufferShape,
         send: BufferShape,
@@ -105,7 +105,7 @@ impl CollectiveCall {
     /// vectors), so that ranks can detect that they made different calls. Fails if the length of
     /// one of the vectors is not the sum of `counts`, or if their number is not this rank's element
     /// of `partial_counts`.
-    pub(crate) fn describe_reduce_scatter_ordered(
+    pub(crate) fn summarize_reduce_scatter_ordered(
         position: GroupPosition,
         partial_lens: impl Iterator<Item = usize>,
         partial_counts: &[usize],
@@ -126,7 +126,7 @@ impl CollectiveCall {
 
     /// Summarizes this rank's call of reduce-scatter, so that ranks can detect that they made
     /// different calls. Fails if a buffer's length does not fit `counts`.
-    pub(crate) fn describe_reduce_scatter(
+    pub(crate) fn summarize_reduce_scatter(
         position: GroupPosition,
         recv_len: usize,
         send_len: usize,
@@ -141,13 +141,13 @@ impl CollectiveCall {
 
     /// Summarizes this rank's call of all-reduce on `len` elements, so that ranks can detect that
     /// they made different calls.
-    pub(crate) fn describe_all_reduce(len: usize) -> Self {
+    pub(crate) fn summarize_all_reduce(len: usize) -> Self {
         CollectiveCall::new(CollectiveKind::AllReduce, len, [])
     }
 
     /// Summarizes this rank's call of broadcast of `len` elements from rank `root`, so that ranks
     /// can detect that they made different calls. Fails if the group has no rank `root`.
-    pub(crate) fn describe_broadcast(position: GroupPosition, len: usize, root: usize) -> Result<Self> {
+    pub(crate) fn summarize_broadcast(position: GroupPosition, len: usize, root: usize) -> Result<Self> {
         let (collective, world) = (CollectiveKind::Broadcast, position.world);
         if root >= world {
             return Err(ArgumentError::RootOutOfRange { collective, root, world });
@@ -158,7 +158,7 @@ impl CollectiveCall {
     /// Summarizes this rank's call of all-to-all, so that ranks can detect that they made different
     /// calls. Fails, with the name of the argument, if a buffer does not fit its counts or if this
     /// rank's counts for itself differ.
-    pub(crate) fn describe_all_to_all(
+    pub(crate) fn summarize_all_to_all(
         position: GroupPosition,
         recv: BufferShape,
         recv_counts: &[usize],
@@ -180,7 +180,7 @@ impl CollectiveCall {
 
     /// Summarizes this rank's call of all-gather with `len` bytes, so that ranks can detect that
     /// they made different calls. Fails if `len` exceeds [`crate::MAX_GATHER_BYTES`].
-    pub(crate) fn describe_all_gather_bytes(len: usize) -> Result<Self> {
+    pub(crate) fn summarize_all_gather_bytes(len: usize) -> Result<Self> {
         let (collective, limit) = (CollectiveKind::AllGatherBytes, crate::MAX_GATHER_BYTES);
         if len > limit {
             return Err(ArgumentError::TooManyBytes { collective, bytes: len, limit });
@@ -191,7 +191,7 @@ impl CollectiveCall {
     /// Summarizes this rank's call that allocates a shared window (memory of all ranks), so that
     /// ranks can detect that they made different calls. Fails if `counts` does not have one entry
     /// per rank or if the sum overflows.
-    pub(crate) fn describe_shared_window(
+    pub(crate) fn summarize_shared_window(
         position: GroupPosition,
         counts: &[usize],
         element_bytes: usize,
@@ -203,7 +203,7 @@ impl CollectiveCall {
 
     /// Summarizes this rank's call of barrier, which has no arguments, so that ranks can detect
     /// that they made different calls.
-    pub(crate) fn describe_barrier() -> Self {
+    pub(crate) fn summarize_barrier() -> Self {
         CollectiveCall::new(CollectiveKind::Barrier, 0, [])
     }
 
@@ -232,7 +232,7 @@ impl CollectiveCall {
     /// Fails if `sent`, the number of bytes that rank `from` sends to rank `to`, differs from
     /// `expected`, the number of bytes that rank `to` expects. The error states numbers of elements
     /// if these differ, and numbers of bytes otherwise.
-    pub(crate) fn check_byte_transfer(
+    pub(crate) fn check_transfer_bytes(
         &self,
         from: usize,
         to: usize,
@@ -241,7 +241,7 @@ impl CollectiveCall {
     ) -> std::result::Result<(), CallMismatch> {
         let size = self.element_bytes as u64;
         if size > 1 {
-            check_transfer_lengths(from, to, sent / size, expected / size)?;
+            check_transfer_elements(from, to, sent / size, expected / size)?;
         }
         if sent == expected {
             return Ok(());
@@ -260,7 +260,7 @@ fn decode_call_summary(words: [u64; 3]) -> CallSummary {
 
 /// Fails if `sent`, the number of elements that rank `from` sends to rank `to`, differs from
 /// `expected`, the number of elements that rank `to` expects.
-pub(crate) fn check_transfer_lengths(
+pub(crate) fn check_transfer_elements(
     from: usize,
     to: usize,
     sent: u64,
@@ -368,52 +368,52 @@ mod tests {
     fn a_wrong_argument_is_named_with_its_numbers() {
         let halves = BufferShape { len: 6, element_bytes: 2 };
         let errors = [
-            CollectiveCall::describe_all_gather(
+            CollectiveCall::summarize_all_gather(
                 POSITION,
                 describe_f32_buffer(6),
                 describe_f32_buffer(2),
                 &[1, 3, 2],
             ),
-            CollectiveCall::describe_all_gather(
+            CollectiveCall::summarize_all_gather(
                 POSITION,
                 describe_f32_buffer(7),
                 describe_f32_buffer(3),
                 &[1, 3, 2],
             ),
-            CollectiveCall::describe_all_gather(POSITION, halves, describe_f32_buffer(3), &[1, 3, 2]),
-            CollectiveCall::describe_reduce_scatter(POSITION, 3, 6, &[1, 3]),
-            CollectiveCall::describe_reduce_scatter_ordered(
+            CollectiveCall::summarize_all_gather(POSITION, halves, describe_f32_buffer(3), &[1, 3, 2]),
+            CollectiveCall::summarize_reduce_scatter(POSITION, 3, 6, &[1, 3]),
+            CollectiveCall::summarize_reduce_scatter_ordered(
                 POSITION,
                 [6, 5].into_iter(),
                 &[1, 2, 0],
                 &[1, 3, 2],
             ),
-            CollectiveCall::describe_all_gather(
+            CollectiveCall::summarize_all_gather(
                 POSITION,
                 describe_f32_buffer(0),
                 describe_f32_buffer(0),
                 &[usize::MAX, 1, 1],
             ),
-            CollectiveCall::describe_broadcast(POSITION, 1, 3),
-            CollectiveCall::describe_all_to_all(
+            CollectiveCall::summarize_broadcast(POSITION, 1, 3),
+            CollectiveCall::summarize_all_to_all(
                 POSITION,
                 describe_f32_buffer(3),
                 &[1, 1, 1],
                 describe_f32_buffer(4),
                 &[1, 2, 1],
             ),
-            CollectiveCall::describe_all_gather_bytes(crate::MAX_GATHER_BYTES + 1),
+            CollectiveCall::summarize_all_gather_bytes(crate::MAX_GATHER_BYTES + 1),
         ];
         insta::assert_snapshot!(errors.map(|e| e.unwrap_err().to_string()).join("\n"));
     }
 
     #[test]
     fn a_mismatch_names_both_calls() {
-        let ours = CollectiveCall::describe_all_reduce(5).with_call_number(17);
+        let ours = CollectiveCall::summarize_all_reduce(5).with_call_number(17);
         assert_eq!(ours.check_peer_call(0, 2, ours.to_words()), Ok(()));
-        let barrier = CollectiveCall::describe_barrier().with_call_number(17);
+        let barrier = CollectiveCall::summarize_barrier().with_call_number(17);
         let gather = |counts| {
-            CollectiveCall::describe_all_gather(
+            CollectiveCall::summarize_all_gather(
                 POSITION,
                 describe_f32_buffer(6),
                 describe_f32_buffer(3),

@@ -115,12 +115,12 @@ pub struct ConnectFailure {
     /// The last address that was tried; `None` if the peer announced no address.
     pub address: Option<SocketAddr>,
     /// The error at that address.
-    pub error: ConnectError,
+    pub error: ConnectFailureReason,
 }
 
 /// Why connecting to a peer at one of its addresses failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ConnectError {
+pub enum ConnectFailureReason {
     /// The peer announced no address.
     #[error("no address is known")]
     NoAddress,

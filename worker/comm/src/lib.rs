@@ -41,7 +41,7 @@ pub use call_error::{ArgumentError, CallMismatch, CallSummary, TransferUnit};
 pub use collective_kind::CollectiveKind;
 pub use communicator::{Comm, PartialSink};
 pub use error::{CommError, Result};
-pub use join_error::{ConnectError, ConnectFailure, GroupError, RejectReason, SharedMemoryError};
+pub use join_error::{ConnectFailure, ConnectFailureReason, GroupError, RejectReason, SharedMemoryError};
 pub use limits::{MAX_GATHER_BYTES, MAX_WORLD_SIZE};
 pub use link_delays::LinkDelays;
 pub use observed_comm::{CallObserver, ObservedComm};

@@ -107,7 +107,7 @@ impl LocalComm {
         send: &[u8],
         send_counts: &[usize],
     ) -> Result<()> {
-        let call = CollectiveCall::describe_all_to_all(
+        let call = CollectiveCall::summarize_all_to_all(
             self.position,
             recv_shape,
             recv_counts,
@@ -148,7 +148,7 @@ impl Comm for LocalComm {
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::describe_all_gather(self.position, shapes.0, shapes.1, counts);
+        let call = CollectiveCall::summarize_all_gather(self.position, shapes.0, shapes.1, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host_bytes_mut(), send.host_bytes());
         if self.position.world == 1 {
@@ -181,7 +181,7 @@ impl Comm for LocalComm {
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
         let call =
-            CollectiveCall::describe_reduce_scatter_ordered(self.position, lens, partial_counts, counts);
+            CollectiveCall::summarize_reduce_scatter_ordered(self.position, lens, partial_counts, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.world == 1 {
             partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));
@@ -206,7 +206,7 @@ impl Comm for LocalComm {
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let call = CollectiveCall::describe_reduce_scatter(self.position, recv.len(), send.len(), counts);
+        let call = CollectiveCall::summarize_reduce_scatter(self.position, recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host_slice_mut(), send.host_slice());
         if self.position.world == 1 {
@@ -229,7 +229,7 @@ impl Comm for LocalComm {
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_all_reduce(x.len())))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::summarize_all_reduce(x.len())))?;
         if self.position.world == 1 {
             return Ok(());
         }
@@ -253,7 +253,7 @@ impl Comm for LocalComm {
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let call = CollectiveCall::describe_broadcast(self.position, x.len(), root);
+        let call = CollectiveCall::summarize_broadcast(self.position, x.len(), root);
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.world == 1 {
             return Ok(());
@@ -291,13 +291,13 @@ impl Comm for LocalComm {
         send: &[u8],
         send_counts: &[usize],
     ) -> Result<()> {
-        let shapes = [BufferShape::from_bytes(recv), BufferShape::from_bytes(send)];
+        let shapes = [BufferShape::from_byte_count(recv), BufferShape::from_byte_count(send)];
         self.exchange_parts(shapes, recv, recv_counts, send, send_counts)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let (mut call_state, call) =
-            self.begin_call(CollectiveCall::describe_all_gather_bytes(bytes.len()))?;
+            self.begin_call(CollectiveCall::summarize_all_gather_bytes(bytes.len()))?;
         let mut gathered = Vec::with_capacity(self.position.world);
         let slices = vec![PublishedSlice::from_bytes(bytes, 1)];
         self.exchange_contributions(
@@ -312,7 +312,7 @@ impl Comm for LocalComm {
     }
 
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
-        let call = CollectiveCall::describe_shared_window(self.position, counts, dtype.size());
+        let call = CollectiveCall::summarize_shared_window(self.position, counts, dtype.size());
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.rank == 0 {
             let window = LocalWindow::new(dtype, counts.iter().sum());
@@ -332,7 +332,7 @@ impl Comm for LocalComm {
     }
 
     fn barrier(&self) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_barrier()))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::summarize_barrier()))?;
         let contribution = Contribution { call, slices: Vec::new(), expected: Vec::new() };
         self.exchange_contributions(&mut call_state, contribution, |_| ())
     }

@@ -10,8 +10,8 @@
 mod binding;
 mod comm;
 mod equal_parts;
-mod group;
 mod library;
+mod raw_comm;
 mod watchdog;
 
 pub use crate::nccl_error::{NcclError, Result};
@@ -19,5 +19,5 @@ pub use binding::ID_BYTES;
 pub use comm::NcclComm;
 pub use cudarc::nccl::sys::ncclDataType_t;
 pub use equal_parts::EqualParts;
-pub use group::{CudaStream, NcclGroup, PeerBuffer};
 pub use library::NcclLibrary;
+pub use raw_comm::{CudaStream, PeerBuffer, RawNcclComm};

@@ -28,7 +28,7 @@ impl ObservedComm {
 
     /// Runs the collective `call` on the inner communicator, and reports its start and its success
     /// to the observer.
-    fn observe<T>(&self, kind: CollectiveKind, call: impl FnOnce(&dyn Comm) -> Result<T>) -> Result<T> {
+    fn run_observed<T>(&self, kind: CollectiveKind, call: impl FnOnce(&dyn Comm) -> Result<T>) -> Result<T> {
         self.observer.on_enter(kind);
         let result = call(self.inner.as_ref())?;
         self.observer.on_return();
@@ -46,7 +46,7 @@ impl Comm for ObservedComm {
     }
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        self.observe(CollectiveKind::AllGather, |comm| comm.all_gather(recv, send, counts))
+        self.run_observed(CollectiveKind::AllGather, |comm| comm.all_gather(recv, send, counts))
     }
 
     fn reduce_scatter_ordered(
@@ -57,11 +57,11 @@ impl Comm for ObservedComm {
         sink: &mut PartialSink,
     ) -> Result<()> {
         let call = |comm: &dyn Comm| comm.reduce_scatter_ordered(partials, partial_counts, counts, sink);
-        self.observe(CollectiveKind::ReduceScatterOrdered, call)
+        self.run_observed(CollectiveKind::ReduceScatterOrdered, call)
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        self.observe(CollectiveKind::ReduceScatter, |comm| comm.reduce_scatter(recv, send, counts))
+        self.run_observed(CollectiveKind::ReduceScatter, |comm| comm.reduce_scatter(recv, send, counts))
     }
 
     fn has_native_reduce_scatter(&self) -> bool {
@@ -69,11 +69,11 @@ impl Comm for ObservedComm {
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        self.observe(CollectiveKind::AllReduce, |comm| comm.all_reduce(x))
+        self.run_observed(CollectiveKind::AllReduce, |comm| comm.all_reduce(x))
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        self.observe(CollectiveKind::Broadcast, |comm| comm.broadcast(x, root))
+        self.run_observed(CollectiveKind::Broadcast, |comm| comm.broadcast(x, root))
     }
 
     fn all_to_all(
@@ -84,7 +84,7 @@ impl Comm for ObservedComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let call = |comm: &dyn Comm| comm.all_to_all(recv, recv_counts, send, send_counts);
-        self.observe(CollectiveKind::AllToAll, call)
+        self.run_observed(CollectiveKind::AllToAll, call)
     }
 
     fn all_to_all_bytes(
@@ -95,15 +95,15 @@ impl Comm for ObservedComm {
         send_counts: &[usize],
     ) -> Result<()> {
         let call = |comm: &dyn Comm| comm.all_to_all_bytes(recv, recv_counts, send, send_counts);
-        self.observe(CollectiveKind::AllToAll, call)
+        self.run_observed(CollectiveKind::AllToAll, call)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.observe(CollectiveKind::AllGatherBytes, |comm| comm.all_gather_bytes(bytes))
+        self.run_observed(CollectiveKind::AllGatherBytes, |comm| comm.all_gather_bytes(bytes))
     }
 
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
-        self.observe(CollectiveKind::SharedWindow, |comm| comm.shared_window(dtype, counts))
+        self.run_observed(CollectiveKind::SharedWindow, |comm| comm.shared_window(dtype, counts))
     }
 
     fn take_link_delays(&self) -> Option<LinkDelays> {
@@ -111,7 +111,7 @@ impl Comm for ObservedComm {
     }
 
     fn barrier(&self) -> Result<()> {
-        self.observe(CollectiveKind::Barrier, |comm| comm.barrier())
+        self.run_observed(CollectiveKind::Barrier, |comm| comm.barrier())
     }
 
     fn abort(&self, reason: &str) {

@@ -39,7 +39,7 @@ pub(crate) use communicator::JobRanks;
 pub use communicator::ShmComm;
 pub(crate) use host_exchange::OutgoingMessage;
 pub use limits::ShmLimits;
-pub use ordered_reduce::count_assembly_elements;
+pub use ordered_reduce::count_piece_buffer_elements;
 pub(crate) use ordered_reduce::partition_into_windows;
 
 /// Aborts the group of processes that share the memory file `fd`, and passes the text `reason` to
@@ -62,7 +62,7 @@ impl ShmComm {
         send: &[u8],
         send_counts: &[usize],
     ) -> Result<()> {
-        let call = CollectiveCall::describe_all_to_all(
+        let call = CollectiveCall::summarize_all_to_all(
             self.position,
             recv_shape,
             recv_counts,
@@ -98,7 +98,7 @@ impl Comm for ShmComm {
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::describe_all_gather(self.position, shapes.0, shapes.1, counts);
+        let call = CollectiveCall::summarize_all_gather(self.position, shapes.0, shapes.1, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host_bytes_mut(), send.host_bytes());
         if self.position.world == 1 {
@@ -123,7 +123,7 @@ impl Comm for ShmComm {
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
         let call =
-            CollectiveCall::describe_reduce_scatter_ordered(self.position, lens, partial_counts, counts);
+            CollectiveCall::summarize_reduce_scatter_ordered(self.position, lens, partial_counts, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.world == 1 {
             partials.iter().enumerate().for_each(|(i, p)| sink(0, i, *p));
@@ -134,7 +134,7 @@ impl Comm for ShmComm {
     }
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let call = CollectiveCall::describe_reduce_scatter(self.position, recv.len(), send.len(), counts);
+        let call = CollectiveCall::summarize_reduce_scatter(self.position, recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host_slice_mut(), send.host_slice());
         if self.position.world == 1 {
@@ -145,7 +145,7 @@ impl Comm for ShmComm {
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_all_reduce(x.len())))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::summarize_all_reduce(x.len())))?;
         if self.position.world == 1 {
             return Ok(());
         }
@@ -154,7 +154,7 @@ impl Comm for ShmComm {
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let call = CollectiveCall::describe_broadcast(self.position, x.len(), root);
+        let call = CollectiveCall::summarize_broadcast(self.position, x.len(), root);
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.world == 1 {
             return Ok(());
@@ -183,13 +183,13 @@ impl Comm for ShmComm {
         send: &[u8],
         send_counts: &[usize],
     ) -> Result<()> {
-        let shapes = [BufferShape::from_bytes(recv), BufferShape::from_bytes(send)];
+        let shapes = [BufferShape::from_byte_count(recv), BufferShape::from_byte_count(send)];
         self.exchange_parts(shapes, recv, recv_counts, send, send_counts)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let (mut call_state, call) =
-            self.begin_call(CollectiveCall::describe_all_gather_bytes(bytes.len()))?;
+            self.begin_call(CollectiveCall::summarize_all_gather_bytes(bytes.len()))?;
         if self.position.world == 1 {
             return Ok(vec![bytes.to_vec()]);
         }
@@ -207,7 +207,7 @@ impl Comm for ShmComm {
     }
 
     fn shared_window(&self, dtype: Dtype, counts: &[usize]) -> Result<Option<SharedWindow>> {
-        let call = CollectiveCall::describe_shared_window(self.position, counts, dtype.size());
+        let call = CollectiveCall::summarize_shared_window(self.position, counts, dtype.size());
         let (mut call_state, call) = self.begin_call(call)?;
         let bytes = counts.iter().sum::<usize>() * dtype.size();
         let (position, end) = self.segment.compute_window_position(call_state.window_bytes, bytes)?;
@@ -224,7 +224,7 @@ impl Comm for ShmComm {
     }
 
     fn barrier(&self) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_barrier()))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::summarize_barrier()))?;
         self.enter_round(&mut call_state, &call);
         self.wait_for_round(&call_state, &call)
     }

@@ -36,7 +36,7 @@ struct PinnedBuffers {
 impl PinnedBuffers {
     /// Returns pinned host memory for `len` elements, with arbitrary content. Replaces the buffer
     /// by a larger one if necessary.
-    fn reserve(&mut self, storage: &dyn Storage, dtype: Dtype, len: usize) -> ViewMut<'_> {
+    fn get_buffer(&mut self, storage: &dyn Storage, dtype: Dtype, len: usize) -> ViewMut<'_> {
         let buf = if dtype == Dtype::F32 { &mut self.floats } else { &mut self.halves };
         if buf.len() < len || buf.dtype() != dtype {
             *buf = Buf::default(); // free the old buffer before allocating the new one
@@ -51,9 +51,9 @@ impl PinnedBuffers {
         if x.is_on_host() {
             return Ok(x);
         }
-        let mut host = self.reserve(storage, x.dtype(), x.len());
+        let mut host = self.get_buffer(storage, x.dtype(), x.len());
         storage.copy(host.reborrow(), x);
-        storage.status()?;
+        storage.check_status()?;
         Ok(host.into_view())
     }
 }
@@ -88,7 +88,7 @@ impl StagedComm {
         if recv.as_view().is_on_host() {
             return f(recv);
         }
-        let mut host = staging.reserve(self.storage.as_ref(), recv.dtype(), recv.len());
+        let mut host = staging.get_buffer(self.storage.as_ref(), recv.dtype(), recv.len());
         f(host.reborrow())?;
         self.storage.copy(recv, host.as_view());
         Ok(())
@@ -101,9 +101,9 @@ impl StagedComm {
             return f(x);
         }
         let mut buffers = self.lock_buffers();
-        let mut host = buffers.recv.reserve(self.storage.as_ref(), x.dtype(), x.len());
+        let mut host = buffers.recv.get_buffer(self.storage.as_ref(), x.dtype(), x.len());
         self.storage.copy(host.reborrow(), x.as_view());
-        self.storage.status()?;
+        self.storage.check_status()?;
         f(host.reborrow())?;
         self.storage.copy(x.reborrow(), host.as_view());
         Ok(())
@@ -141,13 +141,13 @@ impl Comm for StagedComm {
         }
         let storage = self.storage.as_ref();
         let StagingBuffers { send, device_piece, .. } = &mut *self.lock_buffers();
-        let mut host = send.reserve(storage, Dtype::F32, partials.iter().map(View::len).sum());
+        let mut host = send.get_buffer(storage, Dtype::F32, partials.iter().map(View::len).sum());
         let mut end = 0;
         for partial in partials {
             end += partial.len();
             storage.copy(host.slice_mut(end - partial.len()..end), *partial);
         }
-        storage.status()?;
+        storage.check_status()?;
         let (mut rest, mut host_partials) = (host.as_view(), Vec::with_capacity(partials.len()));
         for partial in partials {
             host_partials.push(rest.slice(0..partial.len()));

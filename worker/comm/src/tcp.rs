@@ -22,7 +22,7 @@ mod communicator;
 mod connection_setup;
 mod control_frame;
 mod handshake;
-mod link_clock;
+mod link_delay_meter;
 mod network_step;
 mod peer_monitor;
 mod rank_listener;
@@ -54,7 +54,7 @@ impl TcpComm {
         send: &[u8],
         send_counts: &[usize],
     ) -> Result<()> {
-        let call = CollectiveCall::describe_all_to_all(
+        let call = CollectiveCall::summarize_all_to_all(
             self.group_position(),
             recv_shape,
             recv_counts,
@@ -95,7 +95,7 @@ impl Comm for TcpComm {
 
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let shapes = (BufferShape::new(recv.as_view()), BufferShape::new(send));
-        let call = CollectiveCall::describe_all_gather(self.group_position(), shapes.0, shapes.1, counts);
+        let call = CollectiveCall::summarize_all_gather(self.group_position(), shapes.0, shapes.1, counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let lens: Vec<usize> = counts.iter().map(|n| n * shapes.1.element_bytes).collect();
         let parts = compute_consecutive_ranges(&lens);
@@ -112,7 +112,7 @@ impl Comm for TcpComm {
         sink: &mut PartialSink,
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
-        let call = CollectiveCall::describe_reduce_scatter_ordered(
+        let call = CollectiveCall::summarize_reduce_scatter_ordered(
             self.group_position(),
             lens,
             partial_counts,
@@ -139,7 +139,7 @@ impl Comm for TcpComm {
 
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
         let call =
-            CollectiveCall::describe_reduce_scatter(self.group_position(), recv.len(), send.len(), counts);
+            CollectiveCall::summarize_reduce_scatter(self.group_position(), recv.len(), send.len(), counts);
         let (mut call_state, call) = self.begin_call(call)?;
         let (recv, send) = (recv.host_slice_mut(), send.host_slice());
         let starts = call::compute_part_offsets(counts);
@@ -161,7 +161,7 @@ impl Comm for TcpComm {
     }
 
     fn all_reduce(&self, x: ViewMut) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_all_reduce(x.len())))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::summarize_all_reduce(x.len())))?;
         let x = x.host_slice_mut();
         match size_of_val(x) <= MAX_SINGLE_STEP_BYTES {
             true => self.all_reduce_small(&mut call_state, &call, x),
@@ -170,7 +170,7 @@ impl Comm for TcpComm {
     }
 
     fn broadcast(&self, x: ViewMut, root: usize) -> Result<()> {
-        let call = CollectiveCall::describe_broadcast(self.group_position(), x.len(), root);
+        let call = CollectiveCall::summarize_broadcast(self.group_position(), x.len(), root);
         let (mut call_state, call) = self.begin_call(call)?;
         let x: &mut [u8] = bytemuck::cast_slice_mut(x.host_slice_mut());
         let part = |r: usize| if r == root { 0..x.len() } else { 0..0 };
@@ -196,13 +196,13 @@ impl Comm for TcpComm {
         send: &[u8],
         send_counts: &[usize],
     ) -> Result<()> {
-        let shapes = [BufferShape::from_bytes(recv), BufferShape::from_bytes(send)];
+        let shapes = [BufferShape::from_byte_count(recv), BufferShape::from_byte_count(send)];
         self.exchange_parts(shapes, recv, recv_counts, send, send_counts)
     }
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let (mut call_state, call) =
-            self.begin_call(CollectiveCall::describe_all_gather_bytes(bytes.len()))?;
+            self.begin_call(CollectiveCall::summarize_all_gather_bytes(bytes.len()))?;
         let lens = self.all_gather_u64(&mut call_state.connections, &call, bytes.len() as u64)?;
         let limit = crate::MAX_GATHER_BYTES as u64;
         if let Some(rank) = lens.iter().position(|&n| n > limit) {
@@ -217,7 +217,7 @@ impl Comm for TcpComm {
     }
 
     fn barrier(&self) -> Result<()> {
-        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::describe_barrier()))?;
+        let (mut call_state, call) = self.begin_call(Ok(CollectiveCall::summarize_barrier()))?;
         self.replicate_parts(&mut call_state.connections, &call, &mut [], &vec![0..0; self.world_size()])
     }
 

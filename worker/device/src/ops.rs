@@ -36,7 +36,7 @@ pub use matmul::{FP8_COLUMN_MULTIPLE, Fp8Operand, Fp8Ops, GroupedMatmulOps, Matm
 pub use norm::{BiasOps, HeadLayout, HeadNormOps, LayerNormOps, LayerNormParams, RmsNormOps};
 pub(crate) use optimizers::{AdamWCoefficients, LionCoefficients};
 pub use optimizers::{AdamWHyperparams, LionHyperparams, OptimizerOps, SgdHyperparams};
-pub use vectors::{NORM_BLOCK_LEN, PendingBlockSums, SampleDropout, StochasticRounding, VectorOps};
+pub use vectors::{NORM_BLOCK_LEN, PendingSumsOfSquares, SampleDropout, StochasticRounding, VectorOps};
 pub use vocabulary::{ClassifierGrads, ClassifierOps, ClassifierShape, EmbeddingOps, IGNORE_LABEL};
 
 /// All operations (ops) that a backend implements for models and optimizers. The backends are the

@@ -20,7 +20,7 @@ pub trait Storage: Send + Sync {
     /// needed.
     fn is_host(&self) -> bool;
     /// Fails with the first failure of a call of this backend, if a call has failed.
-    fn status(&self) -> Result<(), DeviceError> {
+    fn check_status(&self) -> Result<(), DeviceError> {
         Ok(())
     }
     /// Allocates a buffer of `len` zeros in the memory of the backend, where its ops compute.
@@ -46,14 +46,14 @@ pub trait Storage: Send + Sync {
     /// or from the host is complete on return.
     fn copy(&self, to: ViewMut, from: View);
     /// Sets every element of `x` to zero.
-    fn clear(&self, x: ViewMut);
+    fn fill_with_zeros(&self, x: ViewMut);
     /// Moves the elements with the indices `from` of `x` to the lower index `to`, within the
     /// buffer. The ranges may overlap.
     fn move_elements_to_lower_index(&self, x: ViewMut, from: Range<usize>, to: usize);
     /// Blocks until all work that this thread has enqueued on its stream is complete. Returns the
     /// status.
     fn synchronize(&self) -> Result<(), DeviceError> {
-        self.status()
+        self.check_status()
     }
     /// Runs `work` with a separate stream for this thread's calls, and blocks until the work on
     /// that stream is complete.
@@ -70,7 +70,7 @@ pub trait Storage: Send + Sync {
     }
     /// Makes this thread's stream wait for an event, and adds the time for which the stream waits
     /// to the total that [`Storage::take_stall_seconds`] returns.
-    fn wait_event_timed(&self, event: &Event) {
+    fn make_stream_wait_timed(&self, event: &Event) {
         event.make_stream_wait();
     }
     /// Returns the total time, in seconds, for which streams waited because of
@@ -99,7 +99,7 @@ pub trait Storage: Send + Sync {
         let copies = from.iter().zip(&mut to).map(|(from, to)| self.copy_async(to.view_mut(), *from, &[]));
         // copies complete in order, so the last event covers them all
         let done = copies.filter(|event| event.0.is_some()).last().unwrap_or_default();
-        Download { bufs: to, done, status: self.status() }
+        Download { bufs: to, done, status: self.check_status() }
     }
     /// Records the duration of the training step that has just ended, and returns a notice for the
     /// user if there is one. A backend that can run steps in several ways compares their durations
@@ -250,7 +250,7 @@ impl Event {
     }
 
     /// Returns whether this is the default event, which counts as reached from the start.
-    pub fn is_immediate(&self) -> bool {
+    pub fn is_always_reached(&self) -> bool {
         self.0.is_none()
     }
 

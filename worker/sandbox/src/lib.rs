@@ -9,8 +9,8 @@
 mod confinement;
 mod cpu_watch;
 mod error;
-mod frame;
 mod limits;
+mod messages;
 mod sandbox_process;
 mod server;
 mod system_calls;
@@ -18,8 +18,8 @@ mod system_calls;
 pub use confinement::Confinement;
 pub use cpu_watch::limit_cpu_time;
 pub use error::{SandboxError, SandboxFailure};
-pub use frame::{ReplyDecoder, decode_replies};
 pub use limits::{RequestLimits, STACK_BYTES, SandboxSettings};
+pub use messages::{ReplyDecoder, decode_replies};
 pub use sandbox_process::{SandboxCommand, SandboxProcess};
 pub use server::{ReportStepFn, RequestHandler, serve, take_panic_message};
 

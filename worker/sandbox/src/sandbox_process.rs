@@ -3,8 +3,8 @@
 use crate::{
     confinement::Confinement,
     error::{SandboxError, SandboxFailure},
-    frame::{ReplyDecoder, encode_request_header, encode_settings},
     limits::{RequestLimits, STACK_BYTES, SandboxSettings},
+    messages::{ReplyDecoder, encode_request_header, encode_settings},
 };
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},

@@ -2,11 +2,11 @@
 use crate::{
     confinement::{RequestLimiter, confine},
     cpu_watch::watch_cpu_time,
-    frame::{
+    limits::{MAX_QUEUED_REQUESTS, RequestLimits, SERVICE_STACK_BYTES, SandboxSettings},
+    messages::{
         MAX_PANIC_BYTES, REQUEST_HEADER_BYTES, ReplyKind, SETTINGS_BYTES, decode_request_header,
         decode_settings, encode_reply_header,
     },
-    limits::{MAX_QUEUED_REQUESTS, RequestLimits, SERVICE_STACK_BYTES, SandboxSettings},
 };
 use nix::{
     cmsg_space,
@@ -53,7 +53,12 @@ pub trait RequestHandler {
     /// request, and returns the reply. A panic becomes an error of the caller, and the handler then
     /// gets the next request. No work with a limit of CPU time may run during a call of
     /// `report_step`.
-    fn handle_request(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStepFn) -> Vec<u8>;
+    fn handle_request(
+        &mut self,
+        request: &[u8],
+        file: Option<File>,
+        report_step: &mut ReportStepFn,
+    ) -> Vec<u8>;
 }
 
 /// A request that the sandbox process has received, with its file and its limits.
@@ -180,7 +185,10 @@ fn read_request(socket: &mut UnixStream) -> io::Result<Request> {
 
 /// Reads bytes of a request's header into `buffer`, and receives the open file that was sent with
 /// them. Returns the number of bytes, and the file if there is one.
-fn receive_header_bytes_and_file(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<File>)> {
+fn receive_header_bytes_and_file(
+    socket: &UnixStream,
+    buffer: &mut [u8],
+) -> io::Result<(usize, Option<File>)> {
     let mut control = cmsg_space!(RawFd);
     let mut parts = [IoSliceMut::new(buffer)];
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;

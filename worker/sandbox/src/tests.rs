@@ -27,7 +27,12 @@ fn run_sandbox() {
 struct TestHandler;
 
 impl RequestHandler for TestHandler {
-    fn handle_request(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStepFn) -> Vec<u8> {
+    fn handle_request(
+        &mut self,
+        request: &[u8],
+        file: Option<File>,
+        report_step: &mut ReportStepFn,
+    ) -> Vec<u8> {
         let request = String::from_utf8_lossy(request).into_owned();
         let (operation, argument) = request.split_once(' ').unwrap_or((&request, ""));
         let number = || argument.parse::<usize>().unwrap_or(0);

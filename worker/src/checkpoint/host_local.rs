@@ -118,7 +118,8 @@ pub(crate) fn complete_interrupted_commits(
         false => Ok(Default::default()),
     };
     let listed = mine.as_ref().map(|(listed, _)| listed.clone()).map_err(Clone::clone);
-    let completed: HashSet<HostLocalCheckpointId> = all_gather_values(queue, listed)?.into_iter().flatten().collect();
+    let completed: HashSet<HostLocalCheckpointId> =
+        all_gather_values(queue, listed)?.into_iter().flatten().collect();
     let (_, prepared) = mine?;
     let result = prepared
         .into_iter()

@@ -6,7 +6,7 @@
 //! which survive the loss of a host. Any number of ranks can resume from the copies, because they
 //! are read as the shards of a native checkpoint.
 mod host_map;
-mod image_exchange;
+mod memory_copy_exchange;
 mod state_selection;
 
 pub(super) use state_selection::{CompleteState, StateSelection};
@@ -24,13 +24,15 @@ use crate::{
 };
 use ckpt::{
     Hash, RunFacts,
-    memory_store::{MemoryCopyId, MemoryStore, StoredMemoryCopies, open_memory_checkpoint, parse_copy_description},
+    memory_store::{
+        MemoryCopyId, MemoryStore, StoredMemoryCopies, open_memory_checkpoint, parse_copy_description,
+    },
 };
 use device::View;
 use diagnostic::{Diagnostic, codes, quantity::format_bytes};
 use host_map::HostMap;
-use image_exchange::exchange_memory_copies;
 use jobspec::MemoryCopySpec;
+use memory_copy_exchange::exchange_memory_copies;
 use state_selection::{HostCopies, ReportedCopy, select_states};
 use std::{
     collections::HashMap,
@@ -112,7 +114,8 @@ impl HostMemoryCopies {
                 true => sent.iter().filter_map(|r| Some((*r, &*local.get(r)?.description))).collect(),
                 false => Vec::new(),
             };
-            let encoded = rmp_serde::to_vec(&mine).map_err(|e| build_invalid_copy_list_error().with_cause(&e).into());
+            let encoded =
+                rmp_serde::to_vec(&mine).map_err(|e| build_invalid_copy_list_error().with_cause(&e).into());
             let bytes = broadcast_bytes(queue, leader, encoded)?;
             let received: Vec<(u32, Vec<u8>)> =
                 rmp_serde::from_slice(&bytes).map_err(|e| build_invalid_copy_list_error().with_cause(&e))?;
@@ -249,7 +252,8 @@ impl MemoryCopier {
         let labels: Vec<RangeLabel> = ranges.iter().map(RangeLabel::new).collect();
         let values: Vec<View> = ranges.iter().map(|o| o.values).collect();
         let (ops, rank) = (running.trainer.ops.as_ref(), engine.rank() as u32);
-        let written = copy_shard_to_memory_store(ops, &self.memory.store, (id, rank), facts, &labels, &values)?;
+        let written =
+            copy_shard_to_memory_store(ops, &self.memory.store, (id, rank), facts, &labels, &values)?;
         (0..engine.shards.len()).for_each(|u| optimizer.evict_states(u));
         written.map_err(to_unwritable_checkpoint_error)
     }

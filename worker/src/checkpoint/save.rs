@@ -5,7 +5,8 @@ use crate::{
         host_local,
         memory_copies::{CopyCost, MemoryCopier},
         shard_write::{
-            BackgroundWrite, RangeLabel, ShardWrite, join_thread, spawn_named_thread, write_shard_in_foreground,
+            BackgroundWrite, RangeLabel, ShardWrite, join_thread, spawn_named_thread,
+            write_shard_in_foreground,
         },
         storage_topology::StorageTopology,
         tensor_mapping::{build_checkpoint_model_spec, list_owned_ranges},
@@ -303,7 +304,8 @@ impl CheckpointSaver {
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
         let facts = self.build_run_facts(running, self.metadata.tokenizer.clone());
         let (rank, leader) = (engine.rank(), self.layout.find_directory_leader(engine.rank()));
-        let bytes = self.layout.compute_directory_bytes(rank, self.count_bytes_with_parity(engine, optimizer));
+        let bytes =
+            self.layout.compute_directory_bytes(rank, self.count_bytes_with_parity(engine, optimizer));
         let staging = (rank == leader).then(|| StagingDir::create(&self.root, facts.step, bytes));
         let staging = staging.transpose().map_err(to_unwritable_checkpoint_error);
         let path = staging.as_ref().map(|s| s.as_ref().map(|s| s.path().to_path_buf())).map_err(Clone::clone);

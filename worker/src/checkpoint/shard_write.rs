@@ -217,7 +217,7 @@ fn with_host_pieces<T>(
 ) -> std::result::Result<T, DeviceError> {
     let host_copy = |v: &View| if v.is_on_host() { Buf::default() } else { ops.clone_to_host(*v) };
     let copies: Vec<Buf> = values.iter().map(host_copy).collect();
-    ops.status()?; // invalid values must not be saved
+    ops.check_status()?; // invalid values must not be saved
     let pieces = labels.iter().zip(values).zip(&copies).map(|((label, values), copy)| {
         label.with_values(if values.is_on_host() { *values } else { copy.view() })
     });

@@ -179,7 +179,8 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
     let with_states: HashSet<&str> = states.iter().map(|t| t.name.as_str()).collect();
     // A parameter without any state was frozen, and begins with new states.
     let needs = |role: TensorRole, p: &ParamSpec| {
-        role.tensor_shape_for_weight(&p.shape).is_some() && (states.is_empty() || with_states.contains(p.name.as_str()))
+        role.tensor_shape_for_weight(&p.shape).is_some()
+            && (states.is_empty() || with_states.contains(p.name.as_str()))
     };
     let is_missing = |role: TensorRole| {
         let mut trained = units.iter().flat_map(ParamUnit::list_trained_params);

@@ -171,7 +171,10 @@ impl Dataset {
         starts: &mut [u32],
     ) {
         let source_lengths = self.sources.iter().map(|s| s.packer.len());
-        assert!(order.samples_per_epoch_by_source().eq(source_lengths), "the order belongs to another data set");
+        assert!(
+            order.samples_per_epoch_by_source().eq(source_lengths),
+            "the order belongs to another data set"
+        );
         let n = self.seq_len;
         assert_eq!([tokens.len(), labels.len(), starts.len()], [micro * n; 3]);
         let rows = tokens.chunks_exact_mut(n).zip(labels.chunks_exact_mut(n)).zip(starts.chunks_exact_mut(n));

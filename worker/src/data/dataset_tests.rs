@@ -177,7 +177,10 @@ fn the_estimate_counts_files_bytes_and_tokens() {
     let dir = create_directory_with(&[("a.txt", "abc"), ("b.txt", "defgh")]);
     let estimate = check_data(&create_data_spec(&["*.txt"], 4), &[], dir.path()).estimate.unwrap();
     assert_eq!(estimate, DataEstimate { files: 2, bytes: 8, tokens: 10, vocab_size: 257 });
-    assert_eq!(open_train_data(&create_data_spec(&["*.txt"], 4), &dir).unwrap().token_count(), estimate.tokens);
+    assert_eq!(
+        open_train_data(&create_data_spec(&["*.txt"], 4), &dir).unwrap().token_count(),
+        estimate.tokens
+    );
     let none = check_data(&create_data_spec(&["*.md"], 4), &[], dir.path());
     assert!(matches!(none.errors[..], [DataError::NoMatch { .. }]) && none.estimate.is_none());
     assert!(check_data(&create_data_spec(&["*.txt"], 0), &[], dir.path()).estimate.is_none());

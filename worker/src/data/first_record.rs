@@ -1,6 +1,6 @@
 //! [`has_record`]: checks whether a data file has a record, and whether its first record is valid.
 use super::{
-    document_reader::{DataFileFormat, RecordReadOptions, open_data_file, check_first_text_piece},
+    document_reader::{DataFileFormat, RecordReadOptions, check_first_text_piece, open_data_file},
     error::{DataError, FailedRecord, InterpretationStep, RecordPosition},
     interpreter::{
         Document, DocumentOptions, DocumentResult, Interpreter, InterpreterFailure, OpenParquetReply,
@@ -47,7 +47,13 @@ fn jsonl_has_record(
         let result = interpreter.interpret_document(Document::ChatLine(text), to_check_only_options(options));
         let range = FailedRecord { first: position, is_exact: true };
         let failed = |failure| {
-            to_interpretation_error(failure, InterpretationStep::RenderChats, path, Some(range), Some(template.path()))
+            to_interpretation_error(
+                failure,
+                InterpretationStep::RenderChats,
+                path,
+                Some(range),
+                Some(template.path()),
+            )
         };
         require_valid_result(result.map_err(failed)?, path, position)
     })?;

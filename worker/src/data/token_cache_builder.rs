@@ -252,7 +252,8 @@ fn build_cache(
     let error = |source| DataError::cache_unusable(path, CacheOperation::Write, source);
     let file = File::options().write(true).create(true).truncate(true).open(&temporary.0).map_err(error)?;
     let tokenizer = inputs.tokenizer;
-    let writer = TokenCacheWriter::new(file, tokenizer.vocab_size(), tokenizer.eod_token(), inputs.has_loss_mask());
+    let writer =
+        TokenCacheWriter::new(file, tokenizer.vocab_size(), tokenizer.eod_token(), inputs.has_loss_mask());
     let writer = tokenize_files(inputs, writer.map_err(error)?, path)?;
     writer.finish(key).map_err(error)?;
     fs::rename(&temporary.0, path).map_err(error)?;

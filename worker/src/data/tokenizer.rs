@@ -223,8 +223,12 @@ impl FileTokenizer {
             Ok(Err((name, problem))) if name == TOKENIZER_FILE => {
                 Err(build_invalid_tokenizer_error(&path, problem))
             }
-            Ok(Err((name, problem))) => Err(build_invalid_tokenizer_error(&path.with_file_name(name), problem)),
-            Err(failure) => Err(to_interpretation_error(failure, InterpretationStep::LoadTokenizer, &path, None, None)),
+            Ok(Err((name, problem))) => {
+                Err(build_invalid_tokenizer_error(&path.with_file_name(name), problem))
+            }
+            Err(failure) => {
+                Err(to_interpretation_error(failure, InterpretationStep::LoadTokenizer, &path, None, None))
+            }
         }
     }
 }
@@ -375,7 +379,10 @@ mod tests {
         assert_eq!(eod(&[json, (TOKENIZER_CONFIG_FILE, r#"{"eos_token": null}"#)]), 4);
         let with = open_tokenizer_files(&[json, (TOKENIZER_CONFIG_FILE, config)]).unwrap();
         assert_ne!(with.digest(), open_tokenizer_files(&[json]).unwrap().digest());
-        assert_eq!(with.build_hf_tokenizer_files()[1], (TOKENIZER_CONFIG_FILE.to_string(), config.to_string()));
+        assert_eq!(
+            with.build_hf_tokenizer_files()[1],
+            (TOKENIZER_CONFIG_FILE.to_string(), config.to_string())
+        );
         let generated = open_tokenizer_files(&[json]).unwrap().build_hf_tokenizer_files();
         assert!(generated.len() == 2 && generated[1].1.contains("\"eos_token\": \"</s>\""), "{generated:?}");
     }

@@ -8,7 +8,7 @@ use super::{
 use crate::gpu::{collect_library_search_paths, probe_gpu_libraries};
 use device::{
     Cuda,
-    cuda::{GpuState, KernelReport},
+    cuda::{GpuSensorReadings, KernelReport},
 };
 use diagnostic::quantity::format_count;
 use serde_json::{Map, Value, json};
@@ -118,7 +118,7 @@ fn to_kernel_json(kernel: &KernelReport) -> Value {
 
 /// Returns the GPU's clocks, temperature and power as text and as JSON.
 pub(super) fn query_clocks(cuda: &Cuda) -> (String, Value) {
-    let state = match cuda.query_state() {
+    let state = match cuda.query_sensor_readings() {
         Ok(state) => state,
         Err(why) => {
             let reported = cuda
@@ -128,7 +128,7 @@ pub(super) fn query_clocks(cuda: &Cuda) -> (String, Value) {
             return (String::new(), json!({"nvml": why.to_string(), "nvidia_smi": reported}));
         }
     };
-    let GpuState { sm_mhz, memory_mhz, temperature, power_watts, throttle_reasons } = &state;
+    let GpuSensorReadings { sm_mhz, memory_mhz, temperature, power_watts, throttle_reasons } = &state;
     let mut text = sm_mhz.map_or_else(String::new, |mhz| format!("{mhz} MHz"));
     for reason in throttle_reasons.iter().flatten().filter(|reason| **reason != "idle") {
         text = format!("{text}, {reason}");

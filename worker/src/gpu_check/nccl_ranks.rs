@@ -89,7 +89,8 @@ impl TwoRankTraining<'_> {
         nccl: Option<&NcclLibrary>,
         steps: usize,
     ) -> diagnostic::Result<()> {
-        let memory = open_memory_file(self.memory.unwrap_or(Path::new(""))).map_err(to_shared_memory_error)?;
+        let memory =
+            open_memory_file(self.memory.unwrap_or(Path::new(""))).map_err(to_shared_memory_error)?;
         let hosts = join_ranks(memory.into(), 1)?;
         let curve = train_rank_for_curve(spec, open, nccl, hosts, steps, drop)?;
         output.send_details(RANK_ONE_CURVE_NAME, json!(curve));

@@ -185,7 +185,11 @@ fn prepare_memory_bound_ops(cuda: &Cuda) -> Result<[TimedOp<'_>; 3], CudaError> 
     let [mut y, x] = allocate_zeroed_buffers(cuda, Dtype::Bf16, [ADDED_ELEMENTS, ADDED_ELEMENTS])?;
     let [mut normed, rows, w] = allocate_zeroed_buffers(cuda, Dtype::Bf16, [m * d, m * d, d])?;
     let [mut rstd] = allocate_zeroed_buffers(cuda, Dtype::F32, [m])?;
-    let [mut p, g, mut avg, mut avg_sq] = allocate_zeroed_buffers(cuda, Dtype::F32, [ADDED_ELEMENTS, ADDED_ELEMENTS, ADDED_ELEMENTS, ADDED_ELEMENTS])?;
+    let [mut p, g, mut avg, mut avg_sq] = allocate_zeroed_buffers(
+        cuda,
+        Dtype::F32,
+        [ADDED_ELEMENTS, ADDED_ELEMENTS, ADDED_ELEMENTS, ADDED_ELEMENTS],
+    )?;
     let h = AdamWHyperparams {
         lr: 1e-3,
         beta1: 0.9,

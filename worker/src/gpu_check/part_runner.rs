@@ -6,7 +6,7 @@ use super::{
     part_filter::PartFilter,
     part_process::{PartCommand, PartEnd, PartOutcome, find_sanitizer, run_part_process},
     parts::{ENVIRONMENT_PART, Part},
-    report_file::{PartRecord, GpuCheckReport},
+    report_file::{GpuCheckReport, PartRecord},
     table::ResultTable,
 };
 use device::cuda::read_launch_log;
@@ -254,7 +254,12 @@ impl PartRunner<'_> {
     }
 
     /// Builds the command line of the process that runs a check part in the mode `mode`.
-    fn build_part_command(&self, part: &Part, mode: PartRunMode, launch_log: Option<&MemoryFile>) -> PartCommand {
+    fn build_part_command(
+        &self,
+        part: &Part,
+        mode: PartRunMode,
+        launch_log: Option<&MemoryFile>,
+    ) -> PartCommand {
         let mut command = PartCommand::new(&part.name, self.options.device, self.options.filter);
         if let Some(log) = launch_log {
             command.arguments.extend(["--launch-log".into(), log.path().into()]);

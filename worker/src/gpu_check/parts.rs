@@ -88,7 +88,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     if !filter.quick {
         add("ceilings".to_owned(), PartWork::Speed(SpeedGroup::Ceilings), 3, 60);
     }
-    for (number, family) in conformance::FAMILY_NAMES.iter().enumerate() {
+    for (number, family) in conformance::OP_FAMILY_NAMES.iter().enumerate() {
         add(format!("ops/{}", to_part_name(family)), PartWork::Family(number), 3, 60);
     }
     add("ops/cudnn".to_owned(), PartWork::CudnnAttention, 4, 60);

@@ -14,7 +14,7 @@ use super::{
 use crate::gpu::{collect_library_search_paths, find_kernel_cache_directory, to_unusable_gpu_error};
 use device::{
     Cuda,
-    conformance::{self, FamilyReport, MaxErrors},
+    conformance::{self, MaxErrors, OpFamilyReport},
     cuda::{AttentionBackend, CudaError, log_launches_to},
 };
 use diagnostic::{Diagnostic, codes};
@@ -88,7 +88,7 @@ fn do_part_work(
                 report_used_kernels(output, &cuda)?;
             }
             PartWork::Family(number) => {
-                let (name, cuda) = (conformance::FAMILY_NAMES[number], open()?);
+                let (name, cuda) = (conformance::OP_FAMILY_NAMES[number], open()?);
                 output.send_row(match conformance::compare_family_with_cpu(&cuda, number, 1, rounds) {
                     Some(report) => to_family_row(&report),
                     None => Row::skipped(name, format!("{} has no fp8", cuda.describe_gpu())),
@@ -133,7 +133,7 @@ fn open_gpu_with_cudnn(device: usize) -> Result<Cuda, CudaError> {
 
 /// Converts the result of comparing a family of operations between GPU and CPU to a row of the
 /// result table.
-fn to_family_row(report: &FamilyReport) -> Row {
+fn to_family_row(report: &OpFamilyReport) -> Row {
     let MaxErrors { f32, bf16, f16 } = report.max_errors;
     let failure = report.failure.clone().map(Diagnostic::from);
     Row {

@@ -212,7 +212,10 @@ fn report_step_profile(
 }
 
 /// Runs training steps for `duration`, and measures their speed and the peak GPU memory.
-fn measure_training(model: &mut WarmedUpModel, duration: Duration) -> diagnostic::Result<TrainingMeasurement> {
+fn measure_training(
+    model: &mut WarmedUpModel,
+    duration: Duration,
+) -> diagnostic::Result<TrainingMeasurement> {
     let WarmedUpModel { spec, cuda, running, .. } = model;
     let is_enough = &mut |steps, elapsed| steps >= 3 && elapsed >= duration;
     let seconds = time_steps(running, is_enough)?;

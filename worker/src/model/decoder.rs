@@ -15,7 +15,7 @@ mod norms;
 mod row_norm;
 
 pub(super) use decoder_config::{
-    Activation, DECODER_KEY_NAMES, DecoderConfig, DropoutConfig, NormModuleNames, LearnedPositions, NormKind,
+    Activation, DECODER_KEY_NAMES, DecoderConfig, DropoutConfig, LearnedPositions, NormKind, NormModuleNames,
     QkNormExtent, TensorNames, build_decoder_config_json,
 };
 pub(super) use decoder_moe_config::{DecoderMoeConfig, ExpertTensorNames};

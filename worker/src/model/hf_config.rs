@@ -147,7 +147,11 @@ pub(super) fn invalid_value_error(
     value: &Value,
     expected: impl Into<String>,
 ) -> ModelError {
-    ModelError::ValueInvalid { key: key.into(), value: format_shortened_value(value), expected: expected.into() }
+    ModelError::ValueInvalid {
+        key: key.into(),
+        value: format_shortened_value(value),
+        expected: expected.into(),
+    }
 }
 
 impl<'a> HfConfigFields<'a> {
@@ -254,8 +258,10 @@ impl<'a> HfConfigFields<'a> {
         let read_keys = self.read_keys.borrow();
         let is_known = |key: &str| read_keys.contains(key) || IGNORED_KEYS.contains(&key);
         let unknown = self.map.iter().filter(|(key, v)| !v.is_null() && !is_known(key));
-        let entries: Vec<(String, String)> =
-            unknown.take(MAX_LISTED_KEYS).map(|(key, v)| (shorten_text(key), format_shortened_value(v))).collect();
+        let entries: Vec<(String, String)> = unknown
+            .take(MAX_LISTED_KEYS)
+            .map(|(key, v)| (shorten_text(key), format_shortened_value(v)))
+            .collect();
         if entries.is_empty() { Ok(()) } else { Err(ModelError::KeysUnknown { entries }) }
     }
 }

@@ -87,7 +87,7 @@ impl LinearFormat {
     /// `buffer`, once for both matmuls.
     pub(super) fn round_gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         match self.precision {
-            LinearPrecision::ComputeDtype => ops.as_matmul_operand(dy, buffer),
+            LinearPrecision::ComputeDtype => ops.convert_to_matmul_dtype(dy, buffer),
             LinearPrecision::Fp8 => dy,
         }
     }

@@ -57,7 +57,8 @@ impl LoraConfig {
         has_experts: bool,
     ) -> Result<()> {
         let LoraTargets::Names(names) = &self.spec.targets else { return Ok(()) };
-        let Some(unknown) = names.iter().find(|n| !modules.clone().any(|m| target_selects_module(m, n))) else {
+        let Some(unknown) = names.iter().find(|n| !modules.clone().any(|m| target_selects_module(m, n)))
+        else {
             return Ok(());
         };
         let mut supported: Vec<String> =
@@ -316,7 +317,7 @@ impl LayerAdapters {
         p: View,
         padded_b: &mut Buf,
     ) {
-        ops.clear(padded_b.view_mut().slice(0..g.width * self.rank));
+        ops.fill_with_zeros(padded_b.view_mut().slice(0..g.width * self.rank));
         let mut b = padded_b.view_mut().slice(ad.columns.start * self.rank..ad.columns.end * self.rank);
         ops.cast(b.reborrow(), p.slice(ad.b.clone()));
         ops.scale(b, self.scale);

@@ -408,7 +408,7 @@ impl RouterStats {
         let at = index * (experts + 1);
         let (mut probs, mut squares) =
             self.device_sums.view_mut().slice(at..at + experts + 1).split_at(experts);
-        ops.clear(probs.reborrow());
+        ops.fill_with_zeros(probs.reborrow());
         ops.bias_backward(probs, routing.probs.view(), self.rows, experts);
         ops.dot_rows(squares.reborrow(), routing.lse.view(), routing.lse.view(), self.rows);
     }

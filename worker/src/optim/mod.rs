@@ -120,7 +120,8 @@ impl Optimizer {
         offload: Option<&OffloadTarget>,
         rounding_seed: Option<u64>,
     ) -> Result<Self, Vec<Diagnostic>> {
-        let ParamGroups { hyperparams, group_indices } = param_groups::assign_param_groups(spec, units, ties)?;
+        let ParamGroups { hyperparams, group_indices } =
+            param_groups::assign_param_groups(spec, units, ties)?;
         let roles = list_state_roles(spec);
         let states =
             ranges.zip(units).map(|(range, unit)| UnitStates::zeroed(ops, &roles, unit, range, offload));

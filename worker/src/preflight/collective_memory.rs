@@ -70,7 +70,7 @@ impl MemoryEstimator<'_> {
             let partition = Partition::new(u, self.world);
             let counts: Vec<usize> =
                 (0..self.world).map(|r| u.to_trained_range(partition.shard_range(r)).len()).collect();
-            comm::shm::count_assembly_elements(rank, &partial_sums, &counts, STAGING_BYTES)
+            comm::shm::count_piece_buffer_elements(rank, &partial_sums, &counts, STAGING_BYTES)
         });
         (shared + 4 * private.max().unwrap_or(0)) as u64
     }

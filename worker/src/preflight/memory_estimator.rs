@@ -233,7 +233,8 @@ impl MemoryEstimator<'_> {
     /// For a matmul, the buffer contains 256 rows or 2²⁰ elements of the result at a time,
     /// whichever are more. For the gradient of q, k and v, the buffer contains the whole result.
     fn count_fp32_accumulation_bytes(&self, b: usize, t: usize) -> u64 {
-        let largest = self.model.declare_scratch_buffers(b, t).iter().map(|buffer| buffer.len).max().unwrap_or(0);
+        let largest =
+            self.model.declare_scratch_buffers(b, t).iter().map(|buffer| buffer.len).max().unwrap_or(0);
         let rows = largest.div_ceil((b * t).max(1)) * 256;
         4 * largest.min(rows.max(1 << 20)).max(b * t * self.model.sizes().qkv_width()) as u64
     }

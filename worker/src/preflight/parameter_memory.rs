@@ -54,7 +54,8 @@ impl MemoryEstimator<'_> {
         } else {
             one_micro_batch
         };
-        let order = order.into_iter().filter(|&u| casts || self.units[u].owners.count_owners_below(self.world) > 1);
+        let order =
+            order.into_iter().filter(|&u| casts || self.units[u].owners.count_owners_below(self.world) > 1);
         let fetches = gather_retention::plan_fetches(order, len, self.train.zero.max_live_parameters);
         if self.shares_params_in_memory() {
             return self.count_mapped_peer_elements(&fetches, |u| len(u) - shards[u]);

@@ -28,7 +28,12 @@ pub(super) fn gather_last_checkpoint_weights(
         false => {
             let opened = HostLocalCheckpoint::open(queue, layout, path, None)?;
             if is_leader {
-                let written = write_weights_directory(session, &opened, opened.local_checkpoint_view().run_facts().step, root);
+                let written = write_weights_directory(
+                    session,
+                    &opened,
+                    opened.local_checkpoint_view().run_facts().step,
+                    root,
+                );
                 opened.end_serving()?;
                 written
             } else {

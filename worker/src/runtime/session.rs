@@ -498,7 +498,9 @@ impl AgentSession {
             inbox.peers.take().filter(|peers| peers.attempt == attempt)
         });
         peers.ok_or_else(|| match self.find_abort_reason() {
-            Some(reason) => Error::new_aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, reason)),
+            Some(reason) => {
+                Error::new_aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, reason))
+            }
             None => build_peers_not_listening_error(),
         })
     }

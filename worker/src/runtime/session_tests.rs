@@ -41,7 +41,8 @@ fn no_rank_begins_the_first_step_if_one_of_them_has_to_stop() {
 
 #[test]
 fn a_failed_collective_is_a_stop_if_the_request_follows_before_the_first_step() {
-    let aborted = Error::new_aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, "rank 1 is gone"));
+    let aborted =
+        Error::new_aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, "rank 1 is gone"));
     let failed = Error::new(codes::run::INTERNAL, "not a consequence");
     let (session, _, _agent) = create_ranks(1).remove(0);
     std::thread::scope(|scope| {
@@ -90,7 +91,8 @@ fn create_lasting_session() -> (AgentSession, UnixStream, UnixStream) {
 
 #[test]
 fn a_rank_leaves_only_a_failed_attempt_and_only_if_the_agent_allows_it() {
-    let aborted = Error::new_aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, "rank 1 is gone"));
+    let aborted =
+        Error::new_aborted(Diagnostic::error(codes::collective::COLLECTIVE_ABORTED, "rank 1 is gone"));
     let failed = Error::new(codes::run::INTERNAL, "not a consequence");
     let abort = |keep| ToWorker::Abort { reason: "rank 1 failed".into(), keep };
     let (session, _agent, _memory) = create_lasting_session();

@@ -48,7 +48,10 @@ impl StatusWriter {
     /// Creates a writer of this rank's status to `memory`, which the agent reads. With `None`, the
     /// status is not written.
     pub(super) fn new(memory: Option<OwnedFd>) -> Self {
-        StatusWriter(Mutex::new(RankStatusSlot { memory: memory.map(File::from), ..RankStatusSlot::default() }))
+        StatusWriter(Mutex::new(RankStatusSlot {
+            memory: memory.map(File::from),
+            ..RankStatusSlot::default()
+        }))
     }
 
     /// Locks the mutex of this rank's status.

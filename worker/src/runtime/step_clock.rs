@@ -27,7 +27,11 @@ impl StepClock {
 
     /// Adds the times of the previous step, and the waiting time since then, to the report that
     /// this rank sends to the other ranks.
-    pub(super) fn add_times_to_report(&mut self, queue: &CollectiveQueue, report: RankStepReport) -> RankStepReport {
+    pub(super) fn add_times_to_report(
+        &mut self,
+        queue: &CollectiveQueue,
+        report: RankStepReport,
+    ) -> RankStepReport {
         let exposed_comm = self.exposed + queue.take_exposed_seconds();
         // The collectives of saves and evaluations belong to no step.
         queue.take_collective_seconds();

@@ -233,7 +233,11 @@ fn report_step_times(
 
 /// Applies on every rank the values that rank 0 has reloaded from the job file. Collective: every
 /// rank must call it.
-fn apply_reloaded_job_values(running: &mut RunningTrainer, run: &RunContext, values: &mut ReloadValues) -> Result<()> {
+fn apply_reloaded_job_values(
+    running: &mut RunningTrainer,
+    run: &RunContext,
+    values: &mut ReloadValues,
+) -> Result<()> {
     let mine = if run.is_leader { run.session.requests.take_reload_values() } else { None };
     let reloaded = all_gather_results(running.trainer.engine.queue(), Ok(&mine))?;
     let Some(first) = reloaded.into_iter().next().transpose()?.flatten() else { return Ok(()) };

@@ -70,7 +70,8 @@ impl GenerationRequest {
         is_stopping: &dyn Fn() -> bool,
     ) -> Result<Option<Vec<u32>>> {
         let (is_leader, seq_len) = (trainer.engine.rank() == 0, trainer.batch.seq_len);
-        let order: Vec<usize> = (0..self.tokens).flat_map(|_| trainer.list_units_in_pass_order(false)).collect();
+        let order: Vec<usize> =
+            (0..self.tokens).flat_map(|_| trainer.list_units_in_pass_order(false)).collect();
         trainer.engine.begin_pass(order);
         trainer.batch.first_sample = None;
         let (mut tokens, mut logits) =
@@ -92,7 +93,7 @@ impl GenerationRequest {
             })?;
             if is_leader {
                 let logits = trainer.ops.to_host(logits.view(), &mut host_logits);
-                trainer.ops.status()?;
+                trainer.ops.check_status()?;
                 tokens.push(self.select_next_token(logits.host_slice(), i, step));
             }
         }
@@ -121,7 +122,11 @@ fn compute_row_logits(trainer: &mut Trainer, guards: HeadGuards, row: usize, out
     let x = w.layer_inputs.last().expect("the last element is the input of the head").view();
     let x = x.slice(row * d..(row + 1) * d);
     trainer.engine.with_params_of_units(guards, |params, embedding| {
-        model.compute_single_row_logits(&HeadInput { ops, params, embedding, x }, out.view_mut(), &mut w.scratch);
+        model.compute_single_row_logits(
+            &HeadInput { ops, params, embedding, x },
+            out.view_mut(),
+            &mut w.scratch,
+        );
     });
 }
 

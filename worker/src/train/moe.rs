@@ -147,7 +147,13 @@ impl MoeTrainer {
     fn borrow_for_layer(
         &mut self,
         l: usize,
-    ) -> (MoeLayerPlan, &mut SavedMoeActivations, &mut MoeScratchBuffers, &mut TokenDispatcher, &mut RouterStats) {
+    ) -> (
+        MoeLayerPlan,
+        &mut SavedMoeActivations,
+        &mut MoeScratchBuffers,
+        &mut TokenDispatcher,
+        &mut RouterStats,
+    ) {
         let layer = self.layers[l].clone().expect("a layer with experts");
         let set = layer.index.min(self.saved.len() - 1);
         (layer, &mut self.saved[set], &mut self.workspace, &mut self.dispatcher, &mut self.router_stats)

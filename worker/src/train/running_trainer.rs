@@ -53,7 +53,8 @@ impl RunningTrainer {
             self.train.steps,
             self.position.step,
         );
-        let accumulated = self.trainer.start_global_batch_gradients(source, self.position.consumed_samples, report)?;
+        let accumulated =
+            self.trainer.start_global_batch_gradients(source, self.position.consumed_samples, report)?;
         let outcome = self.trainer.update_parameters(&accumulated, lr, self.position.step)?;
         let samples = self.trainer.global_batch_size();
         // At the smallest loss scale the step is not skipped. The overflowed gradient norm is then

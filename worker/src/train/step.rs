@@ -294,7 +294,7 @@ impl Trainer {
         let len = self.engine.shards[0].unit.len();
         let mut grad = from_head.unwrap_or_else(|| {
             let mut g = self.engine.take_gradient_buffer(0);
-            self.ops.clear(g.view_mut().slice(0..len));
+            self.ops.fill_with_zeros(g.view_mut().slice(0..len));
             g
         });
         let g = grad.view_mut().slice(0..len);
@@ -391,7 +391,7 @@ impl Trainer {
         if !w.losses_copied.is_reached() {
             w.losses_copied.synchronize()?;
         }
-        self.ops.status()?;
+        self.ops.check_status()?;
         let rows = w.row_losses.len();
         let copies = w.host_losses.view().host_slice().chunks_exact(rows).take(count);
         Ok(copies.map(|losses| losses.iter().map(|&l| f64::from(l)).sum()).collect())
@@ -483,7 +483,7 @@ impl Trainer {
             }
         }
         self.engine.wait_for_updated_param_gathers()?;
-        self.ops.status()?;
+        self.ops.check_status()?;
         Ok(outcome)
     }
 
@@ -556,7 +556,7 @@ impl Trainer {
         let staging = std::mem::take(&mut self.norm_staging);
         let (sums, staging) = self.ops.start_sum_squares_by_block(&parts, staging).wait()?;
         self.norm_staging = staging;
-        self.ops.status()?;
+        self.ops.check_status()?;
         Ok(sums)
     }
 
@@ -581,9 +581,9 @@ impl Trainer {
             for (rank, reader) in readers.iter_mut().enumerate() {
                 for g in s.unit.list_trained_segments(s.partition.shard_range(rank)) {
                     for _ in 0..g.flat.len().div_ceil(device::ops::NORM_BLOCK_LEN) {
-                        let word = reader
-                            .next()
-                            .ok_or_else(|| build_invalid_report_error("a rank reported too few block sums"))?;
+                        let word = reader.next().ok_or_else(|| {
+                            build_invalid_report_error("a rank reported too few block sums")
+                        })?;
                         sums[g.param].push(f64::from_le_bytes(word.try_into().expect("8 bytes")));
                     }
                 }

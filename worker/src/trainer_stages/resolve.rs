@@ -12,7 +12,11 @@ use jobspec::{LoraSpec, LoraTargets, ModelSpec};
 ///
 /// Fails if the directory is unusable, or if its model is too small for the tokenizer or the
 /// samples. The subject of the error is the key `train.model.from`.
-pub(crate) fn resolve_model_section(spec: &ModelSpec, vocab: u32, seq_len: u32) -> diagnostic::Result<ModelSpec> {
+pub(crate) fn resolve_model_section(
+    spec: &ModelSpec,
+    vocab: u32,
+    seq_len: u32,
+) -> diagnostic::Result<ModelSpec> {
     const MODEL_FROM_KEY: &str = "train.model.from";
     let mut resolved = spec.clone();
     if let Some(directory) = &spec.from {

@@ -39,7 +39,7 @@ impl BufferPool {
         // Of several equally long buffers, prefer one whose event has completed, at the lowest
         // address. Each step then uses the same buffers, so that CUDA graphs can be replayed.
         let keys = self.free.iter().map(|(buf, last_use)| {
-            let at = if last_use.is_immediate() { buf.view().address() } else { u64::MAX };
+            let at = if last_use.is_always_reached() { buf.view().address() } else { u64::MAX };
             (buf.len(), at)
         });
         match find_best_fit(keys, (len, 0)) {

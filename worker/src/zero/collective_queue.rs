@@ -71,7 +71,7 @@ impl ExposedWaitTimes {
     /// Makes this thread's later work wait for the event `done` of a collective. If the backend
     /// computes synchronously, adds the time since `began` to the counted waiting time.
     fn wait_and_count_time(&self, began: Instant, done: &Event) {
-        self.ops.wait_event_timed(done);
+        self.ops.make_stream_wait_timed(done);
         if self.ops.is_host() {
             self.host_nanoseconds.fetch_add(began.elapsed().as_nanos() as u64, Relaxed);
         }
@@ -140,12 +140,12 @@ impl CollectiveQueue {
         let job: CollectiveJob = Box::new(move |comm| {
             let run = || {
                 before.make_stream_wait();
-                ops.status()?; // invalid data must not be sent
+                ops.check_status()?; // invalid data must not be sent
                 let began = Instant::now();
                 let result = f(comm)?;
                 counts.collective_nanoseconds.fetch_add(began.elapsed().as_nanos() as u64, Relaxed);
                 let after = record(ops.as_ref(), has_thread);
-                ops.status()?;
+                ops.check_status()?;
                 Ok((result, after))
             };
             // the caller may have dropped its `PendingCollective` after another error

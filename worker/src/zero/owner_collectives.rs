@@ -35,7 +35,12 @@ impl ExchangeBuffers {
         if dtype == Dtype::F32 {
             return resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, &mut self.sent, len);
         }
-        resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, replace_if_other_dtype(ops, &mut self.sent_rounded, dtype), len)
+        resize_buffer(
+            ops,
+            EXCHANGE_BUFFERS_LABEL,
+            replace_if_other_dtype(ops, &mut self.sent_rounded, dtype),
+            len,
+        )
     }
 
     /// Copies `owned`, this rank's shard, to the beginning of a reusable buffer, and returns the
@@ -104,16 +109,15 @@ impl ExchangeBuffers {
         let parts: Vec<_> = (0..world).map(|r| unit.to_trained_range(part.shard_range(r))).collect();
         let owned = parts[me].len();
         let kept: Vec<View> = partial_sums.partial_sums().map(|(_, v)| v).collect();
-        let theirs: Vec<Vec<MicroBatchRange>> =
-            (0..world)
-                .map(|r| {
-                    if owners.contains(r) {
-                        list_group_tree_ranges(schedule, owners, r, round)
-                    } else {
-                        Vec::new()
-                    }
-                })
-                .collect();
+        let theirs: Vec<Vec<MicroBatchRange>> = (0..world)
+            .map(|r| {
+                if owners.contains(r) {
+                    list_group_tree_ranges(schedule, owners, r, round)
+                } else {
+                    Vec::new()
+                }
+            })
+            .collect();
         let sent: Vec<usize> = parts.iter().map(|p| p.len() * kept.len()).collect();
         let received: Vec<usize> = theirs.iter().map(|ranges| ranges.len() * owned).collect();
         self.reserve_send_buffer(ops, Dtype::F32, sent.iter().sum());

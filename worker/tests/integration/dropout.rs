@@ -149,8 +149,8 @@ fn a_run_with_dropout_resumes_with_the_same_bits() {
 fn gradients_with_dropout_equal_finite_differences() {
     for (name, model, rate) in [("gpt2", create_gpt2_model(), 0.3), ("llama", create_odd_sized_model(), 0.4)]
     {
-        let mut running =
-            build_trainer(&create_dropout_spec(model, rate, 0), create_single_rank_comm(), 1).start_with_random_params();
+        let mut running = build_trainer(&create_dropout_spec(model, rate, 0), create_single_rank_comm(), 1)
+            .start_with_random_params();
         train_steps(&mut running, 4);
         let (slope, norm) = measure_slope_and_gradient_norm(&mut running, 0.01);
         assert!(

@@ -344,7 +344,8 @@ fn moe_gradients_equal_finite_differences_of_the_loss() {
     let source = SyntheticSamples { vocab: spec.model.vocab_size };
     let alone = create_single_rank_comm();
     let mut running = start_new_run(&spec, alone);
-    let outcome = running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap();
+    let outcome =
+        running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap();
     let mean = f64::from(2 * spec.data.seq_len) / outcome.targets as f64;
     let (mut grads, mut names) = (Vec::new(), Vec::new());
     for u in 0..running.trainer.engine.shards.len() {
@@ -368,8 +369,11 @@ fn moe_gradients_equal_finite_differences_of_the_loss() {
             .unwrap();
         let mut loss = |by: f32| {
             running.trainer.engine.with_resident_params(u, |p| p.host_slice_mut()[range.start + i] += by);
-            let loss =
-                running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap().loss;
+            let loss = running
+                .trainer
+                .compute_global_batch_gradients(&source, 0, RankStepReport::default())
+                .unwrap()
+                .loss;
             running.trainer.engine.with_resident_params(u, |p| p.host_slice_mut()[range.start + i] -= by);
             for u in 0..running.trainer.engine.shards.len() {
                 let spent = running.trainer.engine.finish_gradient(u).unwrap();

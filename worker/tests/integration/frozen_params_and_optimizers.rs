@@ -472,8 +472,9 @@ fn find_build_error(change: impl Fn(&mut TrainSpec)) -> Option<(&'static str, St
     change(&mut spec);
     let ops: Arc<dyn device::Ops> = Arc::new(device::Cpu::new(1));
     let model = ResolvedSpec::new(&spec, spec.model.vocab_size).unwrap().build_model();
-    let error =
-        model.and_then(|m| m.shard_model(create_single_rank_comm(), ops)?.into_uninitialized_trainer()).err()?;
+    let error = model
+        .and_then(|m| m.shard_model(create_single_rank_comm(), ops)?.into_uninitialized_trainer())
+        .err()?;
     Some((error.code().name(), error.diagnostic().subject().unwrap_or_default().to_owned()))
 }
 

@@ -68,8 +68,8 @@ impl SampleSource for NextTokenSample {
 #[test]
 fn greedy_sampling_takes_the_token_with_the_least_loss() {
     for family in ["llama", "gpt2", "gemma2", "qwen3"] {
-        let mut running =
-            build_trainer(&create_family_spec(family, 0), create_single_rank_comm(), 1).start_with_random_params();
+        let mut running = build_trainer(&create_family_spec(family, 0), create_single_rank_comm(), 1)
+            .start_with_random_params();
         for prompt in [vec![3], vec![17, 4, 99, 0, 0], vec![8; 11]] {
             let losses = (0..131).map(|label| {
                 let source = NextTokenSample { prompt: prompt.clone(), label };

@@ -434,7 +434,10 @@ fn new_models_train_with_the_same_bits_on_every_world_size() {
         let model = if family == "gpt2" { heads } else { model };
         let run = |world, stage| {
             let spec = create_train_spec(model.clone(), stage, 4, 1, 13);
-            run_on_ranks(world, |c| train_steps(&mut build_trainer(&spec, c, 1).start_with_random_params(), 3)).remove(0)
+            run_on_ranks(world, |c| {
+                train_steps(&mut build_trainer(&spec, c, 1).start_with_random_params(), 3)
+            })
+            .remove(0)
         };
         let expected = run(1, 0);
         assert!(expected.windows(2).all(|w| w[0] != w[1]), "{family}: the steps must change something");

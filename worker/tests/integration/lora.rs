@@ -69,8 +69,10 @@ fn load_lora_case(name: &str) -> GoldenCase {
 /// Starts a run of one rank at step 0 with the weights and adapters that the spec names.
 fn start_lora_run(spec: &TrainSpec, comm: Arc<dyn Comm>) -> RunningTrainer {
     let mut pretrained = PretrainedModel::open(spec.model.from.as_deref(), comm.as_ref()).unwrap();
-    start_without_checkpoint(build_trainer(spec, comm, 1), pretrained.as_mut(), &mut |event| panic!("{event:?}"))
-        .unwrap()
+    start_without_checkpoint(build_trainer(spec, comm, 1), pretrained.as_mut(), &mut |event| {
+        panic!("{event:?}")
+    })
+    .unwrap()
 }
 
 #[test]

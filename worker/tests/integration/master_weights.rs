@@ -47,7 +47,10 @@ fn losses_without_master_weights_do_not_depend_on_world_size_stage_threads_and_r
     }
     for stage in [1, 3] {
         let losses = expect_equal_on_all_ranks(run_on_hosts(&[0, 0, 1], |c| {
-            train_steps(&mut build_trainer(&create_spec_without_masters(stage), c, 1).start_with_random_params(), 4)
+            train_steps(
+                &mut build_trainer(&create_spec_without_masters(stage), c, 1).start_with_random_params(),
+                4,
+            )
         }));
         assert_eq!(losses, expected, "two hosts, stage {stage}");
     }

@@ -76,7 +76,8 @@ fn run_attempt(
             Ok(())
         });
         let resumed = resumed.unwrap();
-        let next = resumed.as_ref().map_or_else(MemoryResumeState::default, |r| r.memory.clone()).next_sequence;
+        let next =
+            resumed.as_ref().map_or_else(MemoryResumeState::default, |r| r.memory.clone()).next_sequence;
         let mut running = match resumed {
             Some(resumed) => ready.start_at_position(resumed.cursor),
             None => ready.start_with_random_params(),

@@ -84,7 +84,12 @@ fn an_unusable_offload_directory_is_reported_by_its_key() {
     let spec = create_offload_spec(3, OptimizerName::Adamw, Some(&file));
     let ops: std::sync::Arc<dyn device::Ops> = std::sync::Arc::new(device::Cpu::new(1));
     let model = ResolvedSpec::new(&spec, spec.model.vocab_size).unwrap().build_model().unwrap();
-    let error = model.shard_model(create_single_rank_comm(), ops).unwrap().into_uninitialized_trainer().err().unwrap();
+    let error = model
+        .shard_model(create_single_rank_comm(), ops)
+        .unwrap()
+        .into_uninitialized_trainer()
+        .err()
+        .unwrap();
     assert_eq!(error.code().name(), "offload-storage-unusable");
     assert_eq!(error.diagnostic().subject(), Some("train.zero.offload"));
 }

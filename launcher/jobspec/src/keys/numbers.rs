@@ -37,7 +37,13 @@ pub(crate) fn integer_type<T: Integer>(range: RangeInclusive<u64>) -> ValueType<
     let (low, high) = (*range.start(), *range.end());
     let expected = format!("an integer from {low} to {high}");
     let accepts = format!("integer from {low} to {high}");
-    build_integer_type(low, high, accepts, expected, json!({"type": "integer", "minimum": low, "maximum": high}))
+    build_integer_type(
+        low,
+        high,
+        accepts,
+        expected,
+        json!({"type": "integer", "minimum": low, "maximum": high}),
+    )
 }
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept integers from `low` up to

@@ -53,5 +53,6 @@ fn number_with_unit_type(
             _ => Err(error()),
         }
     };
-    ValueType::new_single_line(accepts, schema, read, move |value| print(*value)).with_expected_phrase(expected)
+    ValueType::new_single_line(accepts, schema, read, move |value| print(*value))
+        .with_expected_phrase(expected)
 }

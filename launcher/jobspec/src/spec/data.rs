@@ -3,7 +3,7 @@ use super::data_source::{DataSource, declare_data_sources};
 use crate::keys::{
     job_values::JobValues,
     key::Key,
-    numbers::{boolean_type, integer_type, fraction_type},
+    numbers::{boolean_type, fraction_type, integer_type},
     section::section,
     text::path_type,
     value_type::{ValueType, in_variant},

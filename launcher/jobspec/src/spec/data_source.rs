@@ -9,7 +9,9 @@ use crate::{
         key_info::{Condition, KeyDefault, KeyInfo, Rule},
         numbers::positive_number_type,
         record::record_type,
-        section::{FieldContext, FieldDeclaration, Section, field_without_key, extract_first_paragraph, section},
+        section::{
+            FieldContext, FieldDeclaration, Section, extract_first_paragraph, field_without_key, section,
+        },
         text::text_type,
         value_type::{ReadResult, ValueType, wrong_type_error},
     },

@@ -3,7 +3,7 @@ use crate::keys::{
     collections::described_list_type,
     key::Key,
     key_info::{Condition, Rule},
-    numbers::{boolean_type, integer_type, positive_f32_type, fraction_type},
+    numbers::{boolean_type, fraction_type, integer_type, positive_f32_type},
     section::section,
     text::{path_type, text_type},
     value_type::{ValueType, in_variant},

@@ -3,7 +3,7 @@ use super::families::{self, LEARNED_POSITION_FAMILIES};
 use crate::keys::{
     key::Key,
     key_info::{Condition, Rule},
-    numbers::{boolean_type, integer_type, positive_f32_type, positive_number_type, fraction_type},
+    numbers::{boolean_type, fraction_type, integer_type, positive_f32_type, positive_number_type},
     section::section,
     text::{path_type, text_type},
     value_type::ValueType,

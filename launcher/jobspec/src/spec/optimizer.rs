@@ -6,8 +6,8 @@ use crate::keys::{
     key::Key,
     key_info::{Condition, Rule},
     numbers::{
-        non_negative_number_type, non_positive_number_type, positive_f32_type, positive_number_type,
-        fraction_type,
+        fraction_type, non_negative_number_type, non_positive_number_type, positive_f32_type,
+        positive_number_type,
     },
     record::record_type,
     section::section,

@@ -4,7 +4,7 @@ use crate::keys::{
     collections::{list_type, pair_type},
     key::Key,
     key_info::{Condition, Rule},
-    numbers::{non_negative_number_type, positive_f32_type, positive_number_type, fraction_type},
+    numbers::{fraction_type, non_negative_number_type, positive_f32_type, positive_number_type},
     section::section,
     text::text_type,
     value_type::ValueType,

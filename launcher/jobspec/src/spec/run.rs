@@ -3,7 +3,7 @@ use super::{
     activation::{ActivationStep, activation_type},
     cluster::MAX_HOST_COUNT,
     container::ContainerSpec,
-    environment::{EnvSource, declare_environment_values, declare_environment_sources},
+    environment::{EnvSource, declare_environment_sources, declare_environment_values},
     run_values::{command_type, variable_pattern_type},
     signals::{Signals, signals_type},
     straggler::StragglerSpec,

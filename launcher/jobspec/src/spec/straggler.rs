@@ -2,7 +2,7 @@
 use crate::{
     keys::{
         key::Key,
-        numbers::{integer_type, fraction_type},
+        numbers::{fraction_type, integer_type},
         section::section,
         value_type::ValueType,
     },

@@ -2,7 +2,7 @@
 use super::{
     parse::parse_yaml,
     source_map::SourceMap,
-    text_file::{MAX_JOB_BYTES, reject_control_characters, decode_utf8, file_error, read_limited_file},
+    text_file::{MAX_JOB_BYTES, decode_utf8, file_error, read_limited_file, reject_control_characters},
     tree::{SourceSpan, YamlNode, YamlValue, make_excerpt},
 };
 use diagnostic::{

@@ -251,7 +251,12 @@ impl<'t> YamlTreeBuilder<'t> {
     /// Counts `nodes` nodes and `bytes` bytes of scalars as added to the tree. Fails if the tree
     /// then has more than [`MAX_NODES`] nodes or [`MAX_SCALAR_BYTES`] bytes of scalars. The error
     /// points at `span`.
-    fn count_against_limits(&mut self, nodes: usize, bytes: usize, span: SourceSpan) -> Result<(), ValueError> {
+    fn count_against_limits(
+        &mut self,
+        nodes: usize,
+        bytes: usize,
+        span: SourceSpan,
+    ) -> Result<(), ValueError> {
         self.nodes += nodes;
         self.bytes += bytes;
         if self.nodes > MAX_NODES || self.bytes > MAX_SCALAR_BYTES {

@@ -179,9 +179,7 @@ impl SourceMap {
     fn find_span_text(&self, span: SourceSpan) -> &str {
         let text = match self.texts.get(span.source as usize) {
             Some(
-                JobText::File { text, .. }
-                | JobText::CommandLine { text, .. }
-                | JobText::Override { text },
+                JobText::File { text, .. } | JobText::CommandLine { text, .. } | JobText::Override { text },
             ) => text,
             None => return "",
         };

@@ -1,6 +1,6 @@
 //! Inspects this host for `launch check`: hardware, directories, limits and network addresses.
 use super::gpu;
-use crate::{discover::local::discover_local_host, executable::hash_executable};
+use crate::{discover::local_host::discover_local_host, executable::hash_executable};
 use diagnostic::{Diagnostic, codes::host};
 use nix::sys::{
     resource::{RLIM_INFINITY, Resource, getrlimit},

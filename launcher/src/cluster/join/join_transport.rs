@@ -3,7 +3,7 @@
 use super::{
     job_hashes::hash_job_settings,
     join_key::read_join_key,
-    listener::{JoinContext, accept_nodes},
+    node_listener::{JoinContext, accept_nodes},
     node_name::parse_node_name,
     node_table::NodeTable,
     rendezvous::open_node_0_listeners,

@@ -1,6 +1,6 @@
 //! [`NodeRelay`]: passes the messages of the control connection between node 0 and the agent of
 //! this node.
-use super::{dial::JoinedNode, node_signals::NodeSignals};
+use super::{node_0_connection::JoinedNode, node_signals::NodeSignals};
 use crate::{
     cluster::{
         local::start_local_agent,

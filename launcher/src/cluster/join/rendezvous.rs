@@ -1,6 +1,6 @@
 //! Determines whether the rendezvous address (the address of node 0) belongs to this machine, and
 //! opens the listeners of node 0.
-use super::dial::{JoinAttemptError, JoinTarget, try_join_once};
+use super::node_0_connection::{JoinAttemptError, JoinTarget, try_join_once};
 use crate::{connection::handshake::HandshakeKey, discover::list_interface_addresses};
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::hosts::RendezvousAddress;

@@ -1,5 +1,5 @@
 //! [`BatchScript`]: the Slurm batch script that runs a job.
-use super::command::submit_job;
+use super::slurm_commands::submit_job;
 use crate::{
     cluster::{
         batch_job::{Submission, SubmitRequest},

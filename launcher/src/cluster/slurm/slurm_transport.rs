@@ -10,7 +10,7 @@
 //! to the first group only.
 use super::{
     allocation::SlurmAllocation,
-    listener, srun,
+    step_listener, srun,
     step::SrunProcess,
     step_connection::{SlurmAgentConnection, SlurmAgentReader},
 };
@@ -119,7 +119,7 @@ impl SlurmTransport {
         // Only the output of the first step begins with the warning.
         let warning = match omitted.is_empty() || self.steps.len() > 1 {
             true => String::new(),
-            false => listener::format_omitted_addresses_warning(&omitted),
+            false => step_listener::format_omitted_addresses_warning(&omitted),
         };
         // The output of the whole step belongs to the first agent.
         let mut step_output = Some(io::Cursor::new(warning).chain(output));
@@ -142,7 +142,7 @@ impl SlurmTransport {
             ));
             slots.push(slot);
         }
-        tokio::spawn(listener::accept_agents(listeners, invitation.key, slots, step));
+        tokio::spawn(step_listener::accept_agents(listeners, invitation.key, slots, step));
         Ok(agents)
     }
 }

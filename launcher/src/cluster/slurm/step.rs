@@ -1,7 +1,7 @@
 //! [`SlurmStep`]: a running `srun` whose tasks are the agents on the nodes, from its start to its
 //! exit status.
 use super::{
-    command::build_start_error,
+    slurm_commands::build_start_error,
     srun::{self, REMOVED_ENV_VARIABLES},
 };
 use crate::{connection::handshake::Invitation, core_dumps::restore_core_dumps_in_child};

@@ -3,9 +3,9 @@
 use super::{
     auth,
     connection_progress::ConnectionProgress,
-    dial::connect_to_any,
+    happy_eyeballs::connect_to_any,
     known_hosts::{self, HostKeyStatus, KnownHosts, encode_base64, format_fingerprint},
-    relay,
+    channel_relay,
     ssh_error::build_ssh_error,
     target::{HostKeyPolicy, SshTarget},
 };
@@ -209,7 +209,7 @@ fn open_tunnel(session: Session, jump: &SshTarget, hop: &SshTarget) -> diagnosti
             .with_help("check that the jump host reaches it and allows TCP forwarding (`AllowTcpForwarding`)")
     })?;
     let (near, far) = UnixStream::pair().map_err(|error| build_resource_error(hop, &error))?;
-    let run = move || _ = relay::relay_channel(&session, channel, &far, None, Vec::new());
+    let run = move || _ = channel_relay::relay_channel(&session, channel, &far, None, Vec::new());
     thread::Builder::new()
         .name("ssh-jump".into())
         .stack_size(THREAD_STACK_BYTES)

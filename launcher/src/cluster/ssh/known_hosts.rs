@@ -1,6 +1,6 @@
 //! [`KnownHosts`]: the keys that hosts may present, read from known_hosts files (sshd(8),
 //! "SSH_KNOWN_HOSTS FILE FORMAT").
-use super::config::matches_patterns;
+use super::ssh_config::matches_patterns;
 use diagnostic::{Diagnostic, codes::ssh};
 use sha1::{Digest, Sha1};
 use std::{

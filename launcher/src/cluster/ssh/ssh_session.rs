@@ -5,7 +5,7 @@ use super::{
     connect,
     connection_progress::ConnectionProgress,
     openssh::{OpenSshChannel, OpenSshSession, relay_streams},
-    relay::{STDERR_STREAM_ID, relay_channel},
+    channel_relay::{STDERR_STREAM_ID, relay_channel},
     ssh_error::build_ssh_error,
     target::SshTarget,
 };

@@ -6,7 +6,7 @@
 //! login shell. In a [tree](super::tree), the connection ends once the agent is connected with
 //! another one.
 use super::{
-    bootstrap::{self, AgentStartInputs, LaunchExecutable, RemoteAgent},
+    agent_bootstrap::{self, AgentStartInputs, LaunchExecutable, RemoteAgent},
     client_notice::{StderrAfterNotice, OpenSshNotice, describe_external_client},
     connection_progress::ConnectionProgress,
     connection_threads::{ConnectionThreadPool, ThreadTask},
@@ -334,7 +334,7 @@ impl SshConnection {
                     executable: self.executable,
                     progress: &self.progress,
                 };
-                bootstrap::make_agent_join_tree(&start, agent, setup).map(|()| None)
+                agent_bootstrap::make_agent_join_tree(&start, agent, setup).map(|()| None)
             }
             TreePlace::Root => {
                 let pairs = StdStream::pair().and_then(|control| Ok((control, StdStream::pair()?)));
@@ -380,7 +380,7 @@ impl SshConnection {
             executable: self.executable,
             progress: &self.progress,
         };
-        let agent = bootstrap::start_remote_agent(&bootstrap, tree.map(Arc::as_ref), begin_copy)?;
+        let agent = agent_bootstrap::start_remote_agent(&bootstrap, tree.map(Arc::as_ref), begin_copy)?;
         drop((turn, copy_turn));
         Ok((session, agent))
     }

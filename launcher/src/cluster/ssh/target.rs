@@ -1,7 +1,7 @@
 //! [`TargetResolver`]: determines how a host is reached over SSH. The settings come from the job,
 //! then from the SSH configuration, then from OpenSSH's defaults.
 use super::{
-    config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
+    ssh_config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
     known_hosts::{self, KnownHosts, format_known_hosts_name},
     openssh::{
         ClientOptions, OpenSshRequirement, HostSshFiles, SupervisedChild, find_openssh_requirement,

@@ -30,7 +30,7 @@ pub(super) struct StartedAgent {
 impl StartedAgent {
     /// Returns the connection to the remote host on which the agent was started. Returns `None` if
     /// the agent is a child process or could not be started.
-    pub(super) fn connection(&self) -> Option<&dyn RemoteConnection> {
+    pub(super) fn remote_connection(&self) -> Option<&dyn RemoteConnection> {
         match self.agent.as_ref().ok().map(|agent| &agent.handle) {
             Some(AgentHandle::Connection(connection)) => Some(connection.as_ref()),
             Some(AgentHandle::Child(_)) | None => None,
@@ -83,7 +83,7 @@ impl TransportReaper {
     /// Waits until all child processes through which the agents were started, such as `ssh`, have
     /// ended. Kills the processes that still run after [`EXIT_TIMEOUT`], and continues to wait for
     /// their end.
-    pub(super) async fn wait_or_kill(self) {
+    pub(super) async fn end_child_processes(self) {
         self.task.abort();
         let limit = Instant::now() + EXIT_TIMEOUT;
         loop {

@@ -27,7 +27,7 @@ const MIN_PROCESSES: u64 = 4096;
 const MIN_SHM_BYTES: u64 = 1 << 30;
 /// The free space of a file system below which `launch check` warns, in bytes. Checkpoints and logs
 /// need disk space.
-const MIN_DISK_BYTES: u64 = 1 << 30;
+const MIN_FREE_DISK_BYTES: u64 = 1 << 30;
 
 /// Builds the report of `launch check` from the answers of the agents of all hosts. `hosts` are the
 /// hosts of the job, in the order of `probes`, and `preflight` states how the provider of the hosts
@@ -46,7 +46,7 @@ pub(super) fn evaluate_probes(
         if let Some(inspection) = &probe.inspection {
             checks.extend(check_host(job, inspection, first.as_ref(), slots(index)));
             checks.extend(check_clock(&probe));
-            checks.extend(check_ports(&probe));
+            checks.extend(check_peer_connections(&probe));
         }
         let ProbeResult { name, inspection, clock_skew_s, .. } = probe;
         HostReport { name, inspection, clock_skew_s, checks }
@@ -167,7 +167,7 @@ fn check_directories(job: &JobSpec, host: &HostInspection) -> Vec<CheckResult> {
                 format!("{path} is not writable: {error}"),
                 "make it writable for the user on this host",
             ),
-            _ if dir.free < MIN_DISK_BYTES => {
+            _ if dir.free < MIN_FREE_DISK_BYTES => {
                 let help = "free disk space; checkpoints and logs need it";
                 CheckResult::warn(name, codes::DISK_NEARLY_FULL, free, help)
             }
@@ -245,7 +245,7 @@ fn check_clock(probe: &ProbeResult) -> Option<CheckResult> {
 /// Checks the TCP connections that a host has opened, as a test, to other hosts of the job. Returns
 /// one failed check for each unreachable peer, one passed check if the host reached all peers, and
 /// no check without peers.
-fn check_ports(probe: &ProbeResult) -> Vec<CheckResult> {
+fn check_peer_connections(probe: &ProbeResult) -> Vec<CheckResult> {
     if probe.peers.is_empty() {
         return Vec::new();
     }

@@ -26,10 +26,10 @@ pub(super) fn check_gpus(
         });
     }
     match gpus.libraries.is_empty() {
-        true => checks.push(check_nccl(gpus, first)),
-        false => checks.extend(check_libraries(gpus, first)),
+        true => checks.push(check_nccl_version(gpus, first)),
+        false => checks.extend(check_cuda_libraries(gpus, first)),
     }
-    checks.extend(check_gpu_memory(gpus));
+    checks.extend(check_gpus_not_in_use(gpus));
     checks.extend(check_gpu_health(gpus));
     checks.extend(check_gpu_links(gpus));
     checks
@@ -68,7 +68,7 @@ fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>)
 
 /// Warns if the NCCL library that the dynamic loader finds has another version than on `first`, the
 /// first host that answered. A host without NCCL passes.
-fn check_nccl(gpus: &GpuReport, first: &HostInspection) -> CheckResult {
+fn check_nccl_version(gpus: &GpuReport, first: &HostInspection) -> CheckResult {
     match (&gpus.nccl, &first.gpus.nccl) {
         (Some((_, version)), Some((_, other))) if version != other => CheckResult::warn(
             "nccl",
@@ -85,7 +85,7 @@ fn check_nccl(gpus: &GpuReport, first: &HostInspection) -> CheckResult {
 ///
 /// A required library that cannot be loaded is a failure. Another version than on `first`, the
 /// first host that answered, is a warning.
-fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult> {
+fn check_cuda_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult> {
     /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "cuda";
     let first_version = |name: &str| {
@@ -107,7 +107,7 @@ fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult>
             CHECK_NAME,
             codes::CUDA_LIBRARY_MISSING,
             format!("{name}: {error}"),
-            join_help(error, "install the library, or name its directory in `cluster.cuda_library_paths`"),
+            join_help_texts(error, "install the library, or name its directory in `cluster.cuda_library_paths`"),
         ),
         Err(error) => CheckResult::warn(
             CHECK_NAME,
@@ -122,7 +122,7 @@ fn check_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult>
 
 /// Joins the help texts of an error and the additional text `advice` to one text, separated by
 /// semicolons.
-fn join_help(error: &Diagnostic, advice: &str) -> String {
+fn join_help_texts(error: &Diagnostic, advice: &str) -> String {
     let help = error.help().iter().map(String::as_str).chain([advice]);
     help.collect::<Vec<_>>().join("; ")
 }
@@ -211,7 +211,7 @@ fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
 
 /// Warns if processes already use GPUs of a host. Returns one warning for each GPU in use. If no
 /// GPU is in use, returns one passed check with the free memory of the fullest GPU.
-fn check_gpu_memory(gpus: &GpuReport) -> Vec<CheckResult> {
+fn check_gpus_not_in_use(gpus: &GpuReport) -> Vec<CheckResult> {
     /// The name of this check in the report of `launch check`.
     const CHECK_NAME: &str = "gpu memory";
     let fullest = gpus.gpus.iter().min_by_key(|g| g.memory_free);

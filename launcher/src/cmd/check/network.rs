@@ -35,7 +35,7 @@ const TRANSFER_MS: u64 = 300;
 const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(15);
 /// How many connections an agent opens one after another when it measures the network to another
 /// host: one to all ports at the same time, and two for each direction of data.
-const CONNECTIONS_IN_SEQUENCE: u32 = 5;
+const SEQUENTIAL_CONNECTIONS_PER_MEASUREMENT: u32 = 5;
 /// The number of a host's CPUs for which a transfer gets one parallel TCP connection.
 const CPUS_PER_STREAM: u32 = 2;
 
@@ -91,7 +91,7 @@ pub(super) async fn measure_network(
             let mut request = targets.request.clone();
             // sshd states on this machine at which address the user reached it.
             request.prefers_reached_address &= !targets.are_local.get(index).is_some_and(|local| *local);
-            spawn_local(inspect_network(session, request))
+            spawn_local(request_network_inspection(session, request))
         })
         .collect();
     let (mut sessions, mut inspections): (AgentSessions, Vec<_>) = (Vec::new(), Vec::new());
@@ -146,7 +146,7 @@ fn choose_search_round(pairs: &PairMeasurements, count: usize, hosts: &[usize]) 
     let is_usable = |a: usize, b: usize| hosts.contains(&a) && hosts.contains(&b);
     let wanted = ConnectionProperty::ALL
         .into_iter()
-        .flat_map(|property| pairs.create_fault_search(property).choose_tests(count, is_usable));
+        .flat_map(|property| pairs.create_fault_search(property).choose_test_transfers(count, is_usable));
     select_disjoint_pairs(wanted.collect::<Vec<_>>())
 }
 
@@ -199,7 +199,7 @@ async fn measure_pair(
 
 /// Requests that an agent inspect the network of its host, and listen for connections of other
 /// agents. Returns `None` if no agent answers.
-async fn inspect_network(
+async fn request_network_inspection(
     mut session: ProbeSession,
     request: NetworkRequest,
 ) -> (ProbeSession, Option<NetworkInspection>) {
@@ -213,7 +213,7 @@ async fn inspect_network(
 /// Requests that an agent measure the connections to another host, and waits for the result.
 /// Returns `None` if the agent does not answer in time.
 async fn request_measurement(session: &mut ProbeSession, request: MeasureRequest) -> Option<Measurement> {
-    let connections = Duration::from_millis(request.timeout_ms) * CONNECTIONS_IN_SEQUENCE;
+    let connections = Duration::from_millis(request.timeout_ms) * SEQUENTIAL_CONNECTIONS_PER_MEASUREMENT;
     ask_agent(session, ProbeRequest::Measure(request), connections + MEASUREMENT_TIMEOUT, |answer| {
         if let ProbeAnswer::Measure(found) = answer { Some(*found) } else { None }
     })

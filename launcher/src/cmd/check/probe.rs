@@ -27,13 +27,13 @@ use tokio::{
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long node 0 waits at the end of `launch check` until the agents of the nodes that joined
 /// have ended.
-const END_TIMEOUT: Duration = Duration::from_secs(2);
+const JOINED_AGENT_END_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
 /// ignored. An error about the agent contains the text.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
 /// To how many hosts that follow it in the list of hosts each host of a large job opens test
 /// connections, in addition to the first host.
-const NEIGHBOUR_COUNT: usize = 4;
+const NEIGHBOURS_PER_HOST: usize = 4;
 /// The largest number of hosts for which every host opens test connections to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;
 
@@ -151,7 +151,7 @@ pub(super) async fn end_probed_agents(mut agents: Vec<ProbedAgent>, exit_code: u
             connection.send(ToAgent::End { exit_code: Some(exit_code) });
         }
     }
-    let deadline = tokio::time::Instant::now() + END_TIMEOUT;
+    let deadline = tokio::time::Instant::now() + JOINED_AGENT_END_TIMEOUT;
     for (_, connection) in &mut agents {
         if let Some(connection) = connection {
             let limit = deadline.saturating_duration_since(tokio::time::Instant::now());
@@ -252,7 +252,7 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
         Ok((inspection, skew)) => (probe.inspection, probe.clock_skew_s) = (Some(inspection), Some(skew)),
         Err(error) => probe.error = Some(find_root_error(&host, error, stderr).await),
     }
-    if let Some(connection) = host.connection() {
+    if let Some(connection) = host.remote_connection() {
         (probe.stage, probe.shell_output) = (connection.stage(), connection.shell_output());
         probe.client = connection.client();
     }
@@ -269,7 +269,7 @@ pub(super) async fn find_root_error(
     error: Diagnostic,
     stderr: Option<JoinHandle<String>>,
 ) -> Diagnostic {
-    if let Some(connection) = host.connection() {
+    if let Some(connection) = host.remote_connection() {
         if let Some(failure) = connection.failure() {
             return failure;
         }
@@ -346,7 +346,7 @@ fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
 fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<PeerListener> {
     let count = listeners.len();
     let is_near =
-        |other: usize| other == 0 || (1..=NEIGHBOUR_COUNT).contains(&((other + count - index) % count));
+        |other: usize| other == 0 || (1..=NEIGHBOURS_PER_HOST).contains(&((other + count - index) % count));
     let others =
         (0..count).filter(|other| *other != index && (count <= MAX_FULL_MESH_HOSTS || is_near(*other)));
     others.filter_map(|other| listeners.get(other)?.clone()).take(MAX_PEERS).collect()

@@ -3,7 +3,7 @@
 use super::{
     gather::{self, DtypeOption},
     open::open_checkpoint,
-    output::{log_line, report_to_json, run_with_progress},
+    output::{write_stderr_line, report_to_json, run_with_progress},
 };
 use crate::cmd::{
     option_value::{OptionValueError, parse_size},
@@ -115,7 +115,7 @@ fn parse_group_rule(text: &str) -> Result<OptimizerGroupRule, OptionValueError> 
 ///
 /// Fails if the checkpoint records all groups, if a rule matches no parameter or names a group that
 /// does not exist, or if two rules match one parameter.
-fn assign_groups(
+fn assign_optimizer_groups(
     source: &dyn TensorSource,
     rules: &[OptimizerGroupRule],
 ) -> diagnostic::Result<BTreeMap<String, usize>> {
@@ -212,7 +212,7 @@ pub(super) fn run(args: ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         TargetFormat::Universal => ConvertTarget::Universal,
         TargetFormat::Deepspeed => ConvertTarget::DeepSpeed,
         TargetFormat::Safetensors => {
-            log_line(format_args!("note: optimizer states are left out"));
+            write_stderr_line(format_args!("note: optimizer states are left out"));
             let options = GatherOptions { dtype, force: args.force, ..GatherOptions::default() };
             return gather::write_weights(&args.dir, &args.out, &options, json);
         }
@@ -221,7 +221,7 @@ pub(super) fn run(args: ConvertArgs, json: bool) -> diagnostic::Result<u8> {
     let source = found.source();
     let defaults = ConvertOptions::new(target);
     let options = ConvertOptions {
-        groups: assign_groups(source, &args.groups)?,
+        groups: assign_optimizer_groups(source, &args.groups)?,
         target,
         stage: args.stage,
         world: args.world_size,
@@ -234,7 +234,7 @@ pub(super) fn run(args: ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         ckpt::convert_checkpoint(source, &args.out, &options, progress)
     })?;
     for notice in &report.notices {
-        log_line(format_args!("note: {notice}"));
+        write_stderr_line(format_args!("note: {notice}"));
     }
     if json {
         return print_json(&report_to_json(&report));
@@ -244,7 +244,7 @@ pub(super) fn run(args: ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         0 => String::new(),
         n => format!(", {n} of them from an earlier run"),
     };
-    log_line(format_args!(
+    write_stderr_line(format_args!(
         "converted step {} for {stage} and {}: {} in {}{reused}",
         report.step,
         format_count(report.world, "rank"),

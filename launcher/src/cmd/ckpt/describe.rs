@@ -99,8 +99,8 @@ pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
     lines.push(("ties", format_ties(&facts.model.ties)));
     lines.push(("cursor", facts.cursor.to_string()));
     lines.push(("rng", facts.rng.to_string()));
-    lines.push(("missing", replace_empty(list_missing_parts(checkpoint).join(", "), "nothing")));
-    join_sections(&lines, &facts.groups, &tensors)
+    lines.push(("missing", replace_empty_with_none_text(list_missing_parts(checkpoint).join(", "), "nothing")));
+    join_properties_and_tables(&lines, &facts.groups, &tensors)
 }
 
 /// Describes a checkpoint that another program has written as text: a list of properties, and
@@ -122,19 +122,19 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
     ];
     lines.extend(format_role_lines(&tensors));
     lines.push(("ties", format_ties(&facts.state.ties)));
-    lines.push(("frozen", replace_empty(facts.state.frozen.join(", "), "none")));
+    lines.push(("frozen", replace_empty_with_none_text(facts.state.frozen.join(", "), "none")));
     lines.push(("scheduler", facts.state.scheduler.to_string()));
     if !facts.state.loss_scaler.is_null() {
         lines.push(("scaler", facts.state.loss_scaler.to_string()));
     }
     lines.push(("updates", format_update_counts(facts.state.steps.values())));
-    lines.push(("rng files", replace_empty(facts.rng_files.join(", "), "none")));
+    lines.push(("rng files", replace_empty_with_none_text(facts.rng_files.join(", "), "none")));
     let missing: Vec<String> = facts.missing.iter().map(ToString::to_string).collect();
-    lines.push(("missing", replace_empty(missing.join(", "), "nothing")));
+    lines.push(("missing", replace_empty_with_none_text(missing.join(", "), "nothing")));
     if !facts.lost.is_empty() {
         lines.push(("lost", facts.lost.join(", ")));
     }
-    join_sections(&lines, &json!(facts.state.groups), &tensors) + &format_rng_stream_table(checkpoint)
+    join_properties_and_tables(&lines, &json!(facts.state.groups), &tensors) + &format_rng_stream_table(checkpoint)
 }
 
 /// Formats the number of optimizer updates that the weights of a checkpoint had: one number or, if
@@ -215,13 +215,13 @@ fn tensor_to_json(t: &TensorInfo) -> Value {
 }
 
 /// Returns `text` or, if `text` is empty, the text `none`.
-fn replace_empty(text: String, none: &str) -> String {
+fn replace_empty_with_none_text(text: String, none: &str) -> String {
     if text.is_empty() { none.to_owned() } else { text }
 }
 
 /// Formats tied weights as pairs `alias = target`, or as `none`.
 fn format_ties(ties: &[TiedWeight]) -> String {
-    replace_empty(
+    replace_empty_with_none_text(
         ties.iter().map(|t| format!("{} = {}", t.alias, t.target)).collect::<Vec<_>>().join(", "),
         "none",
     )
@@ -249,7 +249,7 @@ fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
 
 /// Formats the properties in `lines`, one per line, and appends the tables of optimizer groups and
 /// tensors.
-fn join_sections(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> String {
+fn join_properties_and_tables(lines: &[(&str, String)], groups: &Value, tensors: &[TensorInfo]) -> String {
     let mut text: String =
         lines.iter().map(|(key, value)| format!("{key:<10}  {}\n", filter_line(value))).collect();
     for table in [format_group_table(groups), format_tensor_table(tensors)] {
@@ -307,7 +307,7 @@ fn format_tensor_table(tensors: &[TensorInfo]) -> String {
     let shape = |t: &TensorInfo| t.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" × ");
     let mut rows = vec![["ROLE", "DTYPE", "SHAPE", "NAME"].map(str::to_owned).to_vec()];
     rows.extend(tensors.iter().map(|t| {
-        vec![t.role.to_string(), t.dtype.to_string(), replace_empty(shape(t), "scalar"), filter_line(&t.name)]
+        vec![t.role.to_string(), t.dtype.to_string(), replace_empty_with_none_text(shape(t), "scalar"), filter_line(&t.name)]
     }));
     format_table(&rows)
 }

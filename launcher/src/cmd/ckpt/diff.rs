@@ -1,9 +1,9 @@
 //! `launch ckpt diff`: compares two checkpoints of any format.
 use super::{
     open::open_checkpoint,
-    output::{log_line, report_to_json, run_with_progress},
+    output::{write_stderr_line, report_to_json, run_with_progress},
 };
-use crate::cmd::output::{print_json, print_output};
+use crate::cmd::output::{print_json, print_text};
 use ckpt::{DiffOptions, DiffReport, DiffSide, FloatTensorDiff, OpenedCheckpoint, RoundingCast, TiedWeight};
 use clap::Args;
 use diagnostic::terminal_text::filter_line;
@@ -38,9 +38,9 @@ pub(super) fn run(args: DiffArgs, json: bool) -> diagnostic::Result<u8> {
         value["is_equal"] = report.is_equal().into();
         print_json(&value)?;
     } else {
-        print_output(&format_diff_report(&report))?;
+        print_text(&format_diff_report(&report))?;
         if let Some(note) = describe_common_rounding(&report) {
-            log_line(format_args!("note: {note}"));
+            write_stderr_line(format_args!("note: {note}"));
         }
     }
     Ok(if report.is_equal() { exit::DONE } else { exit::FAILED })

@@ -1,7 +1,7 @@
 //! `launch ckpt gather`: writes full weights as a Hugging Face directory.
 use super::{
     open::open_checkpoint,
-    output::{log_line, report_to_json, run_with_progress},
+    output::{write_stderr_line, report_to_json, run_with_progress},
 };
 use crate::cmd::{
     option_value::parse_size,
@@ -73,17 +73,17 @@ pub(super) fn write_weights(
     let report =
         run_with_progress("gathering", |progress| ckpt::gather_weights(source, out, options, progress))?;
     if !report.config {
-        log_line(format_args!(
+        write_stderr_line(format_args!(
             "note: the checkpoint has no config.json; copy that of the model to the weights"
         ));
     }
     if !report.left_out.is_empty() {
         let names = report.left_out.join(", ");
-        log_line(format_args!("note: buffers that are not floating point are left out: {names}"));
+        write_stderr_line(format_args!("note: buffers that are not floating point are left out: {names}"));
     }
     if !report.not_finite.is_empty() {
         let names = report.not_finite.join(", ");
-        log_line(format_args!("warning: tensors with NaN or infinite values: {names}"));
+        write_stderr_line(format_args!("warning: tensors with NaN or infinite values: {names}"));
     }
     let step = source.completed_steps();
     if json {
@@ -91,7 +91,7 @@ pub(super) fn write_weights(
         value["step"] = step.into();
         return print_json(&value);
     }
-    log_line(format_args!(
+    write_stderr_line(format_args!(
         "gathered {} of step {} as {}: {} in {}",
         format_count(report.tensors, "tensor"),
         step.map_or("unknown".to_owned(), |s| s.to_string()),

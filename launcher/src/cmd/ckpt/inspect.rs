@@ -1,6 +1,6 @@
 //! `launch ckpt inspect`: shows the contents of a checkpoint.
 use super::{describe, open::open_checkpoint};
-use crate::cmd::output::{print_json, print_output};
+use crate::cmd::output::{print_json, print_text};
 use ckpt::OpenedCheckpoint;
 use clap::Args;
 use std::path::PathBuf;
@@ -22,13 +22,13 @@ pub(super) fn run(args: InspectArgs, json: bool) -> diagnostic::Result<u8> {
             print_json(&describe::describe_native_as_json(&newest.checkpoint))
         }
         (OpenedCheckpoint::Native(newest), false) => {
-            print_output(&describe::describe_native_as_text(&newest.checkpoint))
+            print_text(&describe::describe_native_as_text(&newest.checkpoint))
         }
         (OpenedCheckpoint::External(external), true) => {
             print_json(&describe::describe_external_as_json(&external))
         }
         (OpenedCheckpoint::External(external), false) => {
-            print_output(&describe::describe_external_as_text(&external))
+            print_text(&describe::describe_external_as_text(&external))
         }
     }
 }

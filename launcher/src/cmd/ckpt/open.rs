@@ -1,5 +1,5 @@
 //! [`open_checkpoint`]: opens the checkpoint that a command names.
-use super::output::log_line;
+use super::output::write_stderr_line;
 use ckpt::{NewestCheckpoint, OpenedCheckpoint};
 use std::path::Path;
 
@@ -11,18 +11,18 @@ pub(super) fn open_checkpoint(path: &Path) -> diagnostic::Result<OpenedCheckpoin
         OpenedCheckpoint::Native(newest) => {
             let NewestCheckpoint { checkpoint, skipped } = &**newest;
             for error in skipped {
-                log_line(format_args!("warning: skipped an unusable checkpoint: {error}"));
+                write_stderr_line(format_args!("warning: skipped an unusable checkpoint: {error}"));
             }
             if checkpoint.path() != path {
-                log_line(format_args!("using {}", checkpoint.path().display()));
+                write_stderr_line(format_args!("using {}", checkpoint.path().display()));
             }
         }
         OpenedCheckpoint::External(external) => {
             for warning in external.facts().incomplete.iter().chain(&external.facts().warnings) {
-                log_line(format_args!("warning: {warning}"));
+                write_stderr_line(format_args!("warning: {warning}"));
             }
             for notice in &external.facts().notices {
-                log_line(format_args!("note: {notice}"));
+                write_stderr_line(format_args!("note: {notice}"));
             }
         }
     }

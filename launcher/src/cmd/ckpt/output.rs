@@ -13,7 +13,7 @@ use std::{
 const REDRAW_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Writes a message and a line end to stderr, with control characters in the message replaced.
-pub(super) fn log_line(line: fmt::Arguments<'_>) {
+pub(super) fn write_stderr_line(line: fmt::Arguments<'_>) {
     command_output::write_message(&format!("{}\n", filter_line(&line.to_string())));
 }
 

@@ -1,6 +1,6 @@
 //! `launch ckpt repair`: rebuilds the parts of a damaged checkpoint that can be derived from other
 //! parts, and reports the remaining damage as lost.
-use super::output::{log_line, report_to_json};
+use super::output::{write_stderr_line, report_to_json};
 use crate::cmd::output::{print_json, print_line};
 use ckpt::RepairOptions;
 use clap::Args;
@@ -29,24 +29,24 @@ pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
     if json {
         print_json(&report_to_json(&report))?;
     } else {
-        report.rebuilt.iter().for_each(|line| log_line(format_args!("rebuilt: {line}")));
-        report.lost.iter().for_each(|line| log_line(format_args!("lost: {line}")));
+        report.rebuilt.iter().for_each(|line| write_stderr_line(format_args!("rebuilt: {line}")));
+        report.lost.iter().for_each(|line| write_stderr_line(format_args!("lost: {line}")));
         match (report.sound, report.rebuilt.is_empty()) {
-            (true, true) => log_line(format_args!("nothing to repair")),
+            (true, true) => write_stderr_line(format_args!("nothing to repair")),
             (true, false) => {}
             (false, true) => {
-                log_line(format_args!("error: the checkpoint cannot be repaired; use another one"))
+                write_stderr_line(format_args!("error: the checkpoint cannot be repaired; use another one"))
             }
             (false, false) => {
-                log_line(format_args!("error: the repaired checkpoint is not complete; use another one"))
+                write_stderr_line(format_args!("error: the repaired checkpoint is not complete; use another one"))
             }
         }
         if let Some(newest) = &report.newest {
-            log_line(format_args!("the newest complete checkpoint is {newest}"));
+            write_stderr_line(format_args!("the newest complete checkpoint is {newest}"));
         }
         if let Some(kept) = &report.kept {
             let kept = kept.display();
-            log_line(format_args!("the original is in {kept}; remove it when it is not needed any more"));
+            write_stderr_line(format_args!("the original is in {kept}; remove it when it is not needed any more"));
         }
         if let Some(path) = &report.path {
             print_line(path.display())?;

@@ -2,7 +2,7 @@
 //! of the job, before any worker starts.
 use crate::plan::Plan;
 use ckpt::rng_files::{
-    prepare,
+    resume_preparation,
     reconcile::{ReconcileOptions, ReconcilePolicy},
 };
 use diagnostic::{
@@ -59,7 +59,7 @@ fn prepare_resume_directory(
         |message: String| Diagnostic::note(job_codes::JOB_RESUME_NOTICE, message).with_subject("resume.from");
     let (found, skipped) = match &job.resume.from {
         ResumeFrom::Never => return Ok((None, Vec::new())),
-        ResumeFrom::Auto => prepare::find_newest_complete(&workdir.join(&job.checkpoint.dir))?,
+        ResumeFrom::Auto => resume_preparation::find_newest_complete(&workdir.join(&job.checkpoint.dir))?,
         ResumeFrom::Path(path) => (Some(workdir.join(path)), Vec::new()),
     };
     let mut notes: Vec<Diagnostic> = skipped.into_iter().map(build_note).collect();
@@ -75,7 +75,7 @@ fn prepare_resume_directory(
         RngPolicy::Strict => ReconcilePolicy::Strict,
         RngPolicy::Reseed => ReconcilePolicy::Reseed,
     };
-    let prepared = prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(world, policy))
+    let prepared = resume_preparation::prepare_resume_directory(&dir, &ReconcileOptions::new(world, policy))
         .map_err(|error| Diagnostic::from(error).with_field("key", "resume.from"))?;
     let path = prepared.path.display().to_string();
     notes.extend(prepared.lines.into_iter().map(|line| {

@@ -1,9 +1,9 @@
 //! `launch ckpt rng`: converts the states of the random generators (RNG streams) in a program's
 //! checkpoint to another world size.
-use super::output::log_line;
+use super::output::write_stderr_line;
 use crate::cmd::output::{print_json, print_line};
 use ckpt::rng_files::{
-    prepare::{self, PrepareDestination},
+    resume_preparation::{self, PrepareDestination},
     reconcile::{ReconcileOptions, ReconcilePolicy, RngStreamScope},
     streams::RngStreamKind,
 };
@@ -89,10 +89,10 @@ pub(super) fn run(args: RngArgs, json: bool) -> diagnostic::Result<u8> {
         (None, true) => PrepareDestination::InPlace,
         (None, false) => PrepareDestination::Sibling,
     };
-    let prepared = prepare::prepare_rng_states(&args.dir, &options, &destination)?;
+    let prepared = resume_preparation::prepare_rng_states(&args.dir, &options, &destination)?;
     if json {
         return print_json(&json!({ "path": prepared.path, "decision": prepared.decision }));
     }
-    prepared.lines.iter().for_each(|line| log_line(format_args!("{line}")));
+    prepared.lines.iter().for_each(|line| write_stderr_line(format_args!("{line}")));
     print_line(prepared.path.display())
 }

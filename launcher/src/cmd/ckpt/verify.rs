@@ -1,6 +1,6 @@
 //! `launch ckpt verify`: checks every byte of checkpoints.
-use super::output::{log_line, report_to_json};
-use crate::cmd::output::{print_json, print_output};
+use super::output::{write_stderr_line, report_to_json};
+use crate::cmd::output::{print_json, print_text};
 use ckpt::{CheckpointReport, VerifyReport};
 use clap::Args;
 use diagnostic::quantity::{format_bytes, format_count};
@@ -42,18 +42,18 @@ pub(super) fn run(args: VerifyArgs, json: bool) -> diagnostic::Result<u8> {
         value["sound"] = sound.into();
         print_json(&value)?;
     } else {
-        print_output(&format_verify_report(&report))?;
+        print_text(&format_verify_report(&report))?;
     }
     for warning in &report.warnings {
         let level = if strict { "error" } else { "warning" };
-        log_line(format_args!("{level}: {warning}"));
+        write_stderr_line(format_args!("{level}: {warning}"));
     }
     for line in &unchecked {
         let level = if strict { "error" } else { "note" };
-        log_line(format_args!("{level}: {line}"));
+        write_stderr_line(format_args!("{level}: {line}"));
     }
     for note in &report.notes {
-        log_line(format_args!("note: {note}"));
+        write_stderr_line(format_args!("note: {note}"));
     }
     Ok(if sound { exit::DONE } else { exit::CHECKPOINT })
 }

@@ -1,6 +1,6 @@
 //! `launch ckpt watch`: reports each new checkpoint in a directory, and verifies and gathers the
 //! checkpoint if requested.
-use super::output::log_line;
+use super::output::write_stderr_line;
 use crate::{
     change_watcher::{ChangeWatcher, WatchTarget},
     cmd::output::{print_json, print_line},
@@ -19,7 +19,7 @@ use tokio::signal::unix::{SignalKind, signal};
 const SCAN_INTERVAL: Duration = Duration::from_secs(1);
 /// The longest time between two scans of the directory that `launch ckpt watch` watches. The scans
 /// find changes that the operating system does not report.
-const IDLE_INTERVAL: Duration = Duration::from_secs(10);
+const MAX_SCAN_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Arguments of `launch ckpt watch`.
 #[derive(Clone, Debug, Args)]
@@ -123,7 +123,7 @@ async fn watch_directory(args: WatchArgs, json: bool) -> diagnostic::Result<u8> 
         if let Some(code) = ending {
             return Ok(code);
         }
-        let limit = if watch.is_settled() { IDLE_INTERVAL } else { SCAN_INTERVAL };
+        let limit = if watch.is_settled() { MAX_SCAN_INTERVAL } else { SCAN_INTERVAL };
         let next_change = async {
             tokio::time::sleep(SCAN_INTERVAL).await;
             watcher.wait_for_change(limit - SCAN_INTERVAL).await;
@@ -146,7 +146,7 @@ fn report_new_checkpoints(
         let event = process_checkpoint(&report, args);
         if json { print_json(&event) } else { print_line(format_event_line(&event)) }?;
         for note in event["notes"].as_array().into_iter().flatten().filter_map(Value::as_str) {
-            log_line(format_args!("{note}"));
+            write_stderr_line(format_args!("{note}"));
         }
     }
     Ok(())

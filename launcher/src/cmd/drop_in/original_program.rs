@@ -19,7 +19,7 @@ const MAX_SCRIPT_HEADER_BYTES: u64 = 4096;
 /// that fails, with the error.
 pub(super) fn exec_original_program(launcher: OtherLauncher, arguments: &[OsString]) -> Diagnostic {
     let name = launcher.name();
-    let Some(program) = find_program(name) else {
+    let Some(program) = find_program_in_path(name) else {
         let shown = arguments.first().map(|first| format!(" {}", first.display())).unwrap_or_default();
         let message = format!("`{name}{shown}` needs the original {name}, which is not in PATH");
         let help = format!("install {name}, or activate its Python environment");
@@ -37,8 +37,8 @@ pub(super) fn exec_original_program(launcher: OtherLauncher, arguments: &[OsStri
 /// original program, `python` or `python3` of PATH. If there is no Python, returns `python` for a
 /// command line with `--no-python`, and fails for any other.
 pub(super) fn find_python(launcher: OtherLauncher, words: &[String]) -> diagnostic::Result<String> {
-    let interpreter = find_program(launcher.name()).and_then(|program| read_interpreter(&program));
-    let python = interpreter.or_else(|| find_program("python")).or_else(|| find_program("python3"));
+    let interpreter = find_program_in_path(launcher.name()).and_then(|program| read_script_interpreter(&program));
+    let python = interpreter.or_else(|| find_program_in_path("python")).or_else(|| find_program_in_path("python3"));
     let is_optional = words.iter().any(|word| word.replace('_', "-") == "--no-python")
         || launcher == OtherLauncher::Torchrun && std::env::var_os(env::PYTHON_EXEC).is_some();
     match python {
@@ -53,7 +53,7 @@ pub(super) fn find_python(launcher: OtherLauncher, words: &[String]) -> diagnost
 }
 
 /// Returns the first executable file with the name `name` in PATH that is not launch itself.
-fn find_program(name: &str) -> Option<PathBuf> {
+fn find_program_in_path(name: &str) -> Option<PathBuf> {
     let launch = fs::canonicalize("/proc/self/exe").ok();
     let path = std::env::var_os(env::PATH)?;
     std::env::split_paths(&path).map(|directory| directory.join(name)).find(|file| {
@@ -65,7 +65,7 @@ fn find_program(name: &str) -> Option<PathBuf> {
 
 /// Returns the path of the Python that runs the script `program`, from its first lines:
 /// `#!/path/python`, or `'''exec' /path/python "$0" "$@"`. Returns `None` for other files.
-fn read_interpreter(program: &Path) -> Option<PathBuf> {
+fn read_script_interpreter(program: &Path) -> Option<PathBuf> {
     let mut header = Vec::new();
     File::open(program).ok()?.take(MAX_SCRIPT_HEADER_BYTES).read_to_end(&mut header).ok()?;
     let text = String::from_utf8_lossy(&header);
@@ -104,7 +104,7 @@ mod tests {
             ("\u{7f}ELF".to_owned(), false),
         ] {
             fs::write(&script, &text).expect("written");
-            assert_eq!(read_interpreter(&script), found.then(|| python.clone()), "{text}");
+            assert_eq!(read_script_interpreter(&script), found.then(|| python.clone()), "{text}");
         }
     }
 }

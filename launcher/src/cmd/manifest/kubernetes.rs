@@ -16,7 +16,7 @@ const JOB_FILE_DIRECTORY: &str = "/etc/launch/job";
 /// other.
 const KEY_DIRECTORY: &str = "/etc/launch/key";
 /// The name of the replicated job in a JobSet, which is part of the names of its pods.
-const REPLICATED_JOB: &str = "node";
+const REPLICATED_JOB_NAME: &str = "node";
 /// The port at which the pod of node 0 listens for the other nodes.
 const RENDEZVOUS_PORT: u16 = 29400;
 /// The largest length of a job's name, in characters, for which the names of its pods fit into DNS
@@ -95,7 +95,7 @@ pub(super) fn build_objects(args: &KubernetesArgs, job: &JobSpec) -> diagnostic:
             .with_help("add `--nodes N`, or set `cluster.join.nodes`")
     })?;
     let text = read_job_file(args)?;
-    let manifest = KubernetesManifest { args, job, nodes, name: make_object_name(&job.name) };
+    let manifest = KubernetesManifestBuilder { args, job, nodes, name: make_object_name(&job.name) };
     let mut objects = vec![manifest.build_secret()?, manifest.build_config_map(&text)];
     let workload = manifest.build_job_spec()?;
     match args.kind {
@@ -142,7 +142,7 @@ fn make_object_name(name: &str) -> String {
 
 /// The inputs from which the Kubernetes objects of one job are built: the job, its name, its nodes
 /// and the options of the command.
-struct KubernetesManifest<'a> {
+struct KubernetesManifestBuilder<'a> {
     args: &'a KubernetesArgs,
     job: &'a JobSpec,
     nodes: NodeCount,
@@ -150,7 +150,7 @@ struct KubernetesManifest<'a> {
     name: String,
 }
 
-impl KubernetesManifest<'_> {
+impl KubernetesManifestBuilder<'_> {
     /// Builds a Kubernetes object of the kind `kind`. Its name is that of the job with `suffix`,
     /// and its members are those of `content`.
     fn build_object(&self, version: &str, kind: &str, suffix: &str, content: Value) -> Value {
@@ -210,7 +210,7 @@ impl KubernetesManifest<'_> {
         let spec = json!({
             "network": {"enableDNSHostnames": true, "subdomain": self.name, "publishNotReadyAddresses": true},
             "failurePolicy": {"maxRestarts": self.job.run.restarts, "rules": [rule]},
-            "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": job_spec}}],
+            "replicatedJobs": [{"name": REPLICATED_JOB_NAME, "replicas": 1, "template": {"spec": job_spec}}],
         });
         self.build_object("jobset.x-k8s.io/v1alpha2", "JobSet", "", json!({"spec": spec}))
     }
@@ -284,7 +284,7 @@ impl KubernetesManifest<'_> {
             NodeCount { max, .. } => max.to_string(),
         };
         let first = match self.args.kind {
-            WorkloadKind::JobSet => format!("{}-{REPLICATED_JOB}-0-0", self.name),
+            WorkloadKind::JobSet => format!("{}-{REPLICATED_JOB_NAME}-0-0", self.name),
             WorkloadKind::Job => format!("{}-0", self.name),
         };
         let variable = |name: &str, value: String| json!({"name": name, "value": value});
@@ -299,7 +299,7 @@ impl KubernetesManifest<'_> {
                 variable(jobspec::env::LAUNCH_KEY_FILE, format!("{KEY_DIRECTORY}/key")),
             ],
             "ports": [{"name": "rendezvous", "containerPort": RENDEZVOUS_PORT}],
-            "resources": self.build_resources()?,
+            "resources": self.build_resource_limits()?,
             "volumeMounts": mounts,
         });
         if let Some(workdir) = &self.args.workdir {
@@ -313,7 +313,7 @@ impl KubernetesManifest<'_> {
     }
 
     /// Builds the resource limits of a pod's container: GPUs, RDMA devices, CPUs and memory.
-    fn build_resources(&self) -> diagnostic::Result<Value> {
+    fn build_resource_limits(&self) -> diagnostic::Result<Value> {
         let (mut limits, mut requests) = (Map::new(), Map::new());
         if self.args.gpus > 0 {
             limits.insert(self.args.gpu_resource.clone(), json!(self.args.gpus));

@@ -9,13 +9,13 @@ pub(super) fn format_yaml_documents(values: &[Value]) -> String {
     let mut text = String::new();
     for value in values {
         text.push_str("---\n");
-        write_block(value, 0, &mut text);
+        append_mapping_or_list(value, 0, &mut text);
     }
     text
 }
 
 /// Appends the YAML lines of a mapping or a list, indented by `indent` columns.
-fn write_block(value: &Value, indent: usize, text: &mut String) {
+fn append_mapping_or_list(value: &Value, indent: usize, text: &mut String) {
     let pad = " ".repeat(indent);
     match value {
         Value::Object(entries) => {
@@ -34,7 +34,7 @@ fn write_block(value: &Value, indent: usize, text: &mut String) {
                 };
                 if is_nested {
                     // The first line of the item follows the dash.
-                    write_block(item, indent + 2, &mut block);
+                    append_mapping_or_list(item, indent + 2, &mut block);
                     _ = write!(text, "{pad}- {}", &block[indent + 2..]);
                 } else {
                     write_value(item, indent + 2, &mut block);
@@ -53,7 +53,7 @@ fn write_value(value: &Value, indent: usize, text: &mut String) {
         Value::Array(items) if items.is_empty() => text.push_str(" []\n"),
         Value::Object(_) | Value::Array(_) => {
             text.push('\n');
-            write_block(value, indent, text);
+            append_mapping_or_list(value, indent, text);
         }
         Value::String(lines) if can_be_literal_block(lines) => {
             text.push_str(" |\n");

@@ -10,29 +10,29 @@ use std::{
 /// Formats the changes of environment variables as text, with one line for each variable: `+`
 /// before an added one, `~` before a changed one, and `-` before a removed one. Secret values are
 /// redacted.
-pub(super) fn format_changes(changes: &EnvironmentChanges, host: &str) -> String {
+pub(super) fn format_env_changes(changes: &EnvironmentChanges, host: &str) -> String {
     let mut text = format!("\nchanges of the environment by run.activate on {host}:\n");
     for (mark, variables) in [('+', &changes.added), ('~', &changes.changed)] {
         for (name, value) in variables {
             _ = writeln!(
                 text,
                 "  {mark} {}={}",
-                to_single_line(&to_printable_text(name)),
-                to_single_line(&redact(name, value))
+                replace_control_characters(&to_printable_text(name)),
+                replace_control_characters(&redact_if_secret(name, value))
             );
         }
     }
     for name in &changes.removed {
-        _ = writeln!(text, "  - {}", to_single_line(&to_printable_text(name)));
+        _ = writeln!(text, "  - {}", replace_control_characters(&to_printable_text(name)));
     }
     text
 }
 
 /// Returns the changes of environment variables by `run.activate` as a JSON object. Secret values
 /// are redacted.
-pub(super) fn changes_to_json(changes: &EnvironmentChanges) -> Value {
+pub(super) fn env_changes_to_json(changes: &EnvironmentChanges) -> Value {
     let object = |variables: &BTreeMap<OsString, OsString>| -> Map<String, Value> {
-        variables.iter().map(|(name, value)| (to_printable_text(name), redact(name, value).into())).collect()
+        variables.iter().map(|(name, value)| (to_printable_text(name), redact_if_secret(name, value).into())).collect()
     };
     let removed: Vec<String> = changes.removed.iter().map(|name| to_printable_text(name)).collect();
     json!({"added": object(&changes.added), "changed": object(&changes.changed), "removed": removed})
@@ -44,12 +44,12 @@ fn to_printable_text(text: &OsStr) -> String {
 }
 
 /// Replaces the control characters in `text`, so that the text fits into one line.
-fn to_single_line(text: &str) -> String {
+fn replace_control_characters(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
 }
 
 /// Returns the value of the environment variable `name`, or a placeholder if the name looks secret.
-fn redact(name: &OsStr, value: &OsStr) -> String {
+fn redact_if_secret(name: &OsStr, value: &OsStr) -> String {
     redact_secret_value(&to_printable_text(name), &to_printable_text(value)).to_owned()
 }
 
@@ -69,8 +69,8 @@ mod tests {
         };
         let expected = "\nchanges of the environment by run.activate on h1:\n  + HF_TOKEN=***\n  + LINES=a\u{fffd}b\n  \
                         ~ PATH=/env/bin:/bin\n  - OLD\n";
-        assert_eq!(format_changes(&changes, "h1"), expected);
-        let json = changes_to_json(&changes);
+        assert_eq!(format_env_changes(&changes, "h1"), expected);
+        let json = env_changes_to_json(&changes);
         assert_eq!(json["added"]["HF_TOKEN"], "***");
         assert_eq!((&json["changed"]["PATH"], &json["removed"]), (&json!("/env/bin:/bin"), &json!(["OLD"])));
     }

@@ -6,7 +6,7 @@ use super::{
     run_memo::{RunMemo, StoredMemo, UnstoredEvent},
     setup::HostSetup,
     stop_request::StopRequest,
-    taken_journal::TakenJournal,
+    taken_over_journal::TakenOverJournal,
 };
 use crate::{
     cluster::AgentStartStep,
@@ -63,7 +63,7 @@ pub(crate) enum ControllerInput {
     /// by [`HostIndex`], whether the new list contains the host.
     Hosts { added: Vec<HostSetup>, listed: Vec<bool> },
     /// The journal of a lost controller was taken over.
-    JournalTaken(Box<TakenJournal>),
+    JournalTaken(Box<TakenOverJournal>),
     /// The agent of this lost host was asked to end, and has no workers left.
     Evicted(HostIndex),
     /// The ways through the tree of agents have changed. Holds each host whose messages now come

@@ -8,7 +8,7 @@ use super::{
     adoption_state::{AdoptedRun, Adoption, HostAnswer, ReplayedReport, subtract_age},
     attach_failure::AttachFailure,
     host_state::{AgentConnectionState, HostState},
-    taken_journal::TakenJournal,
+    taken_over_journal::TakenOverJournal,
 };
 use crate::leases::HEARTBEAT_INTERVAL;
 use protocol::control::{AttachRejection, FromAgent, ToAgent};
@@ -34,13 +34,13 @@ impl ControllerCore {
     pub(super) fn handle_adoption_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(id, message)
-                if self.hosts.get(id).is_some_and(HostState::is_connected) =>
+                if self.hosts.get(id).is_some_and(HostState::is_starting_or_joined) =>
             {
                 self.hosts[id].last_heard = now;
                 self.handle_adoption_message(now, id, message);
             }
             ControllerInput::AgentGone { host, end } => self.mark_host_not_adoptable(host, end),
-            ControllerInput::StartStep(host, step) => self.handle_start_step(now, host, step),
+            ControllerInput::StartStep(host, step) => self.handle_agent_start_step(now, host, step),
             ControllerInput::JournalTaken(journal) => self.finish_adoption(now, *journal),
             ControllerInput::Stop(_) | ControllerInput::Kill => {
                 self.abandon_takeover(AttachFailure::Interrupted);
@@ -127,7 +127,7 @@ impl ControllerCore {
         let Some(adoption) = self.adoption.as_mut().filter(|_| self.state == AttemptState::Adopting) else {
             return;
         };
-        if adoption.memo.is_some() || !adoption.is_complete() {
+        if adoption.memo.is_some() || !adoption.have_all_hosts_answered() {
             return;
         }
         let failure = match (find_attach_failure(adoption, &self.setup.hosts), adoption.find_newest_memo()) {
@@ -150,7 +150,7 @@ impl ControllerCore {
 
     /// Continues a run of a lost controller after the run's journal (its file of events) was taken
     /// over.
-    fn finish_adoption(&mut self, now: Duration, journal: TakenJournal) {
+    fn finish_adoption(&mut self, now: Duration, journal: TakenOverJournal) {
         let Some(Adoption { hosts, reports, placement, memo: Some(stored), .. }) = self.adoption.take()
         else {
             return;
@@ -173,7 +173,7 @@ impl ControllerCore {
         }
         let placement = journal.summary.placement.clone().or(placement);
         let run = AdoptedRun { phase, plans, peers, placement, reports, lost, unattended };
-        self.resume_run(now, run, journal);
+        self.continue_adopted_run(now, run, journal);
     }
 }
 

@@ -91,7 +91,7 @@ impl Adoption {
 
     /// Returns whether all hosts that can be reached have answered the request to obey the
     /// controller that takes over the run.
-    pub(super) fn is_complete(&self) -> bool {
+    pub(super) fn have_all_hosts_answered(&self) -> bool {
         self.hosts.iter().all(|answer| {
             !matches!(answer, HostAnswer::Awaited | HostAnswer::Adopted { is_complete: false, .. })
         })

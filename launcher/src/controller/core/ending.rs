@@ -108,7 +108,7 @@ impl ControllerCore {
         let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
         self.phase_deadline = (!builtin).then_some(now + grace + AGENT_END_TIMEOUT);
         self.send_memo();
-        self.broadcast_to_agents(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
+        self.broadcast_to_active_agents(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
     }
 
     /// Cancels the pending restart of a failed attempt, because the user or the batch system has
@@ -129,7 +129,7 @@ impl ControllerCore {
 
     /// Ends the current attempt because its workers hang (make no progress). The agents write the
     /// stacks of all workers to the logs before they kill the workers.
-    pub(super) fn fail_attempt_with_stacks(&mut self, now: Duration, cause: RootCause) {
+    pub(super) fn fail_hanging_attempt(&mut self, now: Duration, cause: RootCause) {
         self.end_failed_attempt(now, cause, true);
     }
 
@@ -193,7 +193,7 @@ impl ControllerCore {
         let leave_ms = keeps_workers.then_some(LEAVE_TIMEOUT.as_millis() as u64);
         self.send_memo();
         let reason = reason.to_owned();
-        self.broadcast_to_agents(&ToAgent::Kill { attempt, reason, grace_ms, stacks, leave_ms });
+        self.broadcast_to_active_agents(&ToAgent::Kill { attempt, reason, grace_ms, stacks, leave_ms });
         let end_time = if keeps_workers { grace.max(LEAVE_TIMEOUT) } else { grace };
         let deadline = now + end_time + AGENT_END_TIMEOUT;
         self.phase_deadline = Some(self.phase_deadline.map_or(deadline, |before| before.min(deadline)));

@@ -1,7 +1,7 @@
 //! The part of the controller's state machine that waits for what agents find out about the ranks
 //! of a job that hangs, and derives which ranks hold up the job.
 use super::{ABORT_GRACE, ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause};
-use crate::controller::{hang_text::describe_verdict, hang_verdict::find_verdict};
+use crate::controller::{hang_verdict_text::describe_verdict, hang_verdict::find_hang_verdict};
 use protocol::{
     control::ToAgent,
     hang::{HangFile, HangVerdict, RankEvidence},
@@ -14,7 +14,7 @@ const EVIDENCE_TIMEOUT: Duration = Duration::from_secs(10);
 impl ControllerCore {
     /// Stores what an agent has found out about a worker of a job that hangs, such as its stack
     /// (hang evidence). A later report about the same rank is ignored.
-    pub(super) fn handle_hang_evidence(&mut self, host: HostIndex, evidence: RankEvidence) {
+    pub(super) fn store_hang_evidence(&mut self, host: HostIndex, evidence: RankEvidence) {
         let is_new = self.evidence.iter().all(|known| known.rank != evidence.rank);
         if is_new && self.find_worker(host, evidence.rank).is_some() {
             self.evidence.push(evidence);
@@ -24,7 +24,7 @@ impl ControllerCore {
     /// Returns whether the job hangs, and agents may still send what they found out about running
     /// workers (hang evidence).
     pub(super) fn awaits_evidence(&mut self, now: Duration) -> bool {
-        let is_hang = self.cause.as_mut().is_some_and(|cause| find_verdict_field(cause).is_some());
+        let is_hang = self.cause.as_mut().is_some_and(|cause| find_verdict_of_cause(cause).is_some());
         let is_early = self.unreported_since.is_some_and(|since| now < since + EVIDENCE_TIMEOUT);
         is_hang && is_early && self.active_hosts > 0 && self.evidence.len() < self.running
     }
@@ -34,8 +34,8 @@ impl ControllerCore {
     pub(super) fn add_hang_verdict(&mut self) {
         let is_unreported = self.unreported_since.is_some() && !self.evidence.is_empty();
         let Some(cause) = self.cause.as_mut().filter(|_| is_unreported) else { return };
-        let Some(field @ None) = find_verdict_field(cause) else { return };
-        let verdict = find_verdict(&self.evidence);
+        let Some(field @ None) = find_verdict_of_cause(cause) else { return };
+        let verdict = find_hang_verdict(&self.evidence);
         let evidence = std::mem::take(&mut self.evidence);
         *field = Some(Box::new(verdict.clone()));
         let path = self.setup.run_dir.join(HangFile::file_name(self.attempt));
@@ -53,13 +53,13 @@ impl ControllerCore {
         let (attempt, grace_ms) = (self.attempt, grace.as_millis() as u64);
         // Workers that hang cannot leave.
         let kill = ToAgent::Kill { attempt, reason, grace_ms, stacks: false, leave_ms: None };
-        self.broadcast_to_agents(&kill);
+        self.broadcast_to_active_agents(&kill);
     }
 }
 
 /// Returns the verdict (which ranks hold up the job, and where) of a root cause that is a hang;
 /// `None` for any other root cause.
-fn find_verdict_field(cause: &mut RootCause) -> Option<&mut Option<Box<HangVerdict>>> {
+fn find_verdict_of_cause(cause: &mut RootCause) -> Option<&mut Option<Box<HangVerdict>>> {
     match &mut cause.reason {
         FailureReason::Hang { verdict, .. } | FailureReason::Suspended { verdict, .. } => Some(verdict),
         _ => None,

@@ -67,12 +67,12 @@ impl CoreHarness {
     /// Creates the state machine of a controller whose agents were just started. `local` is the
     /// number of ranks on each host.
     pub(super) fn new(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
-        CoreHarness::with_setup(create_setup(hosts, builtin), local)
+        CoreHarness::new_with_setup(create_setup(hosts, builtin), local)
     }
 
     /// Creates the state machine of a controller with the settings `setup`, whose agents were just
     /// started.
-    pub(super) fn with_setup(setup: CoreSetup, local: u32) -> CoreHarness {
+    pub(super) fn new_with_setup(setup: CoreSetup, local: u32) -> CoreHarness {
         let hosts = setup.hosts.len();
         let mut core = ControllerCore::new(setup);
         assert_eq!(core.send_hellos(millis(0)).len(), hosts);
@@ -81,15 +81,15 @@ impl CoreHarness {
 
     /// Creates the state machine of a controller whose hosts have all joined and whose ranks all
     /// run.
-    pub(super) fn with_running_workers(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
-        CoreHarness::with_running_setup(create_setup(hosts, builtin), local)
+    pub(super) fn new_with_running_workers(hosts: u32, local: u32, builtin: bool) -> CoreHarness {
+        CoreHarness::new_running_with_setup(create_setup(hosts, builtin), local)
     }
 
     /// Creates the state machine of a controller with the settings `setup`, lets all hosts join,
     /// and starts all ranks. Panics if the state machine does not prepare exactly one attempt.
-    pub(super) fn with_running_setup(setup: CoreSetup, local: u32) -> CoreHarness {
+    pub(super) fn new_running_with_setup(setup: CoreSetup, local: u32) -> CoreHarness {
         let hosts = setup.hosts.len();
-        let mut harness = CoreHarness::with_setup(setup, local);
+        let mut harness = CoreHarness::new_with_setup(setup, local);
         let mut prepared = Vec::new();
         for host in 0..hosts {
             prepared.extend(harness.send_hello(host).into_iter().filter_map(|o| match o {

@@ -6,20 +6,20 @@ use super::{
 use std::time::Duration;
 
 /// How often the time between two attempts to reach a lost host may double.
-const MAX_DOUBLINGS: u32 = 5;
+const MAX_RETRY_PAUSE_DOUBLINGS: u32 = 5;
 /// How long the controller defers an attempt to reach a lost host while the workers are not
 /// running.
-const DEFERRAL: Duration = Duration::from_secs(1);
+const RECONNECTION_DEFERRAL: Duration = Duration::from_secs(1);
 
 impl ControllerCore {
     /// Schedules the next attempt to reach a lost host: after its quarantine, and after twice the
     /// previous time for each attempt that failed.
-    pub(super) fn schedule_return(&mut self, now: Duration, id: HostIndex) {
+    pub(super) fn schedule_host_reconnection(&mut self, now: Duration, id: HostIndex) {
         if !self.setup.arrival.reconnects_while_running || !self.setup.hosts[id].remote {
             return;
         }
         let host = &mut self.hosts[id];
-        let wait = self.setup.arrival.quarantine * (1 << host.failed_returns.min(MAX_DOUBLINGS));
+        let wait = self.setup.arrival.quarantine * (1 << host.failed_returns.min(MAX_RETRY_PAUSE_DOUBLINGS));
         host.failed_returns = host.failed_returns.saturating_add(1);
         host.return_at = now + wait;
         self.next_return = Some(self.next_return.map_or(host.return_at, |next| next.min(host.return_at)));
@@ -33,7 +33,7 @@ impl ControllerCore {
             return;
         }
         if self.state != AttemptState::Running || self.killed {
-            self.next_return = Some(now + DEFERRAL);
+            self.next_return = Some(now + RECONNECTION_DEFERRAL);
             return;
         }
         self.next_return = None;
@@ -54,7 +54,7 @@ impl ControllerCore {
 
     /// Processes the first message of an agent on a host that was lost before, which makes the host
     /// a spare host.
-    pub(super) fn record_return(&mut self, id: HostIndex) {
+    pub(super) fn record_host_return(&mut self, id: HostIndex) {
         let host = &mut self.hosts[id];
         host.failed_returns = 0;
         if std::mem::take(&mut host.is_returning) {
@@ -66,12 +66,12 @@ impl ControllerCore {
     /// Processes the end of an agent that was started to find out whether a lost host can be
     /// reached again. Returns `false` for other agents. The user already knows that the host is
     /// lost.
-    pub(super) fn handle_failed_return(&mut self, now: Duration, id: HostIndex) -> bool {
+    pub(super) fn handle_failed_host_reconnection(&mut self, now: Duration, id: HostIndex) -> bool {
         if !std::mem::take(&mut self.hosts[id].is_returning) {
             return false;
         }
         self.hosts[id].agent = AgentConnectionState::Lost;
-        self.schedule_return(now, id);
+        self.schedule_host_reconnection(now, id);
         if self.state == AttemptState::Joining {
             self.restart_host_scan();
             self.try_prepare_attempt(now);

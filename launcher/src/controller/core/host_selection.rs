@@ -21,7 +21,7 @@ impl ControllerCore {
             return;
         }
         while self.scanned < self.hosts.len() && self.scanned_joined < self.setup.use_hosts {
-            let host = &self.hosts[self.find_scanned_host(self.scanned)];
+            let host = &self.hosts[self.find_host_at_scan_position(self.scanned)];
             match host.agent {
                 AgentConnectionState::Starting => return,
                 AgentConnectionState::Joined if !host.excluded => self.scanned_joined += 1,
@@ -37,7 +37,7 @@ impl ControllerCore {
         let joined = |id: &HostIndex| {
             self.hosts[*id].agent == AgentConnectionState::Joined && !self.hosts[*id].excluded
         };
-        let scanned = (0..self.scanned).map(|position| self.find_scanned_host(position));
+        let scanned = (0..self.scanned).map(|position| self.find_host_at_scan_position(position));
         self.members = scanned.filter(joined).collect();
         // Ranks follow the order of the list of hosts.
         self.members.sort_unstable();
@@ -71,7 +71,7 @@ impl ControllerCore {
 
     /// Returns the host at the position `position` of the order in which hosts are considered for
     /// an attempt.
-    fn find_scanned_host(&self, position: usize) -> HostIndex {
+    fn find_host_at_scan_position(&self, position: usize) -> HostIndex {
         self.scan_order.get(position).copied().unwrap_or(position)
     }
 
@@ -123,7 +123,7 @@ impl ControllerCore {
         for id in failing.collect::<Vec<_>>() {
             let others = (0..self.hosts.len()).filter(|o| *o != id && !self.hosts[*o].excluded);
             let usable =
-                |o: &HostIndex| self.hosts[*o].is_connected() || self.hosts[*o].failures < MAX_HOST_FAILURES;
+                |o: &HostIndex| self.hosts[*o].is_starting_or_joined() || self.hosts[*o].failures < MAX_HOST_FAILURES;
             if others.filter(usable).count() >= self.setup.min_hosts {
                 self.hosts[id].excluded = true;
                 let label = self.format_host_label(id);

@@ -82,7 +82,7 @@ pub(super) struct HostState {
 impl HostState {
     /// Returns whether the host's agent is starting or has joined. Only then are its messages
     /// processed.
-    pub(super) fn is_connected(&self) -> bool {
+    pub(super) fn is_starting_or_joined(&self) -> bool {
         matches!(self.agent, AgentConnectionState::Starting | AgentConnectionState::Joined)
     }
 }

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     cluster::AgentStartStep,
     controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
-    leases::{AGENT_LEASE, ATTACH_TIMEOUT, HEARTBEAT_INTERVAL},
+    leases::{LOCAL_AGENT_LEASE, ATTACH_TIMEOUT, HEARTBEAT_INTERVAL},
 };
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::ids::Rank;
@@ -31,7 +31,7 @@ impl ControllerCore {
         let host = &self.hosts[id];
         match (host.agent, host.start_step) {
             (AgentConnectionState::Joined, _) if self.setup.hosts[id].remote => Some(self.setup.host_lease),
-            (AgentConnectionState::Joined, _) => Some(AGENT_LEASE),
+            (AgentConnectionState::Joined, _) => Some(LOCAL_AGENT_LEASE),
             (AgentConnectionState::Starting, Some(AgentStartStep::Waiting)) => None,
             (AgentConnectionState::Starting, Some(AgentStartStep::Copying(limit))) => Some(limit),
             _ if self.state == AttemptState::Adopting => Some(self.setup.host_lease + ATTACH_TIMEOUT),
@@ -41,7 +41,7 @@ impl ControllerCore {
 
     /// Processes the progress of starting a host's agent, such as copying the executable: the time
     /// limit of the agent's first message counts from this step.
-    pub(super) fn handle_start_step(&mut self, now: Duration, id: HostIndex, step: AgentStartStep) {
+    pub(super) fn handle_agent_start_step(&mut self, now: Duration, id: HostIndex, step: AgentStartStep) {
         let Some(host) = self.hosts.get_mut(id) else { return };
         if host.agent == AgentConnectionState::Starting {
             (host.start_step, host.last_heard) = (Some(step), now);
@@ -111,7 +111,7 @@ impl ControllerCore {
                 .with_help("install the same build of launch on every host");
             return self.handle_agent_failure(now, id, error);
         }
-        self.record_return(id);
+        self.record_host_return(id);
         if self.setup.hosts[id].remote {
             // From the first heartbeat on, the agent ends its workers when the controller is
             // silent.
@@ -140,13 +140,13 @@ impl ControllerCore {
     }
 
     /// Returns whether the attempt `attempt` is the current one and is being planned.
-    pub(super) fn is_preparing(&self, attempt: u32) -> bool {
+    pub(super) fn is_preparing_attempt(&self, attempt: u32) -> bool {
         self.state == AttemptState::Preparing && attempt == self.attempt
     }
 
     /// Requests that the agent of the attempt's first host bind the rendezvous port (`MASTER_PORT`)
     /// of the planned attempt.
-    pub(super) fn bind_rendezvous(
+    pub(super) fn request_rendezvous_bind(
         &mut self,
         now: Duration,
         workers: Vec<Vec<PlannedWorker>>,
@@ -167,7 +167,7 @@ impl ControllerCore {
         attempt: u32,
         port: diagnostic::Result<u16>,
     ) {
-        if !self.is_preparing(attempt) || self.members.first() != Some(&host) {
+        if !self.is_preparing_attempt(attempt) || self.members.first() != Some(&host) {
             return;
         }
         let Some(workers) = self.planned.take() else { return };
@@ -213,7 +213,7 @@ impl ControllerCore {
             self.members.iter().copied().find(|id| self.hosts[*id].agent != AgentConnectionState::Joined);
         for id in self.members.clone() {
             if self.hosts[id].agent != AgentConnectionState::Joined {
-                self.deactivate_host(id);
+                self.mark_host_inactive(id);
             }
         }
         if let Some(id) = lost {
@@ -225,7 +225,7 @@ impl ControllerCore {
     }
 
     /// Records that no process of the current attempt is left on a host.
-    pub(super) fn deactivate_host(&mut self, id: HostIndex) {
+    pub(super) fn mark_host_inactive(&mut self, id: HostIndex) {
         let host = &mut self.hosts[id];
         if std::mem::take(&mut host.active) {
             self.active_hosts -= 1;
@@ -251,7 +251,7 @@ impl ControllerCore {
         if matches!(self.hosts[id].agent, AgentConnectionState::Lost | AgentConnectionState::NotStarted) {
             return;
         }
-        if self.handle_failed_return(now, id) {
+        if self.handle_failed_host_reconnection(now, id) {
             return;
         }
         let remote = self.setup.hosts[id].remote;
@@ -259,11 +259,11 @@ impl ControllerCore {
         (host.agent, host.keeps_copies) = (AgentConnectionState::Lost, false);
         host.quarantined_until = if remote { now + self.setup.arrival.quarantine } else { now };
         let was_active = host.active;
-        self.schedule_return(now, id);
+        self.schedule_host_reconnection(now, id);
         self.renew_leases_behind_host(now, id);
         self.guard_against_orphans(now, id, &end);
         let cause = self.build_agent_end_cause(id, end);
-        self.deactivate_host(id);
+        self.mark_host_inactive(id);
         self.handle_lost_host(now, cause, was_active);
     }
 
@@ -370,7 +370,7 @@ impl ControllerCore {
 
     /// Returns whether at least `run.min_hosts` hosts have joined or may still join.
     fn has_enough_hosts(&self) -> bool {
-        let usable = |host: &&HostState| host.is_connected() && !host.excluded;
+        let usable = |host: &&HostState| host.is_starting_or_joined() && !host.excluded;
         self.hosts.iter().filter(usable).count() >= self.setup.min_hosts
     }
 
@@ -402,7 +402,7 @@ impl ControllerCore {
             && self.state != AttemptState::Finished
         {
             self.leases.0.pop();
-            if !self.hosts[id].is_connected() || self.hosts[id].ticket != ticket {
+            if !self.hosts[id].is_starting_or_joined() || self.hosts[id].ticket != ticket {
                 continue;
             }
             let Some(lease) = self.select_host_lease(id) else { continue };
@@ -483,7 +483,7 @@ mod tests {
             ArrivalLimits { max_returns: 1, quarantine: Duration::ZERO, ..ArrivalLimits::default() };
         let mut setup = CoreSetup { arrival, ..create_setup(2, true) };
         setup.hosts.iter_mut().for_each(|host| host.remote = true);
-        let mut harness = CoreHarness::with_setup(setup, 1);
+        let mut harness = CoreHarness::new_with_setup(setup, 1);
         harness.send_hello(1);
         let lose = |harness: &mut CoreHarness| {
             harness.feed_input(ControllerInput::AgentGone { host: 1, end: AgentEnd::ConnectionEnded(None) })

@@ -16,7 +16,7 @@ impl ControllerCore {
             let hosts = (0..self.hosts.len())
                 .filter(|id| self.hosts[*id].agent == AgentConnectionState::Joined)
                 .collect();
-            self.push_memo_action(hosts);
+            self.request_sending_memo(hosts);
         }
     }
 
@@ -25,13 +25,13 @@ impl ControllerCore {
     /// joined.
     pub(super) fn send_memo_to(&mut self, id: HostIndex) {
         if self.setup.outlives_controller {
-            self.push_memo_action(vec![id]);
+            self.request_sending_memo(vec![id]);
         }
     }
 
     /// Adds an action that sends the present state of the run (the memo) to the agents of `hosts`,
     /// which keep it for a later controller.
-    fn push_memo_action(&mut self, hosts: Vec<HostIndex>) {
+    fn request_sending_memo(&mut self, hosts: Vec<HostIndex>) {
         let memo = Box::new(self.build_memo());
         self.actions.push(ControllerAction::SendMemo { hosts, memo });
     }

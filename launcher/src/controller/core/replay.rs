@@ -9,7 +9,7 @@ use super::{
     adoption_state::{ReplayedReport, SignedTimeMs, subtract_age},
     find_message_attempt,
     run_memo::UnstoredEvent,
-    taken_journal::{MissingEvent, TakenJournal},
+    taken_over_journal::{MissingEvent, TakenOverJournal},
     workers::is_controller_event,
 };
 use protocol::{control::FromAgent, event::Event};
@@ -21,7 +21,7 @@ use std::{
 /// An event from before the takeover of a run that the journal (the run's file of events) lacks and
 /// the new controller appends.
 #[derive(Debug)]
-enum MissingLine {
+enum MissingJournalLine {
     /// An event of a lost controller.
     Controller(UnstoredEvent),
     /// An event that an agent has repeated.
@@ -35,19 +35,19 @@ impl ControllerCore {
         &mut self,
         now: Duration,
         reports: Vec<ReplayedReport>,
-        journal: TakenJournal,
+        journal: TakenOverJournal,
     ) -> Vec<ReplayedReport> {
-        let reports = sort_reports(reports);
-        let TakenJournal { summary, missing } = journal;
+        let reports = sort_reports_by_time(reports);
+        let TakenOverJournal { summary, missing } = journal;
         let is_event = |report: &ReplayedReport| matches!(*report.message, FromAgent::Event { .. });
         let (events, others): (Vec<ReplayedReport>, Vec<ReplayedReport>) =
             reports.into_iter().partition(is_event);
         for line in merge_missing_lines(now, missing, events) {
             match line {
-                MissingLine::Controller(event) => self.actions.push(ControllerAction::RestoreEvent(event)),
-                MissingLine::Worker(replayed) => {
+                MissingJournalLine::Controller(event) => self.actions.push(ControllerAction::RestoreEvent(event)),
+                MissingJournalLine::Worker(replayed) => {
                     let report = (self.hosts[replayed.host].stream, replayed.seq);
-                    if summary.contains(report) {
+                    if summary.contains_report(report) {
                         // The agent need not keep an event that the journal contains.
                         let age = Duration::from_millis(replayed.age_ms(now));
                         self.actions.push(ControllerAction::WorkerEvent { report, age, event: None });
@@ -94,7 +94,7 @@ impl ControllerCore {
 
 /// Sorts the reports that agents have repeated by the time at which they were made. The reports of
 /// each agent keep their order, which is that of their arrival.
-fn sort_reports(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport> {
+fn sort_reports_by_time(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport> {
     // Reports may arrive late, and then seem to be younger than they are.
     let mut next: BTreeMap<HostIndex, SignedTimeMs> = BTreeMap::new();
     for report in reports.iter_mut().rev() {
@@ -116,7 +116,7 @@ fn merge_missing_lines(
     now: Duration,
     missing: Vec<MissingEvent>,
     events: Vec<ReplayedReport>,
-) -> Vec<MissingLine> {
+) -> Vec<MissingJournalLine> {
     let mut missing = VecDeque::from(missing);
     let mut events = VecDeque::from(events);
     let mut lines = Vec::with_capacity(missing.len() + events.len());
@@ -133,12 +133,12 @@ fn merge_missing_lines(
         let age_ms = u64::try_from(first.age.as_millis()).unwrap_or(u64::MAX);
         let is_earlier = event.at <= subtract_age(now, age_ms);
         if !follows_start && (precedes_start || is_earlier) {
-            lines.extend(events.pop_front().map(MissingLine::Worker));
+            lines.extend(events.pop_front().map(MissingJournalLine::Worker));
         } else {
-            lines.extend(missing.pop_front().map(|missing| MissingLine::Controller(missing.event)));
+            lines.extend(missing.pop_front().map(|missing| MissingJournalLine::Controller(missing.event)));
         }
     }
-    lines.extend(missing.into_iter().map(|missing| MissingLine::Controller(missing.event)));
-    lines.extend(events.into_iter().map(MissingLine::Worker));
+    lines.extend(missing.into_iter().map(|missing| MissingJournalLine::Controller(missing.event)));
+    lines.extend(events.into_iter().map(MissingJournalLine::Worker));
     lines
 }

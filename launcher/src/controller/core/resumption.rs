@@ -6,7 +6,7 @@ use super::{
     adoption_state::{AdoptedRun, ReplayedReport},
     host_state::AgentConnectionState,
     run_memo::MemoPhase,
-    taken_journal::TakenJournal,
+    taken_over_journal::TakenOverJournal,
 };
 use crate::controller::peer_exchange::PeerExchange;
 use jobspec::ids::Rank;
@@ -32,7 +32,7 @@ struct AdoptedMembers {
 impl ControllerCore {
     /// Continues a run that was taken over: completes the journal, processes reports that the lost
     /// controller may have missed, and repeats that controller's last order.
-    pub(super) fn resume_run(&mut self, now: Duration, run: AdoptedRun, journal: TakenJournal) {
+    pub(super) fn continue_adopted_run(&mut self, now: Duration, run: AdoptedRun, journal: TakenOverJournal) {
         let AdoptedRun { phase, plans, peers, placement, reports, lost, unattended } = run;
         self.end_obsolete_agents(&plans, &reports);
         self.state = AttemptState::Joining;

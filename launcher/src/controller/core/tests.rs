@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     cluster::AgentStartStep,
-    leases::{AGENT_LEASE, HELLO_TIMEOUT},
+    leases::{LOCAL_AGENT_LEASE, HELLO_TIMEOUT},
     worker_end::WorkerEnd,
 };
 use diagnostic::codes::{self, run};
@@ -42,7 +42,7 @@ fn build_worker_error_reason() -> FailureReason {
 #[test]
 fn a_successful_run_ends_with_exit_code_0() {
     for builtin in [true, false] {
-        let mut harness = CoreHarness::with_running_workers(2, 2, builtin);
+        let mut harness = CoreHarness::new_with_running_workers(2, 2, builtin);
         for rank in 0..4 {
             assert!(harness.report_worker_exit(rank, SUCCESS_STATUS).is_empty());
         }
@@ -57,7 +57,7 @@ fn a_successful_run_ends_with_exit_code_0() {
 
 #[test]
 fn the_first_failure_is_the_root_cause_and_all_workers_are_killed() {
-    let mut harness = CoreHarness::with_running_workers(2, 2, false);
+    let mut harness = CoreHarness::new_with_running_workers(2, 2, false);
     let actions = harness.report_worker_exit(2, ExitStatus::Code(3));
     assert_eq!(find_kill_messages(&actions), [(0, 3000), (1, 3000)]);
     let report = find_failure(&actions).expect("a failure");
@@ -80,7 +80,7 @@ fn the_first_failure_is_the_root_cause_and_all_workers_are_killed() {
 
 #[test]
 fn the_error_that_a_program_recorded_is_part_of_the_reason() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, false);
+    let mut harness = CoreHarness::new_with_running_workers(1, 2, false);
     let (tail, error) = (Vec::new(), Some("ValueError: bad".to_owned()));
     let exited = FromAgent::Exited {
         attempt: 0,
@@ -98,7 +98,7 @@ fn the_error_that_a_program_recorded_is_part_of_the_reason() {
 
 #[test]
 fn built_in_workers_have_a_short_grace_period() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 2, true);
     let actions = harness.report_worker_exit(1, KILLED_STATUS);
     assert_eq!(find_kill_messages(&actions), [(0, 500)]);
     assert_eq!(find_failure_reason(&actions), Some((Some(1), build_killed_reason())));
@@ -112,7 +112,7 @@ fn the_final_report_of_a_worker_is_the_reason_and_decides_the_exit_code() {
         (WorkerExit::Cluster, 3),
         (WorkerExit::Checkpoint, 4),
     ] {
-        let mut harness = CoreHarness::with_running_workers(1, 2, true);
+        let mut harness = CoreHarness::new_with_running_workers(1, 2, true);
         let actions = harness.send_final_report(0, exit);
         assert_eq!(find_kill_messages(&actions).len(), 1, "no need to wait for its exit");
         assert_eq!(find_failure(&actions), None, "its last lines have not arrived");
@@ -127,7 +127,7 @@ fn the_final_report_of_a_worker_is_the_reason_and_decides_the_exit_code() {
 
 #[test]
 fn a_failure_report_waits_for_the_last_lines_up_to_a_limit() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 2, true);
     harness.send_final_report(0, WorkerExit::Failed);
     assert_eq!(find_failure(&harness.tick_at(OUTPUT_TAIL_TIMEOUT - millis(1))), None);
     let actions = harness.tick_at(OUTPUT_TAIL_TIMEOUT);
@@ -139,7 +139,7 @@ fn a_failure_report_waits_for_the_last_lines_up_to_a_limit() {
 
 #[test]
 fn an_aborted_rank_is_not_the_root_cause_when_another_failure_follows() {
-    let mut harness = CoreHarness::with_running_workers(1, 3, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 3, true);
     let actions = harness.report_worker_exit(0, ExitStatus::Code(76));
     assert!(actions.is_empty());
     harness.now = millis(60);
@@ -150,7 +150,7 @@ fn an_aborted_rank_is_not_the_root_cause_when_another_failure_follows() {
 
 #[test]
 fn an_aborted_rank_is_reported_when_no_other_failure_follows() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 2, true);
     harness.send_final_report(0, WorkerExit::Aborted);
     harness.report_worker_exit(0, ExitStatus::Code(76));
     assert!(harness.tick_at(ROOT_CAUSE_TIMEOUT - millis(1)).is_empty());
@@ -169,7 +169,7 @@ fn a_host_that_peers_and_the_controller_miss_is_lost() {
         let mut setup = create_setup(2, true);
         setup.host_lease = millis(30_000);
         setup.hosts[1].remote = true;
-        let mut harness = CoreHarness::with_running_setup(setup, 1);
+        let mut harness = CoreHarness::new_running_with_setup(setup, 1);
         harness.now = millis(2000);
         harness.send_from_agent(1, FromAgent::Heartbeat);
         harness.now = aborted_at;
@@ -190,7 +190,7 @@ fn a_host_that_peers_and_the_controller_miss_is_lost() {
 
 #[test]
 fn an_aborted_rank_is_a_failure_when_all_others_finish() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 2, true);
     harness.report_worker_exit(0, ExitStatus::Code(76));
     harness.report_worker_exit(1, SUCCESS_STATUS);
     let actions = harness.report_workers_ended(0);
@@ -200,14 +200,14 @@ fn an_aborted_rank_is_a_failure_when_all_others_finish() {
 
 #[test]
 fn a_worker_that_stops_without_a_request_is_a_failure() {
-    let mut harness = CoreHarness::with_running_workers(1, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 1, true);
     let actions = harness.report_worker_exit(0, ExitStatus::Code(75));
     assert_eq!(find_failure_reason(&actions), Some((Some(0), FailureReason::StoppedUnexpectedly)));
 }
 
 #[test]
 fn a_dead_agent_is_a_failure_and_the_other_workers_are_killed() {
-    let mut harness = CoreHarness::with_running_workers(2, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(2, 1, true);
     let actions =
         harness.feed_input(ControllerInput::AgentGone { host: 1, end: AgentEnd::Exited(KILLED_STATUS) });
     assert_eq!(find_kill_messages(&actions), [(0, 500)]);
@@ -232,8 +232,8 @@ fn silent_agents_are_killed() {
     assert!(actions.contains(&ControllerAction::KillAgent(0)));
     assert_eq!(find_outcome(&actions).unwrap().exit_code, 3);
 
-    let mut harness = CoreHarness::with_running_workers(1, 1, true);
-    let actions = harness.tick_at(AGENT_LEASE + millis(1));
+    let mut harness = CoreHarness::new_with_running_workers(1, 1, true);
+    let actions = harness.tick_at(LOCAL_AGENT_LEASE + millis(1));
     assert!(actions.contains(&ControllerAction::KillAgent(0)));
     assert_eq!(find_outcome(&actions).unwrap().exit_code, 1);
 }
@@ -273,35 +273,35 @@ fn the_limit_of_the_first_message_counts_from_the_turn_of_the_host() {
 /// The messages of host 1 come through host 0. Both fall silent, host 0 a bit later.
 #[test]
 fn the_silence_of_a_host_behind_a_silent_host_does_not_count() {
-    let mut harness = CoreHarness::with_running_workers(3, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(3, 1, true);
     harness.feed_input(ControllerInput::InnerHosts(vec![(1, Some(0))]));
     harness.now = millis(10);
     harness.send_from_agent(0, FromAgent::Heartbeat);
-    harness.now = AGENT_LEASE - millis(100);
+    harness.now = LOCAL_AGENT_LEASE - millis(100);
     harness.send_from_agent(2, FromAgent::Heartbeat);
-    let mut actions = harness.tick_at(AGENT_LEASE + millis(5));
+    let mut actions = harness.tick_at(LOCAL_AGENT_LEASE + millis(5));
     assert!(!actions.contains(&ControllerAction::KillAgent(1)), "{actions:?}");
-    actions = harness.tick_at(AGENT_LEASE + millis(11));
+    actions = harness.tick_at(LOCAL_AGENT_LEASE + millis(11));
     assert!(actions.contains(&ControllerAction::KillAgent(0)), "{actions:?}");
     assert!(!actions.contains(&ControllerAction::KillAgent(1)), "{actions:?}");
     // Host 1 has another lease to find another way.
-    assert_eq!(harness.core.hosts[1].last_heard, AGENT_LEASE + millis(11));
+    assert_eq!(harness.core.hosts[1].last_heard, LOCAL_AGENT_LEASE + millis(11));
 }
 
 /// Host 1 falls silent, but the host that passes on its messages does not.
 #[test]
 fn a_host_behind_a_live_host_is_lost_after_its_lease() {
-    let mut harness = CoreHarness::with_running_workers(2, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(2, 1, true);
     harness.feed_input(ControllerInput::InnerHosts(vec![(1, Some(0))]));
-    harness.now = AGENT_LEASE;
+    harness.now = LOCAL_AGENT_LEASE;
     harness.send_from_agent(0, FromAgent::Heartbeat);
-    let actions = harness.tick_at(AGENT_LEASE + millis(1));
+    let actions = harness.tick_at(LOCAL_AGENT_LEASE + millis(1));
     assert!(actions.contains(&ControllerAction::KillAgent(1)), "{actions:?}");
 }
 
 #[test]
 fn an_agent_that_does_not_end_its_workers_is_killed() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, false);
+    let mut harness = CoreHarness::new_with_running_workers(1, 2, false);
     harness.report_worker_exit(0, ExitStatus::Code(1));
     let limit = millis(3000) + AGENT_END_TIMEOUT;
     harness.now = limit - millis(1);
@@ -333,7 +333,7 @@ fn an_unusable_spare_host_does_not_fail_the_run() {
         rank: None,
         diagnostic: Diagnostic::error(run::INTERNAL, "no memory"),
     };
-    let mut harness = CoreHarness::with_running_setup(with_spare(), 1);
+    let mut harness = CoreHarness::new_running_with_setup(with_spare(), 1);
     let actions = harness.feed_input(ControllerInput::Agent(2, failed(0)));
     let notices = |actions: &[ControllerAction]| {
         actions
@@ -349,7 +349,7 @@ fn an_unusable_spare_host_does_not_fail_the_run() {
     assert_eq!(find_outcome(&harness.report_workers_ended(1)).map(|o| o.exit_code), Some(0));
 
     // A spare host joins late, with another build of launch.
-    let mut harness = CoreHarness::with_setup(with_spare(), 1);
+    let mut harness = CoreHarness::new_with_setup(with_spare(), 1);
     harness.send_hello(0);
     harness.send_hello(1);
     harness.report_plan_ready();
@@ -408,7 +408,7 @@ fn a_worker_that_cannot_be_started_is_reported_with_its_code() {
 
 #[test]
 fn workers_cannot_report_events_of_the_controller() {
-    let mut harness = CoreHarness::with_running_workers(1, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 1, true);
     let done = Event::Done { exit_code: 0, step: None, seconds: 1.0 };
     assert!(harness.send_from_agent(0, FromAgent::Event { attempt: 0, rank: 0, event: done }).is_empty());
     let notice = Event::new_notice(None, "x");
@@ -420,7 +420,7 @@ fn workers_cannot_report_events_of_the_controller() {
 
 #[test]
 fn addresses_are_sent_when_all_workers_listen() {
-    let mut harness = CoreHarness::with_running_workers(2, 2, true);
+    let mut harness = CoreHarness::new_with_running_workers(2, 2, true);
     let address = |rank: Rank| vec![std::net::SocketAddr::from(([192, 0, 2, 1], 4000 + rank as u16))];
     let listening = |rank, attempt| FromAgent::Listening { rank, attempt, addresses: address(rank) };
     assert!(harness.send_from_agent(3, listening(3, 1)).is_empty(), "another attempt");
@@ -440,7 +440,7 @@ fn addresses_are_sent_when_all_workers_listen() {
 
 #[test]
 fn reloaded_values_are_sent_to_active_hosts_with_the_attempt() {
-    let mut harness = CoreHarness::with_running_workers(2, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(2, 1, true);
     let values = ReloadValues::from_job(&crate::testing::sample_job());
     let message = ToAgent::Reload { attempt: 0, values: values.clone() };
     let actions = harness.feed_input(ControllerInput::Reload(values));

@@ -69,7 +69,7 @@ impl ControllerCore {
             FromAgent::Stalled { rank, stalled_ms, suspended, .. } => {
                 self.handle_stalled_worker(now, host, rank, Duration::from_millis(stalled_ms), suspended);
             }
-            FromAgent::HangEvidence { evidence, .. } => self.handle_hang_evidence(host, *evidence),
+            FromAgent::HangEvidence { evidence, .. } => self.store_hang_evidence(host, *evidence),
             FromAgent::Recovered { rank, .. } => {
                 if self.find_worker(host, rank).is_some_and(|w| w.stalled_for.take().is_some()) {
                     self.stalled -= 1;
@@ -92,7 +92,7 @@ impl ControllerCore {
 
     /// Returns the host on which the worker of rank `rank` runs, or `None` if the worker does not
     /// run.
-    pub(crate) fn find_running_worker(&self, rank: Rank) -> Option<HostIndex> {
+    pub(crate) fn find_host_of_running_worker(&self, rank: Rank) -> Option<HostIndex> {
         self.workers.get(rank as usize).filter(|worker| worker.is_running()).map(|worker| worker.host)
     }
 
@@ -109,7 +109,7 @@ impl ControllerCore {
             return;
         }
         let attempt = self.attempt;
-        if let Some(members) = self.peer_exchange.add_worker(host, rank, attempt, addresses) {
+        if let Some(members) = self.peer_exchange.add_worker_addresses(host, rank, attempt, addresses) {
             self.actions.push(ControllerAction::SendPeers { attempt, members });
         }
     }
@@ -287,7 +287,7 @@ impl ControllerCore {
         } else {
             return;
         };
-        self.fail_attempt_with_stacks(now, cause);
+        self.fail_hanging_attempt(now, cause);
     }
 
     /// Processes an agent's report that no worker of the attempt is left on its host. Fails the
@@ -306,7 +306,7 @@ impl ControllerCore {
                 RootCause::new(host, FailureReason::WorkerLost, message).with_rank(missing),
             );
         }
-        self.deactivate_host(host);
+        self.mark_host_inactive(host);
     }
 
     /// Records a failure that is probably the consequence of another one, and waits a short time

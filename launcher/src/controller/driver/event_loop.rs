@@ -43,7 +43,7 @@ impl ControllerDriver {
     pub(super) async fn run_event_loop(&mut self, mut signals: SignalReceiver) -> EventLoopEnd {
         // The files are read before the first heartbeat is due, because their disk may stall.
         let (mut job_file, mut hostfile) = self.watch_files(false);
-        self.start_first_agents();
+        self.start_all_agents();
         let mut journal_tick = Instant::now();
         loop {
             match self.end.take() {
@@ -69,7 +69,7 @@ impl ControllerDriver {
                 self.write_status();
                 self.update_inner_hosts();
                 self.emit_mlflow_notices();
-                let notice = self.journal.as_mut().and_then(|journal| journal.tick());
+                let notice = self.journal.as_mut().and_then(|journal| journal.perform_due_work());
                 notice.into_iter().for_each(|notice| match self.is_adopting {
                     true => self.report.show_message(format!("launch: {notice}")),
                     false => self.emit_notice(notice),
@@ -126,7 +126,7 @@ impl ControllerDriver {
             LoopEvent::Signal(SignalEvent::Ignored) => {}
             LoopEvent::Planned(planned) => self.finish_planning(planned),
             LoopEvent::Stored(reports) => {
-                self.events.forget_stored(&reports);
+                self.events.forget_stored_events(&reports);
                 self.handle_input(ControllerInput::Stored(reports));
             }
             LoopEvent::JournalTaken(summary) => {
@@ -154,7 +154,7 @@ impl ControllerDriver {
     }
 
     /// Starts the agents of all hosts at the beginning of a run or of its takeover.
-    fn start_first_agents(&mut self) {
+    fn start_all_agents(&mut self) {
         let names: Vec<String> = self.hosts.iter().map(|h| h.name.clone()).collect();
         let mut failed = Vec::new();
         for (host, started) in self.transport.start_agents(&names).into_iter().enumerate() {

@@ -70,7 +70,7 @@ impl ControllerDriver {
     fn find_exec_host(&self, rank: Rank) -> diagnostic::Result<HostIndex> {
         // A host whose agent is lost or released gets no messages.
         let has_agent = |host: &HostIndex| self.agents.get(host).is_some_and(|agent| agent.outbox.is_some());
-        self.core.find_running_worker(rank).filter(has_agent).ok_or_else(|| {
+        self.core.find_host_of_running_worker(rank).filter(has_agent).ok_or_else(|| {
             let (run, world) = (&self.plan.run, self.plan.world);
             let message = match rank < world {
                 true => format!("rank {rank} of run {run} does not run at present"),

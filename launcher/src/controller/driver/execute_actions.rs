@@ -6,7 +6,7 @@ use crate::{
     connection::MessagePriority,
     controller::{
         core::{ControllerAction, HostIndex, UnstoredEvent},
-        report_id::{CONTROLLER_STREAM, ReportId},
+        report_id::{CONTROLLER_REPORT_STREAM, ReportId},
     },
 };
 use protocol::{
@@ -28,9 +28,9 @@ impl ControllerDriver {
             ControllerAction::RecordAgentNumber(number) => {
                 self.agents_started = self.agents_started.max(number);
             }
-            ControllerAction::AdoptPlan(plan) => self.adopt_plan(*plan),
+            ControllerAction::AdoptPlan(plan) => self.adopt_job_and_secrets_of_plan(*plan),
             ControllerAction::TakeOverJournal(memo) => self.take_over_journal(*memo),
-            ControllerAction::RestoreEvent(event) => self.restore_event(&event),
+            ControllerAction::RestoreEvent(event) => self.append_event_of_earlier_controller(&event),
             ControllerAction::ReportTakeover { unattended } => self.report_takeover(unattended),
             ControllerAction::AbandonTakeover(failure) => self.abandon_takeover(failure),
             ControllerAction::EvictAgent(host) => self.evict_agent(host),
@@ -114,9 +114,9 @@ impl ControllerDriver {
 
     /// Writes an event that an earlier controller could not store to the journal (the file of the
     /// run's events).
-    fn restore_event(&mut self, event: &UnstoredEvent) {
+    fn append_event_of_earlier_controller(&mut self, event: &UnstoredEvent) {
         if let Some(journal) = &mut self.journal {
-            journal.append_event(&event.event, event.time, Some((CONTROLLER_STREAM, event.number)));
+            journal.append_event(&event.event, event.time, Some((CONTROLLER_REPORT_STREAM, event.number)));
         }
     }
 
@@ -131,7 +131,7 @@ impl ControllerDriver {
             event
         });
         let Some(journal) = &mut self.journal else { return };
-        let Some(event) = event else { return journal.skip_report(report) };
+        let Some(event) = event else { return journal.mark_report_stored(report) };
         journal.append_event(&event, read_unix_time() - age.as_secs_f64(), Some(report));
         self.report.show_event(event);
     }

@@ -28,7 +28,7 @@ impl ControllerDriver {
     pub(super) fn finish_run(mut self, outcome: RunOutcome) -> u8 {
         let seconds = (self.earlier + self.clock.now()).as_secs_f64();
         let exit_code = outcome.exit_code;
-        let preemption = if outcome.ended_by_batch_system { self.find_preemption() } else { None };
+        let preemption = if outcome.ended_by_batch_system { self.query_preemption() } else { None };
         let is_undecided = preemption.is_some() && self.requeue.is_none();
         let requeued =
             self.requeue.take().filter(|job| match decide_requeue(job, &outcome, preemption.is_some()) {
@@ -38,7 +38,7 @@ impl ControllerDriver {
                 }
                 None => false,
             });
-        self.end_stragglers();
+        self.report_end_of_stragglers();
         self.emit_event(Event::Done { exit_code, step: outcome.step, seconds });
         // No process of the job is left, so the default actions are safe: Ctrl-C ends a wait for a
         // pager or a disk.
@@ -70,7 +70,7 @@ impl ControllerDriver {
 
     /// Asks the batch system (Slurm) whether it is preempting the batch job of this run, to give
     /// its hosts to another job. Reports an error of the batch system to the user.
-    fn find_preemption(&mut self) -> Option<Preemption> {
+    fn query_preemption(&mut self) -> Option<Preemption> {
         cluster::find_preemption().unwrap_or_else(|error| {
             self.report
                 .show_message(format!("launch: cannot find out whether the job is preempted: {error}"));
@@ -90,7 +90,7 @@ impl ControllerDriver {
         let Some(journal) = self.journal.take() else { return };
         let report = &mut self.report;
         if !journal.close(|message| report.show_message(format!("launch: {message}"))) {
-            let recorded = match runs::record_end(&self.plan.run.0, exit_code, seconds) {
+            let recorded = match runs::record_run_end(&self.plan.run.0, exit_code, seconds) {
                 Ok(()) => "`launch ps` shows its end".to_owned(),
                 Err(error) => format!("its end is not recorded: {error}"),
             };

@@ -11,7 +11,7 @@ impl ControllerDriver {
     /// Applies a change of the job file: reports the change, sends the new values of reloadable
     /// keys to the workers, and uses them for later attempts.
     pub(super) fn apply_job_file_change(&mut self, watch: &mut JobFileWatch, content: WatchedFileContent) {
-        let change = watch.apply_change(&self.job, content);
+        let change = watch.evaluate_change(&self.job, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));
         let Some(values) = change.values else { return };
         // Later attempts begin with the new values.
@@ -24,7 +24,7 @@ impl ControllerDriver {
     /// Applies a change of the hostfile: reports the change, and passes the new list of hosts to
     /// the controller's state machine and to the transport (SSH or other).
     pub(super) fn apply_hostfile_change(&mut self, watch: &mut HostfileWatch, content: WatchedFileContent) {
-        let change = watch.apply_change(&mut self.hosts, content);
+        let change = watch.evaluate_change(&mut self.hosts, content);
         change.notices.into_iter().for_each(|message| self.emit_notice(message));
         let Some(hosts) = change.hosts else { return };
         self.transport.update_hosts(&hosts.addresses);

@@ -1,5 +1,5 @@
 //! [`LoopEvent`]: an event that the controller's event loop processes.
-use super::{AgentId, EvictionAnswer, PlanningAttempt};
+use super::{AgentId, EvictionAnswer, AttemptPlanningResult};
 use crate::{
     cluster::AgentStartStep,
     connection::FrameError,
@@ -20,7 +20,7 @@ pub(super) enum LoopEvent {
     /// A line for the user.
     Line(String),
     Signal(SignalEvent),
-    Planned(PlanningAttempt),
+    Planned(AttemptPlanningResult),
     /// The journal has stored all reports up to these.
     Stored(Vec<ReportId>),
     /// The journal of a lost controller was taken over.

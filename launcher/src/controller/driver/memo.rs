@@ -13,7 +13,7 @@ impl ControllerDriver {
     pub(super) fn send_memo(&mut self, hosts: &[HostIndex], memo: RunMemo) {
         let stored = StoredMemo {
             memo,
-            newest_event: self.events.newest_number(),
+            newest_event: self.events.newest_event_number(),
             unstored: self.events.collect_unstored(),
             job_file: self.watched_job_file.clone().map(JobFile::with_absolute_path),
             directory: std::env::current_dir().unwrap_or_default(),

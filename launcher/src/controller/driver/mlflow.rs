@@ -11,7 +11,7 @@ use std::time::Duration;
 const MLFLOW_FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 /// The first parts of the paths of job keys whose values are not sent to MLflow. Variables may be
 /// secrets, and other users can read what a server records.
-const PRIVATE_KEY_PREFIXES: &str = "run.env";
+const UNSENT_JOB_KEY_PREFIXES: &str = "run.env";
 
 impl ControllerDriver {
     /// Starts to record the run with MLflow. Does nothing if the job does not request this.
@@ -20,7 +20,7 @@ impl ControllerDriver {
         let Some(settings) = self.mlflow_settings.take() else { return };
         let elapsed = (self.earlier + self.clock.now()).as_secs_f64();
         let mut params = jobspec::list_key_values(&redact_job_secrets(&self.job));
-        params.retain(|path, _| !path.starts_with(PRIVATE_KEY_PREFIXES));
+        params.retain(|path, _| !path.starts_with(UNSENT_JOB_KEY_PREFIXES));
         let run = RecordedRun {
             run: self.plan.run.0.clone(),
             run_dir: self.plan.run_dir.clone(),

@@ -26,7 +26,7 @@ impl ControllerDriver {
         let heartbeats = self.core.build_heartbeats();
         heartbeats.into_iter().for_each(|action| self.execute_action(action));
         let deadline = Instant::now() + TAKEOVER_NEWS_TIMEOUT;
-        let replaced = self.journal.as_ref().map(Journal::check_replacement);
+        let replaced = self.journal.as_ref().map(Journal::begin_replacement_check);
         let mut events = vec![event];
         loop {
             if let Some(LoopEvent::Agent((host, number), Ok(Some(FromAgent::Released { .. })))) =

@@ -4,7 +4,7 @@ use super::ControllerDriver;
 use crate::{
     connection::encode_frame,
     controller::{
-        attempt_preparation::{AttemptPreparation, PlanningAttempt, list_workers_by_host},
+        attempt_preparation::{AttemptPreparation, AttemptPlanningRegroup_workers_by_hosty_host},
         controller_identity::draw_random_bytes,
         core::{ControllerInput, HostIndex},
         root_cause::AgentEnd,
@@ -65,7 +65,7 @@ impl ControllerDriver {
         let prepare = move || {
             let plan = prepare_resume(&job, &mut plan).map(|()| plan);
             // An error means that the controller has ended.
-            _ = planned.blocking_send(PlanningAttempt { attempt, hosts, plan });
+            _ = planned.blocking_send(AttemptPlanningResult { attempt, hosts, plan });
         };
         if let Err(error) = thread::Builder::new().name("prepare-resume".into()).spawn(prepare) {
             let message = "cannot start a thread that prepares the attempt";
@@ -76,19 +76,19 @@ impl ControllerDriver {
 
     /// Continues the start of an attempt once its plan is made. Reports new warnings of the plan,
     /// and informs the controller's state machine, which then requests the rendezvous.
-    pub(super) fn finish_planning(&mut self, planned: PlanningAttempt) {
-        let PlanningAttempt { attempt, hosts, plan } = planned;
+    pub(super) fn finish_planning(&mut self, planned: AttemptPlanningResult) {
+        let AttemptPlanningResult { attempt, hosts, plan } = planned;
         let plan = match plan {
             Ok(plan) => plan,
             Err(diagnostic) => return self.handle_input(ControllerInput::Rejected { attempt, diagnostic }),
         };
-        let new = plan.warnings.iter().filter(|w| !is_reported(w, &self.plan.warnings)).cloned();
+        let new = plan.warnings.iter().filter(|w| !repeats_reported_notice(w, &self.plan.warnings)).cloned();
         for warning in new.collect::<Vec<_>>() {
             self.emit_event(Event::new_diagnostic_notice(None, format_notice(&warning), &warning));
         }
-        let mut preparation = AttemptPreparation::new(&self.job, plan, &self.inventories.collect_addresses());
+        let mut preparation = AttemptPreparation::new(&self.job, plan, &self.inventories.collect_host_addresses());
         preparation.hosts = hosts;
-        let (workers, bind) = (list_workers_by_host(&preparation.plan), preparation.bind.clone());
+        let (workers, bind) = (group_workers_by_host(&preparation.plan), preparation.bind.clone());
         self.preparation = Some(preparation);
         self.handle_input(ControllerInput::Planned { attempt, workers, bind });
     }
@@ -113,7 +113,7 @@ impl ControllerDriver {
     /// secrets and the rendezvous address. `port` is the port of the rendezvous.
     pub(super) fn start_workers(&mut self, port: u16) {
         let Some(preparation) = self.preparation.take() else { return };
-        self.end_stragglers();
+        self.report_end_of_stragglers();
         self.plan = preparation.plan;
         self.plan.master_port = Some(port);
         self.not_started = self.plan.world;
@@ -129,7 +129,7 @@ impl ControllerDriver {
             let Some(mut plan) = self.plan.host_plans.get(position).cloned() else { continue };
             plan.workers.iter_mut().for_each(|w| self.plan.insert_rendezvous(&mut w.env));
             // Secrets are only in the message to the agent, not in the stored plan.
-            plan.workers.iter_mut().for_each(|w| w.env.extend(self.secrets.pairs()));
+            plan.workers.iter_mut().for_each(|w| w.env.extend(self.secrets.names_and_values()));
             plan.debug_filter = debuglog::active_filter_directives();
             for worker in plan.workers.iter_mut().filter(|worker| worker.command.is_none()) {
                 worker.env.push((env::LAUNCH_LOG.to_owned(), plan.debug_filter.clone()));
@@ -152,7 +152,7 @@ impl ControllerDriver {
 /// Returns whether `notice` repeats one of the notices `reported`, which the user has already got.
 /// A note that a prepared checkpoint is reused repeats each note about the same directory, which
 /// this run has reported before.
-fn is_reported(notice: &Diagnostic, reported: &[Diagnostic]) -> bool {
+fn repeats_reported_notice(notice: &Diagnostic, reported: &[Diagnostic]) -> bool {
     let is_reuse = notice.field("reused") == Some(&true.into());
     let has_same_path =
         |other: &Diagnostic| other.code() == notice.code() && other.field("path") == notice.field("path");
@@ -181,15 +181,15 @@ mod tests {
             Diagnostic::note(JOB_RESUME_NOTICE, message).with_field("path", path).with_field("reused", reused)
         };
         let resharded = [build_note("resharded", "/launch-w2/checkpoint-3", false)];
-        assert!(is_reported(&resharded[0], &resharded));
-        assert!(is_reported(&build_note("reused", "/launch-w2/checkpoint-3", true), &resharded));
+        assert!(repeats_reported_notice(&resharded[0], &resharded));
+        assert!(repeats_reported_notice(&build_note("reused", "/launch-w2/checkpoint-3", true), &resharded));
         for new in [
             build_note("reused", "/launch-w2/checkpoint-6", true),
             build_note("resharded again", "/launch-w2/checkpoint-3", false),
             Diagnostic::note(JOB_RESUME_NOTICE, "skipped"),
         ] {
-            assert!(!is_reported(&new, &resharded), "{new}");
+            assert!(!repeats_reported_notice(&new, &resharded), "{new}");
         }
-        assert!(!is_reported(&build_note("reused", "/launch-w2/checkpoint-3", true), &[]));
+        assert!(!repeats_reported_notice(&build_note("reused", "/launch-w2/checkpoint-3", true), &[]));
     }
 }

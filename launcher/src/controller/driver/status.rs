@@ -33,8 +33,8 @@ impl ControllerDriver {
     }
 
     /// Reports that the slow ranks (stragglers) of an attempt that has ended are no longer slow.
-    pub(super) fn end_stragglers(&mut self) {
-        let events = self.status.list_straggler_ends();
+    pub(super) fn report_end_of_stragglers(&mut self) {
+        let events = self.status.list_straggler_end_events();
         events.into_iter().for_each(|event| self.emit_event(event));
     }
 

@@ -7,7 +7,7 @@ use crate::{
     connection::{encode_frame, read_frame},
     controller::{
         control_file::ControlFile,
-        core::{AttachFailure, ControllerInput, HostIndex, StoredMemo, TakenJournal},
+        core::{AttachFailure, ControllerInput, HostIndex, StoredMemo, TakenOverJournal},
         journal::JournalSummary,
     },
     runs,
@@ -66,7 +66,7 @@ impl ControllerDriver {
 
     /// Takes over the job and the secret variables from the plan of a running attempt, which an
     /// agent has sent, because no file contains the secrets.
-    pub(super) fn adopt_plan(&mut self, plan: HostPlan) {
+    pub(super) fn adopt_job_and_secrets_of_plan(&mut self, plan: HostPlan) {
         let stored = self.job.clone();
         if let Some(worker) = plan.workers.first() {
             self.secrets = SecretVariables::from_worker_env(&plan.job.run, &worker.env);
@@ -96,15 +96,15 @@ impl ControllerDriver {
     /// controller's state machine continue the run.
     pub(super) fn continue_journal(&mut self, summary: JournalSummary) {
         let Some(StoredMemo { unstored, newest_event, .. }) = self.taken_memo.take() else { return };
-        let newest = summary.newest_controller_event().max(newest_event);
-        let journal = TakenJournal::new(summary, unstored, read_unix_time());
+        let newest = summary.newest_controller_event_number().max(newest_event);
+        let journal = TakenOverJournal::new(summary, unstored, read_unix_time());
         self.events.continue_numbering_after(newest, journal.missing_events().cloned());
         let summary = journal.summary();
         if let Some(began_at) = summary.began_at {
             self.earlier = Duration::try_from_secs_f64(read_unix_time() - began_at).unwrap_or_default();
         }
         // The progress bar needs the number of steps.
-        summary.ready.iter().for_each(|ready| self.report.show_earlier_event(ready.clone()));
+        summary.ready.iter().for_each(|ready| self.report.show_event_of_earlier_controller(ready.clone()));
         self.handle_input(ControllerInput::JournalTaken(Box::new(journal)));
     }
 
@@ -129,7 +129,7 @@ impl ControllerDriver {
     /// to reach the agents. Does nothing if the run does not outlive its controller.
     pub(super) fn write_control_file(&mut self) {
         let Some(journal) = &self.journal else { return };
-        if self.identity.loss_action() == ControllerLossAction::Continue {
+        if self.identity.controller_loss_action() == ControllerLossAction::Continue {
             let (file, directory) = (self.build_control_file(), self.plan.run_dir.clone());
             journal.run_in_background(move || file.write(&directory));
         }

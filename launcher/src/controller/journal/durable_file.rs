@@ -1,5 +1,5 @@
 //! [`DurableFile`]: a file that loses no bytes while its disk accepts no writes.
-use crate::{background_thread::RetryPauses, private_files::append_private_file};
+use crate::{background_thread::RetryPauses, private_files::open_private_file_for_appending};
 use std::{
     fs::{self, File, Metadata},
     io::{self, Write},
@@ -9,7 +9,7 @@ use std::{
 };
 
 /// The operations that a [`DurableFile`] needs of a file: append, sync, and reopen after an error.
-pub(super) trait AppendFile: Send {
+pub(super) trait AppendableFile: Send {
     /// Appends as many of `bytes` as the file accepts, and returns their number.
     fn append(&mut self, bytes: &[u8]) -> io::Result<usize>;
 
@@ -39,7 +39,7 @@ struct OpenFile {
 impl OpenFile {
     /// Opens a file for appending. Creates the file if it does not exist.
     fn open(path: &Path) -> io::Result<OpenFile> {
-        let file = append_private_file(path)?;
+        let file = open_private_file_for_appending(path)?;
         let identity = read_file_identity(&file.metadata()?);
         Ok(OpenFile { path: path.to_owned(), file, identity })
     }
@@ -50,7 +50,7 @@ fn read_file_identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-impl AppendFile for OpenFile {
+impl AppendableFile for OpenFile {
     fn append(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.file.write(bytes)
     }
@@ -83,7 +83,7 @@ pub(super) type ErrorReporter<'a> = &'a mut dyn FnMut(&io::Error);
 /// A file that loses no appended bytes: writes are repeated until they succeed. Bytes that are not
 /// on the disk yet are also kept in memory, because a failed fsync may have lost them.
 pub(super) struct DurableFile {
-    file: Box<dyn AppendFile>,
+    file: Box<dyn AppendableFile>,
     /// The length of the synced part of the file, in bytes.
     synced: u64,
     /// The bytes after the synced part.
@@ -99,7 +99,7 @@ impl DurableFile {
     }
 
     /// Creates a durable file from a file that is already open and has `length` bytes.
-    pub(super) fn new(file: Box<dyn AppendFile>, length: u64) -> DurableFile {
+    pub(super) fn new(file: Box<dyn AppendableFile>, length: u64) -> DurableFile {
         DurableFile { file, synced: length, unsynced: Vec::new() }
     }
 
@@ -132,11 +132,11 @@ impl DurableFile {
     fn write_pending(&mut self, mut written: usize, sync: bool, report: ErrorReporter<'_>) {
         let mut pauses = RetryPauses::default();
         loop {
-            match self.try_write(&mut written, sync) {
+            match self.try_write_unsynced(&mut written, sync) {
                 Ok(()) => return,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    if pauses.is_first() {
+                    if pauses.is_before_first_retry() {
                         report(&error);
                     }
                     thread::sleep(pauses.next_pause());
@@ -151,7 +151,7 @@ impl DurableFile {
     /// Tries once to write all bytes that are not on the disk yet, except for the first `written`
     /// ones, and then to sync the file if `sync` is set. Advances `written` by the bytes that were
     /// written.
-    fn try_write(&mut self, written: &mut usize, sync: bool) -> io::Result<()> {
+    fn try_write_unsynced(&mut self, written: &mut usize, sync: bool) -> io::Result<()> {
         while *written < self.unsynced.len() {
             match self.file.append(&self.unsynced[*written..])? {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
@@ -179,7 +179,7 @@ mod tests {
         syncs: u32,
     }
 
-    impl AppendFile for FlakyDisk {
+    impl AppendableFile for FlakyDisk {
         fn append(&mut self, bytes: &[u8]) -> io::Result<usize> {
             let mut state = self.0.lock().expect("not poisoned");
             state.appends += 1;

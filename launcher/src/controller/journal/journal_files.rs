@@ -38,7 +38,7 @@ impl JournalFiles {
 
     /// Appends `event` to the file of events and, if the event has metrics, to the files of
     /// metrics. `time` is in seconds since 1970. Blocks until the file system accepts the event.
-    pub(super) fn append(
+    pub(super) fn append_event(
         &mut self,
         event: &Event,
         time: f64,

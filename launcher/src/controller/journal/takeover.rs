@@ -5,8 +5,8 @@
 //! to the replaced files, which have no name any more.
 use super::journal_files::{EVENTS_FILE, JournalFiles, METRICS_FILE, format_metrics_line};
 use crate::{
-    controller::report_id::{CONTROLLER_STREAM, ReportId},
-    private_files::{open_own_file, truncate_private_file},
+    controller::report_id::{CONTROLLER_REPORT_STREAM, ReportId},
+    private_files::{open_own_file, create_or_truncate_private_file},
 };
 use protocol::event::{Event, TimedEvent};
 use serde::Deserialize;
@@ -71,20 +71,20 @@ impl JournalSummary {
 
     /// Returns whether the journal contains the report with the number `seq` of the agent or
     /// controller whose reports have the number `stream`.
-    pub(crate) fn contains(&self, (stream, seq): ReportId) -> bool {
+    pub(crate) fn contains_report(&self, (stream, seq): ReportId) -> bool {
         self.newest.get(&stream).is_some_and(|newest| seq <= *newest)
     }
 
     /// Returns the sequence number of the newest event in the journal that a controller of the run
     /// has reported; 0 if there is no such event.
-    pub(crate) fn newest_controller_event(&self) -> u64 {
-        self.newest.get(&CONTROLLER_STREAM).copied().unwrap_or(0)
+    pub(crate) fn newest_controller_event_number(&self) -> u64 {
+        self.newest.get(&CONTROLLER_REPORT_STREAM).copied().unwrap_or(0)
     }
 
     /// Adds to the summary of the journal an event that a controller has reported with the sequence
     /// number `number`.
     pub(crate) fn add_controller_event(&mut self, event: &Event, number: u64) {
-        self.add_event(event, Some((CONTROLLER_STREAM, number)));
+        self.add_event(event, Some((CONTROLLER_REPORT_STREAM, number)));
     }
 
     /// Adds a line of the journal (the file of a run's events) to the summary. Returns the event of
@@ -126,7 +126,7 @@ impl JournalSummary {
 /// Returns whether `event` announces a restart that never happened, because the agents no longer
 /// obeyed the controller that announced it. The agents know of `restarts` restarts. A controller
 /// informs the agents of each restart before it writes the event.
-pub(crate) fn is_void_restart(event: &Event, restarts: u32) -> bool {
+pub(crate) fn is_restart_that_never_began(event: &Event, restarts: u32) -> bool {
     matches!(event, Event::Restart { attempt, .. } if *attempt > restarts)
 }
 
@@ -144,7 +144,7 @@ pub(super) fn take_over_files(
     // Metrics follow from the events, so a line that only one of the files has is not lost.
     let mut metrics = ReplacementFile::create(run_dir, METRICS_FILE)?;
     for_each_line(&run_dir.join(EVENTS_FILE), |line| {
-        if TimedEvent::from_json(line).is_ok_and(|timed| is_void_restart(&timed.event, restarts)) {
+        if TimedEvent::from_json(line).is_ok_and(|timed| is_restart_that_never_began(&timed.event, restarts)) {
             return Ok(());
         }
         if let Some(timed) = summary.add_line(line) {
@@ -155,8 +155,8 @@ pub(super) fn take_over_files(
         }
         Ok(())
     })?;
-    metrics.replace()?;
-    events.replace()?;
+    metrics.replace_target()?;
+    events.replace_target()?;
     Ok((JournalFiles::open(run_dir, tensorboard)?, summary))
 }
 
@@ -193,12 +193,12 @@ impl ReplacementFile {
     fn create(directory: &Path, name: &str) -> io::Result<ReplacementFile> {
         let temporary = directory.join(format!(".{name}.takeover"));
         // A controller that was lost during its takeover may have left a file.
-        let file = BufWriter::new(truncate_private_file(&temporary)?);
+        let file = BufWriter::new(create_or_truncate_private_file(&temporary)?);
         Ok(ReplacementFile { file, temporary, path: directory.join(name) })
     }
 
     /// Durably replaces the file of the run directory by this file.
-    fn replace(self) -> io::Result<()> {
+    fn replace_target(self) -> io::Result<()> {
         let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.sync_all()?;
         fs::rename(&self.temporary, &self.path)?;

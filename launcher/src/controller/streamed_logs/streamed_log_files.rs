@@ -1,6 +1,6 @@
 //! [`StreamedLogFiles`]: the files in which the controller stores the console output of ranks on
 //! other hosts.
-use crate::private_files::{append_private_file, create_private_dir};
+use crate::private_files::{open_private_file_for_appending, create_private_dir};
 use jobspec::ids::Rank;
 use std::{
     collections::HashMap,
@@ -101,7 +101,7 @@ impl StreamedLogFiles {
 /// Opens the file for the console output of a rank on another host for appending. Creates the file
 /// if it does not exist.
 fn open_for_appending(directory: &Path, rank: Rank) -> io::Result<File> {
-    append_private_file(&directory.join(format!("streamed-rank-{rank}.log")))
+    open_private_file_for_appending(&directory.join(format!("streamed-rank-{rank}.log")))
 }
 
 /// Formats the warning that the console output of a rank cannot be stored.

@@ -1,5 +1,5 @@
 //! [`list_amd_gpus`]: lists the GPUs of AMD.
-use super::{device_files::DeviceFiles, discovered::DiscoveredAccelerators};
+use super::{device_files::DeviceFiles, discovered_accelerators::DiscoveredAccelerators};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;
 

@@ -1,5 +1,5 @@
 //! [`list_xpus`]: lists the GPUs of Intel and their tiles.
-use super::{device_files::DeviceFiles, discovered::DiscoveredAccelerators};
+use super::{device_files::DeviceFiles, discovered_accelerators::DiscoveredAccelerators};
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 

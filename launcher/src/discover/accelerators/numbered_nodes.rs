@@ -1,6 +1,6 @@
 //! Lists the accelerators whose drivers create a numbered device node for each (Ascend NPUs, Gaudi
 //! HPUs and AWS NeuronCores).
-use super::{device_files::DeviceFiles, discovered::DiscoveredAccelerators};
+use super::{device_files::DeviceFiles, discovered_accelerators::DiscoveredAccelerators};
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 

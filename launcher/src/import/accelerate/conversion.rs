@@ -4,14 +4,14 @@ use super::{
     arguments::{ACCELERATE_OPTIONS, find_section},
     distributed_type::DistributedType,
     merged_config::MergedConfig,
-    worker_environment::set_environment,
+    worker_environment::set_worker_environment,
 };
 use crate::import::{
     command_line::CommandLine,
     drop_in::{
-        DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_rules, build_env_command,
+        DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_option_rules, build_env_command,
         check_worker_count, create_several_machines_error, create_unsupported_option_error,
-        set_console_ranks, set_local_job, set_thread_count,
+        set_console_ranks, set_local_job_keys, set_thread_count,
     },
     import_options::{ImportErrors, set_hostfile},
     job_draft::{ImportedNodes, JobDraft},
@@ -30,7 +30,7 @@ pub(super) const PROGRAM_NAME: &str = "accelerate launch";
 
 /// The environment variables that launch sets for the workers of a program, but `accelerate launch`
 /// does not set for a single process.
-const RANK_VARIABLES: [&str; 19] = [
+const UNSET_SINGLE_PROCESS_VARIABLES: [&str; 19] = [
     env::RANK,
     env::LOCAL_RANK,
     env::WORLD_SIZE,
@@ -97,7 +97,7 @@ pub(super) struct AccelerateConversion<'a> {
 
 impl AccelerateConversion<'_> {
     /// Returns whether `accelerate launch` starts a single process or mpirun, without torchrun.
-    fn is_simple(&self) -> bool {
+    fn is_single_process_or_mpirun(&self) -> bool {
         self.kind.distributed == DistributedType::Single
     }
 
@@ -118,12 +118,12 @@ impl AccelerateConversion<'_> {
         if given.take_flag("debug") {
             merged.set_option("debug", "")?;
         }
-        let precision = merged.value("mixed_precision").map(|item| item.text.to_lowercase());
+        let precision = merged.value_of_key("mixed_precision").map(|item| item.text.to_lowercase());
         let applies = |section: &str| match section {
             "deepspeed_config" => self.kind.distributed == DistributedType::DeepSpeed,
             "fsdp_config" => self.kind.distributed == DistributedType::Fsdp,
             "megatron_lm_config" => self.kind.distributed == DistributedType::Megatron,
-            "parallelism_config" => self.kind.parallelism && !self.is_simple(),
+            "parallelism_config" => self.kind.parallelism && !self.is_single_process_or_mpirun(),
             "dynamo_config" => self.kind.distributed != DistributedType::DeepSpeed,
             "fp8_config" => precision.as_deref() == Some("fp8"),
             _ => true,
@@ -148,10 +148,10 @@ impl AccelerateConversion<'_> {
             "fp8_config",
         ] {
             if !applies(section) {
-                merged.remove(section);
+                merged.remove_key(section);
             }
         }
-        if self.kind.parallelism && !self.has_config && merged.value("parallelism_config").is_none() {
+        if self.kind.parallelism && !self.has_config && merged.value_of_key("parallelism_config").is_none() {
             merged.set_option("parallelism_config_tp_size", "1")?;
         }
         // These settings apply to several machines only.
@@ -177,11 +177,11 @@ impl AccelerateConversion<'_> {
         let reject = |reason: &str, help: &str| {
             Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, help))
         };
-        let requested = match merged.value("num_processes") {
-            Some(item) => read_integer(item).unwrap_or_default(),
+        let requested = match merged.value_of_key("num_processes") {
+            Some(item) => parse_quoted_integer(item).unwrap_or_default(),
             None if !self.has_config => self.context.gpus as i64,
             None if merged
-                .value("distributed_type")
+                .value_of_key("distributed_type")
                 .is_some_and(|item| item.text.eq_ignore_ascii_case("no")) =>
             {
                 1
@@ -191,14 +191,14 @@ impl AccelerateConversion<'_> {
         if requested == -1 && self.has_config {
             return reject("the configuration file does not contain the number", "give `--num_processes`");
         }
-        let machines = merged.value("num_machines").and_then(read_integer).unwrap_or(1).max(1);
+        let machines = merged.value_of_key("num_machines").and_then(parse_quoted_integer).unwrap_or(1).max(1);
         let hostfile = given.last_value("mpirun_hostfile").map(PathBuf::from).or_else(|| {
-            let DocumentValue::Map(entries) = &merged.value("mpirun_config")?.value else { return None };
+            let DocumentValue::Map(entries) = &merged.value_of_key("mpirun_config")?.value else { return None };
             let (_, file) = entries.iter().find(|(name, _)| name == "mpirun_hostfile")?;
             (!matches!(file.value, DocumentValue::Null)).then(|| PathBuf::from(&file.text))
         });
-        let hostfile = hostfile.filter(|_| self.is_simple());
-        let workers = match (self.is_simple(), &hostfile) {
+        let hostfile = hostfile.filter(|_| self.is_single_process_or_mpirun());
+        let workers = match (self.is_single_process_or_mpirun(), &hostfile) {
             (true, None) => 1,
             (true, Some(_)) => (requested / machines).max(1),
             (false, _) if requested % machines != 0 => {
@@ -217,7 +217,7 @@ impl AccelerateConversion<'_> {
             return reject("this machine has no GPU, so the number is 0", "give the number");
         }
         check_worker_count(PROGRAM_NAME, OPTION_NAME, workers)?;
-        Ok(ProcessCount { requested, workers, hostfile, is_joining: machines > 1 && !self.is_simple() })
+        Ok(ProcessCount { requested, workers, hostfile, is_joining: machines > 1 && !self.is_single_process_or_mpirun() })
     }
 
     /// Removes from `given` the options that describe the machines of the job, and returns the
@@ -229,16 +229,16 @@ impl AccelerateConversion<'_> {
         given: &mut CommandLine,
         merged: &MergedConfig,
     ) -> Result<Option<ImportedNodes>, Diagnostic> {
-        let configured = |name: &'static str| merged.value(name).map(|item| item.text.clone());
+        let configured = |name: &'static str| merged.value_of_key(name).map(|item| item.text.clone());
         let [rank, address] = ["machine_rank", "main_process_ip"]
             .map(|name| given.last_value(name).map(str::to_owned).or_else(|| configured(name)));
-        let Some(machines) = merged.value("num_machines").and_then(read_integer) else { return Ok(None) };
-        let is_mpi = self.is_simple() && merged.value("mpirun_config").is_some();
+        let Some(machines) = merged.value_of_key("num_machines").and_then(parse_quoted_integer) else { return Ok(None) };
+        let is_mpi = self.is_single_process_or_mpirun() && merged.value_of_key("mpirun_config").is_some();
         if machines <= 1 || is_mpi {
             let count = NodeCount::from_exact_count(1);
             return Ok(Some(ImportedNodes { count, node_rank: None, rendezvous: None }));
         }
-        if self.is_simple() {
+        if self.is_single_process_or_mpirun() {
             let reason =
                 format!("Accelerate starts one process on each of {machines} machines without torchrun");
             return Err(create_several_machines_error(PROGRAM_NAME, "--num_machines", &reason));
@@ -266,7 +266,7 @@ impl AccelerateConversion<'_> {
                 create_unsupported_option_error(PROGRAM_NAME, "--main_process_ip", reason, "")
             })?);
         }
-        let port = merged.value("main_process_port").and_then(read_integer).filter(|port| *port > 0);
+        let port = merged.value_of_key("main_process_port").and_then(parse_quoted_integer).filter(|port| *port > 0);
         if let (Some(rendezvous), Some(port)) =
             (&mut rendezvous, port.and_then(|port| u16::try_from(port).ok()))
         {
@@ -294,14 +294,14 @@ impl AccelerateConversion<'_> {
                 "remove one of them",
             ));
         }
-        let form = ProgramForm { module, no_python, unbuffered: !self.is_simple() };
+        let form = ProgramForm { module, no_python, unbuffered: !self.is_single_process_or_mpirun() };
         let mut command = form.build_command(self.context.python, &given.program);
-        let port = merged.value("main_process_port").and_then(read_integer);
-        if self.is_simple() {
+        let port = merged.value_of_key("main_process_port").and_then(parse_quoted_integer);
+        if self.is_single_process_or_mpirun() {
             given.take_last_value("mpirun_hostfile");
-            apply_rules(draft, &mut Vec::new(), PROGRAM_NAME, given, SINGLE_PROCESS_RULES);
+            apply_option_rules(draft, &mut Vec::new(), PROGRAM_NAME, given, SINGLE_PROCESS_RULES);
         }
-        if self.is_simple() && processes.hostfile.is_none() {
+        if self.is_single_process_or_mpirun() && processes.hostfile.is_none() {
             let mut set = Vec::new();
             if processes.requested > 1 {
                 let reason = "Accelerate starts one process on CPUs without mpirun";
@@ -311,23 +311,23 @@ impl AccelerateConversion<'_> {
                 set.push((env::MASTER_ADDR, address.to_owned()));
                 set.push((env::MASTER_PORT, port.unwrap_or(29500).to_string()));
             }
-            command = build_env_command(command, self.context, &RANK_VARIABLES, &set);
+            command = build_env_command(command, self.context, &UNSET_SINGLE_PROCESS_VARIABLES, &set);
         } else if let Some(port) = port.filter(|port| *port > 0 && !processes.is_joining) {
-            draft.set_imported("--main_process_port", "cluster.master_port", port.to_string());
+            draft.set_imported_key("--main_process_port", "cluster.master_port", port.to_string());
         }
         if let Some(role) = given.take_last_value("role").filter(|role| role != "default") {
             command = build_env_command(command, self.context, &[], &[(env::ROLE_NAME, role)]);
         }
-        set_local_job(draft, &given.program, &command, processes.workers);
+        set_local_job_keys(draft, &given.program, &command, processes.workers);
         if let Some(file) = &processes.hostfile {
             set_hostfile(draft, "--mpirun_hostfile", file);
         }
         if let Some(restarts) = given.take_last_value("max_restarts").filter(|n| n != "0") {
-            draft.set_imported("--max_restarts", "run.restarts", restarts);
+            draft.set_imported_key("--max_restarts", "run.restarts", restarts);
         }
         if let Some(dir) = given.take_last_value("log_dir") {
             let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));
-            draft.set_imported("--log_dir", "run.logs.dir", quote_yaml(&dir));
+            draft.set_imported_key("--log_dir", "run.logs.dir", quote_yaml(&dir));
         }
         let tee = given.take_last_value("tee");
         set_console_ranks(draft, PROGRAM_NAME, processes.workers, [tee.as_deref(), None, None])?;
@@ -338,7 +338,7 @@ impl AccelerateConversion<'_> {
     fn set_gpus(&self, draft: &mut JobDraft, merged: &MergedConfig) -> Result<(), Diagnostic> {
         /// The name of the option that selects GPUs.
         const OPTION_NAME: &str = "--gpu_ids";
-        let Some(ids) = merged.value("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
+        let Some(ids) = merged.value_of_key("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
         else {
             return Ok(());
         };
@@ -362,13 +362,13 @@ impl AccelerateConversion<'_> {
             ));
         }
         let numbers: Vec<String> = numbers.iter().map(u32::to_string).collect();
-        draft.set_imported(OPTION_NAME, "cluster.devices", format!("[{}]", numbers.join(", ")));
+        draft.set_imported_key(OPTION_NAME, "cluster.devices", format!("[{}]", numbers.join(", ")));
         Ok(())
     }
 
     /// Adds to `draft` the environment variables that Accelerate's library reads in a worker. Fails
     /// if the configuration contains invalid or unknown keys.
-    pub(super) fn set_variables(
+    pub(super) fn set_worker_env_variables(
         &self,
         draft: &mut JobDraft,
         given: &mut CommandLine,
@@ -381,11 +381,11 @@ impl AccelerateConversion<'_> {
         let use_cpu = keys.take_boolean("use_cpu").unwrap_or(false);
         // Accelerate's launcher reads this option on the command line only.
         keys.take("enable_cpu_affinity");
-        for key in TPU_KEYS.iter().chain(&HANDLED_KEYS) {
+        for key in TPU_KEYS.iter().chain(&SEPARATELY_CONVERTED_KEYS) {
             keys.take(key);
         }
-        let cpu = self.kind.cpu || use_cpu && self.is_simple();
-        set_environment(draft, &mut keys, self.kind.distributed, cpu);
+        let cpu = self.kind.cpu || use_cpu && self.is_single_process_or_mpirun();
+        set_worker_environment(draft, &mut keys, self.kind.distributed, cpu);
         if given.take_flag("enable_cpu_affinity") {
             draft.set_env("--enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY", "1");
         }
@@ -403,7 +403,7 @@ impl AccelerateConversion<'_> {
             let threads = threads.unwrap_or_else(|| self.count_threads(uses_cpu, processes.requested));
             draft.set_env("--num_cpu_threads_per_process", env::OMP_NUM_THREADS, threads.trim());
         }
-        let (unknown, errors) = keys.into_untaken();
+        let (unknown, errors) = keys.into_unconverted_keys();
         for (key, value) in unknown {
             draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
         }
@@ -428,7 +428,7 @@ impl AccelerateConversion<'_> {
 /// The keys of Accelerate's configuration that are converted by other functions than the one that
 /// adds environment variables. [`AccelerateConversion::set_variables`] must not report them as
 /// unknown.
-const HANDLED_KEYS: [&str; 13] = [
+const SEPARATELY_CONVERTED_KEYS: [&str; 13] = [
     "compute_environment",
     "distributed_type",
     "num_processes",
@@ -451,6 +451,6 @@ fn find_option_name(name: &str) -> &'static str {
 }
 
 /// Reads an integer from Accelerate's configuration, which may be quoted.
-fn read_integer(item: &DocumentItem) -> Option<i64> {
+fn parse_quoted_integer(item: &DocumentItem) -> Option<i64> {
     item.text.trim().parse().ok()
 }

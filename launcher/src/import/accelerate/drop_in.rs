@@ -12,7 +12,7 @@ use crate::import::{
     drop_in::{
         DropInContext, OptionEffect,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, apply_rules, create_unsupported_option_error, finish_drop_in,
+        OptionRule, apply_option_rules, create_unsupported_option_error, load_drop_in_job,
     },
     import_options::ImportErrors,
     job_draft::{ImportedJob, JobDraft},
@@ -116,8 +116,8 @@ impl AccelerateCommand {
             None
         });
         errors.extend(conversion.set_program(&mut draft, &mut given, &merged, &processes).err());
-        conversion.set_variables(&mut draft, &mut given, &merged, &fields, &processes)?;
-        apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
+        conversion.set_worker_env_variables(&mut draft, &mut given, &merged, &fields, &processes)?;
+        apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
         for (name, _) in given.take_remaining() {
             errors.push(create_unsupported_option_error(
                 PROGRAM_NAME,
@@ -127,7 +127,7 @@ impl AccelerateCommand {
             ));
         }
         match errors.is_empty() {
-            true => finish_drop_in(draft, PROGRAM_NAME, errors).map(|job| ImportedJob { nodes, ..job }),
+            true => load_drop_in_job(draft, PROGRAM_NAME, errors).map(|job| ImportedJob { nodes, ..job }),
             false => Err(errors),
         }
     }
@@ -192,8 +192,8 @@ fn select_launch_kind(
 /// configuration file and not from the command line.
 fn list_deepspeed_fields(file: &MergedConfig, given: &CommandLine) -> String {
     let mut fields = file.section_names("deepspeed_config");
-    let in_file = file.value("mixed_precision").is_some()
-        || file.value("fp16").is_some_and(|item| matches!(item.value, DocumentValue::Bool(true)));
+    let in_file = file.value_of_key("mixed_precision").is_some()
+        || file.value_of_key("fp16").is_some_and(|item| matches!(item.value, DocumentValue::Bool(true)));
     if in_file && given.last_value("mixed_precision").is_none() {
         fields.push("mixed_precision");
     }

@@ -37,7 +37,7 @@ impl MergedConfig {
 
     /// Returns the value of the top-level key `key` of Accelerate's configuration; `None` if it is
     /// absent or `null`.
-    pub(super) fn value(&self, key: &str) -> Option<&DocumentItem> {
+    pub(super) fn value_of_key(&self, key: &str) -> Option<&DocumentItem> {
         let DocumentValue::Map(entries) = &self.document.root.value else { return None };
         let (_, item) = entries.iter().find(|(name, _)| name == key)?;
         (!matches!(item.value, DocumentValue::Null)).then_some(item)
@@ -46,14 +46,14 @@ impl MergedConfig {
     /// Returns the names of the keys in a section of Accelerate's configuration, which may be
     /// absent.
     pub(super) fn section_names(&self, section: &str) -> Vec<&str> {
-        match self.value(section).map(|item| &item.value) {
+        match self.value_of_key(section).map(|item| &item.value) {
             Some(DocumentValue::Map(entries)) => entries.iter().map(|(name, _)| name.as_str()).collect(),
             _ => Vec::new(),
         }
     }
 
     /// Removes the top-level key `key` from Accelerate's configuration.
-    pub(super) fn remove(&mut self, key: &str) {
+    pub(super) fn remove_key(&mut self, key: &str) {
         if let Some(entries) = self.entries() {
             entries.retain(|(name, _)| name != key);
         }
@@ -70,9 +70,9 @@ impl MergedConfig {
     }
 
     /// Sets the top-level key `key` of Accelerate's configuration to `value`.
-    pub(super) fn set(&mut self, key: &str, value: DocumentValue, text: String) {
+    pub(super) fn set_key(&mut self, key: &str, value: DocumentValue, text: String) {
         let item = DocumentItem::new_at_position_of(&self.document.root, value, text);
-        self.remove(key);
+        self.remove_key(key);
         if let Some(entries) = self.entries() {
             entries.push((key.to_owned(), item));
         }
@@ -82,13 +82,13 @@ impl MergedConfig {
     /// the option on the command line. Options outside of sections become keys of the outermost
     /// mapping.
     pub(super) fn set_option(&mut self, name: &'static str, value: &str) -> Result<(), Diagnostic> {
-        let item = self.convert_value(name, value)?;
+        let item = self.parse_option_value(name, value)?;
         let Some((section, prefix)) = find_section(name) else {
-            self.set(name, item.value, item.text);
+            self.set_key(name, item.value, item.text);
             return Ok(());
         };
-        if !matches!(self.value(section).map(|item| &item.value), Some(DocumentValue::Map(_))) {
-            self.set(section, DocumentValue::Map(Vec::new()), String::new());
+        if !matches!(self.value_of_key(section).map(|item| &item.value), Some(DocumentValue::Map(_))) {
+            self.set_key(section, DocumentValue::Map(Vec::new()), String::new());
         }
         let bare = name.strip_prefix(prefix).unwrap_or(name);
         self.remove_from_section(section, &[name, bare]);
@@ -103,7 +103,7 @@ impl MergedConfig {
 
     /// Parses `value`, the text of the option `name`, to the value that Accelerate's command line
     /// parser would return.
-    fn convert_value(&self, name: &'static str, value: &str) -> Result<DocumentItem, Diagnostic> {
+    fn parse_option_value(&self, name: &'static str, value: &str) -> Result<DocumentItem, Diagnostic> {
         let item = |value, text: String| DocumentItem::new_at_position_of(&self.document.root, value, text);
         let text = |text: String| item(DocumentValue::Text, text);
         if ACCELERATE_OPTIONS.flags.contains(&name) {

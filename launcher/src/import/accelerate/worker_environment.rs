@@ -105,7 +105,7 @@ const SEQUENCE_PARALLEL_RULES: &[EnvVariableRule] = &[
 
 /// The keys of Accelerate's section `megatron_lm_config` that have default values, with these
 /// values. Each becomes a variable with the prefix `MEGATRON_LM_`.
-const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
+const MEGATRON_KEYS_WITH_DEFAULTS: &[(&str, &str)] = &[
     ("tp_degree", "1"),
     ("use_custom_fsdp", "False"),
     ("no_load_optim", "False"),
@@ -118,7 +118,7 @@ const MEGATRON_DEFAULTS: &[(&str, &str)] = &[
     ("gradient_clipping", "1.0"),
 ];
 /// The keys of Accelerate's section `megatron_lm_config` that have no default values.
-const MEGATRON_KEYS: &[&str] = &[
+const MEGATRON_KEYS_WITHOUT_DEFAULTS: &[&str] = &[
     "decoder_last_pipeline_num_layers",
     "num_micro_batches",
     "sequence_parallelism",
@@ -156,7 +156,7 @@ const FP8_KEYS: &[(&str, &[&str], &str)] = &[
 /// Adds to `draft` the environment variables that `accelerate launch` would set for the workers of
 /// the configuration `keys`. `kind` and `cpu` are the values of `distributed_type` and `use_cpu`.
 /// Returns whether the section `deepspeed_config` names the hosts.
-pub(super) fn set_environment(
+pub(super) fn set_worker_environment(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
     kind: DistributedType,
@@ -186,7 +186,7 @@ pub(super) fn set_environment(
     let mut named = false;
     if kind == DistributedType::DeepSpeed {
         named = set_deepspeed_variables(draft, keys, precision.is_some());
-        note_unused_section(
+        take_unused_section_with_note(
             draft,
             keys,
             "dynamo_config",
@@ -195,19 +195,19 @@ pub(super) fn set_environment(
         keys.take("dynamo_backend");
     } else {
         set_dynamo_variables(draft, keys);
-        note_unused_section(draft, keys, "deepspeed_config", "`distributed_type` is not DEEPSPEED");
+        take_unused_section_with_note(draft, keys, "deepspeed_config", "`distributed_type` is not DEEPSPEED");
     }
     match kind {
         DistributedType::Fsdp => set_fsdp_variables(draft, keys),
-        _ => note_unused_section(draft, keys, "fsdp_config", "`distributed_type` is not FSDP"),
+        _ => take_unused_section_with_note(draft, keys, "fsdp_config", "`distributed_type` is not FSDP"),
     }
     match kind {
         DistributedType::Megatron => set_megatron_variables(draft, keys),
-        _ => note_unused_section(draft, keys, "megatron_lm_config", "`distributed_type` is not MEGATRON_LM"),
+        _ => take_unused_section_with_note(draft, keys, "megatron_lm_config", "`distributed_type` is not MEGATRON_LM"),
     }
     match kind {
         DistributedType::Single | DistributedType::Cpu => {
-            note_unused_section(draft, keys, "parallelism_config", "the section applies only to FSDP")
+            take_unused_section_with_note(draft, keys, "parallelism_config", "the section applies only to FSDP")
         }
         _ => set_parallelism_variables(draft, keys),
     }
@@ -216,7 +216,7 @@ pub(super) fn set_environment(
 
 /// Removes the section `section` of Accelerate's configuration, which does not apply to this job,
 /// from `keys`. Adds a note with the reason if the section is not empty.
-fn note_unused_section(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
+fn take_unused_section_with_note(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
     let Some(part) = keys.take_section(section) else { return };
     if !part.remaining_names().is_empty() {
         draft.add_not_converted_note(section, reason, "");
@@ -246,7 +246,7 @@ fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) ->
     draft.set_env("mixed_precision", "ACCELERATE_MIXED_PRECISION", &word);
     match word.as_str() {
         "fp8" => set_fp8_variables(draft, keys),
-        _ => note_unused_section(draft, keys, "fp8_config", "`mixed_precision` is not fp8"),
+        _ => take_unused_section_with_note(draft, keys, "fp8_config", "`mixed_precision` is not fp8"),
     }
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
@@ -285,7 +285,7 @@ fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
 /// Adds a note for each key of the section `part` of Accelerate's configuration that was not
 /// converted. Moves the errors of `part` to `keys`, the outermost mapping of the file.
 fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
-    let (rest, errors) = part.into_untaken();
+    let (rest, errors) = part.into_unconverted_keys();
     keys.errors.extend(errors);
     for (key, value) in rest {
         draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
@@ -308,7 +308,7 @@ fn set_variables_by_rules(
         if *is_lower_case {
             value.make_ascii_lowercase();
         }
-        draft.set_env(&part.path(key), name, &value);
+        draft.set_env(&part.full_path_of_key(key), name, &value);
     }
 }
 
@@ -353,8 +353,8 @@ fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
 fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
     let mut part = keys.take_section("megatron_lm_config");
-    let names = MEGATRON_DEFAULTS.iter().map(|(name, value)| (*name, Some(*value)));
-    for (name, default) in names.chain(MEGATRON_KEYS.iter().map(|name| (*name, None))) {
+    let names = MEGATRON_KEYS_WITH_DEFAULTS.iter().map(|(name, value)| (*name, Some(*value)));
+    for (name, default) in names.chain(MEGATRON_KEYS_WITHOUT_DEFAULTS.iter().map(|name| (*name, None))) {
         let given = part.as_mut().and_then(|part| part.take_text(&format!("megatron_lm_{name}")));
         if let Some(value) = given.or_else(|| default.map(str::to_owned)) {
             let variable = format!("MEGATRON_LM_{}", name.to_uppercase());
@@ -422,18 +422,18 @@ fn set_deepspeed_hosts(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) -> bo
             "slurm" => "launch uses Slurm automatically inside an allocation".to_owned(),
             other => format!("`{}`: launch reaches hosts over SSH", other.escape_debug()),
         };
-        draft.add_not_converted_note(&part.path("deepspeed_multinode_launcher"), reason, "");
+        draft.add_not_converted_note(&part.full_path_of_key("deepspeed_multinode_launcher"), reason, "");
     }
     match &file {
         Some(file) => {
-            set_hostfile(draft, &part.path("deepspeed_hostfile"), Path::new(file));
+            set_hostfile(draft, &part.full_path_of_key("deepspeed_hostfile"), Path::new(file));
             // The slots of the hosts determine the number of workers.
             for (key, path) in
                 [("deepspeed_inclusion_filter", "include"), ("deepspeed_exclusion_filter", "exclude")]
             {
                 if let Some(filter) = part.take_text(key) {
                     let yaml = value_text::format_yaml_list(&[filter]);
-                    draft.set_imported(&part.path(key), &format!("cluster.{path}"), yaml);
+                    draft.set_imported_key(&part.full_path_of_key(key), &format!("cluster.{path}"), yaml);
                 }
             }
         }
@@ -441,7 +441,7 @@ fn set_deepspeed_hosts(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) -> bo
             for key in ["deepspeed_inclusion_filter", "deepspeed_exclusion_filter"] {
                 if part.take_text(key).is_some() {
                     let todo = "name the hosts in `cluster.hosts` and filter there";
-                    draft.add_not_converted_note(&part.path(key), "there is no hostfile to filter", todo);
+                    draft.add_not_converted_note(&part.full_path_of_key(key), "there is no hostfile to filter", todo);
                 }
             }
         }

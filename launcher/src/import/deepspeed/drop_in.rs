@@ -6,8 +6,8 @@ use crate::import::{
     drop_in::{
         DropInContext,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, ProgramForm, apply_rules, check_worker_count, create_several_machines_error,
-        create_unsupported_option_error, finish_drop_in, set_local_job,
+        OptionRule, ProgramForm, apply_option_rules, check_worker_count, create_several_machines_error,
+        create_unsupported_option_error, load_drop_in_job, set_local_job_keys,
     },
     import_options::{ImportErrors, set_hostfile},
     job_draft::{ImportedJob, JobDraft},
@@ -26,7 +26,7 @@ const PROGRAM_NAME: &str = "deepspeed";
 /// The hostfile that DeepSpeed reads if the user names none.
 const DEFAULT_HOSTFILE: &str = "/job/hostfile";
 /// The name of this machine in DeepSpeed's filters.
-const THIS_MACHINE: &str = "localhost";
+const LOCALHOST_NAME: &str = "localhost";
 /// The variables that DeepSpeed passes to workers on several hosts, as patterns of `run.pass_env`.
 const PASSED_VARIABLES: [&str; 5] = ["MLFLOW*", "PYTHON*", "MV2*", "UCX*", "NCCL*"];
 /// The environment variable that selects the kind of device that DeepSpeed uses.
@@ -136,12 +136,12 @@ impl DeepSpeedCommand {
             DeepSpeedResources::Local(_, devices) => {
                 if let Some(devices) = devices {
                     let numbers: Vec<String> = devices.iter().map(u32::to_string).collect();
-                    draft.set_imported("--include", "cluster.devices", format!("[{}]", numbers.join(", ")));
+                    draft.set_imported_key("--include", "cluster.devices", format!("[{}]", numbers.join(", ")));
                 }
                 for name in ["include", "exclude", "num_nodes", "num_gpus", "force_multi"] {
                     given.take_last_value(name);
                 }
-                apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, LOCAL_JOB_RULES);
+                apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, LOCAL_JOB_RULES);
             }
             DeepSpeedResources::Hosts => {
                 set_hostfile(&mut draft, "--hostfile", Path::new(&hostfile));
@@ -150,7 +150,7 @@ impl DeepSpeedCommand {
             }
         }
         set_master_port_and_log_dir(&mut draft, &mut given);
-        apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
+        apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
         for (name, _) in given.take_remaining() {
             errors.push(create_unsupported_option_error(
                 PROGRAM_NAME,
@@ -160,7 +160,7 @@ impl DeepSpeedCommand {
             ));
         }
         match errors.is_empty() {
-            true => finish_drop_in(draft, PROGRAM_NAME, errors),
+            true => load_drop_in_job(draft, PROGRAM_NAME, errors),
             false => Err(errors),
         }
     }
@@ -201,11 +201,11 @@ fn select_resources(
             }
             let listed = context.variable(env::CUDA_VISIBLE_DEVICES).filter(|list| !list.is_empty());
             if let Some(list) = listed.filter(|_| !selects_gpus) {
-                include = Some(format!("{THIS_MACHINE}:{list}"));
+                include = Some(format!("{LOCALHOST_NAME}:{list}"));
                 // The workers inherit the list.
                 selects_gpus = false;
             }
-            vec![(THIS_MACHINE.to_owned(), HostSlots::Count(count_local_slots(uses_gpus, context)))]
+            vec![(LOCALHOST_NAME.to_owned(), HostSlots::Count(count_local_slots(uses_gpus, context)))]
         }
     };
     let option = if exclude.is_some() { "--exclude" } else { "--include" };
@@ -285,12 +285,12 @@ fn set_program(
     let form = ProgramForm { module, no_python, unbuffered: true };
     let command = form.build_command(context.python, &given.program);
     let workers = if let DeepSpeedResources::Local(workers, _) = resources { *workers } else { 1 };
-    set_local_job(draft, &given.program, &command, workers);
+    set_local_job_keys(draft, &given.program, &command, workers);
     if !given.take_flag("no_local_rank") {
-        draft.set_required("run.local_rank_argument", "true");
+        draft.set_required_key("run.local_rank_argument", "true");
     }
     if given.take_flag("bind_cores_to_rank") {
-        draft.set_imported("--bind_cores_to_rank", "run.cpu_bind", "cores");
+        draft.set_imported_key("--bind_cores_to_rank", "run.cpu_bind", "cores");
     }
     Ok(())
 }
@@ -332,22 +332,22 @@ fn set_hosts(
     }
     for name in ["include", "exclude"] {
         if let Some(filter) = given.take_last_value(name).filter(|text| !text.is_empty()) {
-            draft.set_imported(&format!("--{name}"), &format!("cluster.{name}"), format_yaml_list(&[filter]));
+            draft.set_imported_key(&format!("--{name}"), &format!("cluster.{name}"), format_yaml_list(&[filter]));
         }
     }
     let (nodes, gpus) = (read_integer_option(given, "num_nodes"), read_integer_option(given, "num_gpus"));
     given.take_last_value("num_nodes");
     given.take_last_value("num_gpus");
     if nodes > 0 {
-        draft.set_imported("--num_nodes", "cluster.use_hosts", nodes.to_string());
+        draft.set_imported_key("--num_nodes", "cluster.use_hosts", nodes.to_string());
     }
     let workers = if gpus > 0 { gpus.to_string() } else { "auto".to_owned() };
-    draft.set_required("cluster.workers_per_host", &workers);
+    draft.set_required_key("cluster.workers_per_host", &workers);
     if let Some(port) = given.take_last_value("ssh_port") {
-        draft.set_imported("--ssh_port", "cluster.ssh.port", port);
+        draft.set_imported_key("--ssh_port", "cluster.ssh.port", port);
     }
     let patterns: Vec<String> = PASSED_VARIABLES.map(str::to_owned).to_vec();
-    draft.set_required("run.pass_env", &format_yaml_list(&patterns));
+    draft.set_required_key("run.pass_env", &format_yaml_list(&patterns));
     let path = match context.variable(env::PYTHONPATH) {
         Some(path) => format!("{}:{path}", context.directory),
         None => context.directory.to_owned(),
@@ -381,15 +381,15 @@ fn set_file_variables(draft: &mut JobDraft, files: &[String], errors: &mut Impor
 /// keys of the job.
 fn set_master_port_and_log_dir(draft: &mut JobDraft, given: &mut CommandLine) {
     let address = given.take_last_value("master_addr").unwrap_or_default();
-    if !["", "127.0.0.1", THIS_MACHINE].contains(&address.as_str()) {
+    if !["", "127.0.0.1", LOCALHOST_NAME].contains(&address.as_str()) {
         draft.add_key_note("--master_addr", "`MASTER_ADDR` is the address of the first host", "");
     }
     if let Some(port) = given.take_last_value("master_port").filter(|port| port != "0") {
-        draft.set_imported("--master_port", "cluster.master_port", port);
+        draft.set_imported_key("--master_port", "cluster.master_port", port);
     }
     if let Some(dir) = given.take_last_value("enable_each_rank_log").filter(|dir| dir != "None") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));
-        draft.set_imported("--enable_each_rank_log", "run.logs.dir", quote_yaml(&dir));
-        draft.set_imported("--enable_each_rank_log", "run.logs.show", "[]");
+        draft.set_imported_key("--enable_each_rank_log", "run.logs.dir", quote_yaml(&dir));
+        draft.set_imported_key("--enable_each_rank_log", "run.logs.show", "[]");
     }
 }

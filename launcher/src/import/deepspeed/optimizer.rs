@@ -20,8 +20,8 @@ pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'
         return None;
     };
     let name = part.take_text("type").unwrap_or_default();
-    let Some(mut params) = part.take_section("params").or_else(|| part.empty_section("params")) else {
-        keys.errors.extend(part.into_untaken().1);
+    let Some(mut params) = part.take_section("params").or_else(|| part.create_empty_section("params")) else {
+        keys.errors.extend(part.into_unconverted_keys().1);
         return None;
     };
     let rate = match name.to_ascii_lowercase().as_str() {
@@ -34,11 +34,11 @@ pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'
                 reason,
                 "the job uses adamw; see `train.optimizer.name`",
             );
-            convert_number(draft, &mut params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE)
+            convert_numeric_param(draft, &mut params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE)
         }
     };
     for part in [params, part] {
-        let (rest, errors) = part.into_untaken();
+        let (rest, errors) = part.into_unconverted_keys();
         keys.errors.extend(errors);
         for (key, value) in rest {
             let reason = format!("the built-in training has no such setting (value: {value})");
@@ -51,12 +51,12 @@ pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'
 /// Converts DeepSpeed's hyper-parameters of Adam, or of AdamW if `decoupled` is true, to keys of
 /// the job. Returns the learning rate.
 fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f64 {
-    draft.set_imported("optimizer.type", "train.optimizer.name", "adamw");
-    let rate = convert_number(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
+    draft.set_imported_key("optimizer.type", "train.optimizer.name", "adamw");
+    let rate = convert_numeric_param(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
     convert_betas(draft, params);
-    convert_number(draft, params, "eps", "train.optimizer.eps", 1e-8);
-    let decay = convert_number(draft, params, "weight_decay", "train.optimizer.weight_decay", 0.0);
-    draft.set_imported("optimizer", "train.optimizer.no_decay", "[]");
+    convert_numeric_param(draft, params, "eps", "train.optimizer.eps", 1e-8);
+    let decay = convert_numeric_param(draft, params, "weight_decay", "train.optimizer.weight_decay", 0.0);
+    draft.set_imported_key("optimizer", "train.optimizer.no_decay", "[]");
     let adamw = params.take_boolean("adam_w_mode");
     let torch = params.take_boolean("torch_adam") == Some(true);
     // FusedAdam decouples the decay by default; `torch_adam` is torch.optim.Adam.
@@ -67,7 +67,7 @@ fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled:
             reason,
             "use `weight_decay: 0` for Adam",
         );
-        draft.set_imported("optimizer", "train.optimizer.weight_decay", "0.0");
+        draft.set_imported_key("optimizer", "train.optimizer.weight_decay", "0.0");
     }
     if params.take_boolean("bias_correction") == Some(false) {
         draft.add_not_converted_note(
@@ -106,16 +106,16 @@ fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
         }
         None => "[0.9, 0.999]".to_owned(),
     };
-    draft.set_imported(BETAS_KEY, "train.optimizer.betas", given);
+    draft.set_imported_key(BETAS_KEY, "train.optimizer.betas", given);
 }
 
 /// Converts DeepSpeed's hyper-parameters of SGD to keys of the job. Returns the learning rate.
 fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
-    draft.set_imported("optimizer.type", "train.optimizer.name", "sgd");
-    let rate = convert_number(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
-    convert_number(draft, params, "momentum", "train.optimizer.momentum", 0.0);
-    let decay = convert_number(draft, params, "weight_decay", "train.optimizer.weight_decay", 0.0);
-    draft.set_imported("optimizer", "train.optimizer.no_decay", "[]");
+    draft.set_imported_key("optimizer.type", "train.optimizer.name", "sgd");
+    let rate = convert_numeric_param(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
+    convert_numeric_param(draft, params, "momentum", "train.optimizer.momentum", 0.0);
+    let decay = convert_numeric_param(draft, params, "weight_decay", "train.optimizer.weight_decay", 0.0);
+    draft.set_imported_key("optimizer", "train.optimizer.no_decay", "[]");
     if decay > 0.0 {
         let reason = "torch's SGD adds the decay to the gradient; the built-in training decouples it";
         draft.add_key_note("optimizer.params.weight_decay", reason, "");
@@ -133,21 +133,21 @@ fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
 /// Converts the numeric parameter `name` of DeepSpeed's optimizer to the job key `path`, and
 /// returns the number. If the key is absent, sets `default`. If the value is `auto`, adds a note
 /// and returns `default`.
-fn convert_number(
+fn convert_numeric_param(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,
     name: &str,
     path: &str,
     default: f64,
 ) -> f64 {
-    let from = params.path(name);
+    let from = params.full_path_of_key(name);
     if params.is_auto(name) {
         params.take(name);
         draft.add_not_converted_note(&from, AUTO_VALUE_REASON, &format!("set `{path}`"));
         return default;
     }
     let value = params.take_number(name).unwrap_or(default);
-    draft.set_imported(&from, path, format!("{value:?}"));
+    draft.set_imported_key(&from, path, format!("{value:?}"));
     value
 }
 
@@ -157,8 +157,8 @@ fn convert_number(
 pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, rate: Option<f64>) {
     let Some(mut part) = keys.take_section("scheduler") else { return };
     let name = part.take_text("type").unwrap_or_default();
-    let Some(mut params) = part.take_section("params").or_else(|| part.empty_section("params")) else {
-        keys.errors.extend(part.into_untaken().1);
+    let Some(mut params) = part.take_section("params").or_else(|| part.create_empty_section("params")) else {
+        keys.errors.extend(part.into_unconverted_keys().1);
         return;
     };
     let shape = match name.as_str() {
@@ -175,7 +175,7 @@ pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'
         }
     }
     for part in [params, part] {
-        let (rest, errors) = part.into_untaken();
+        let (rest, errors) = part.into_unconverted_keys();
         keys.errors.extend(errors);
         for (key, value) in rest {
             let reason = format!("the built-in training has no such setting (value: {value})");
@@ -187,18 +187,18 @@ pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'
 /// Converts a schedule of DeepSpeed with a linear warm-up to keys of `train.schedule`. After the
 /// warm-up, the learning rate has the shape `shape`. `rate` is the learning rate of the optimizer.
 fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &str, rate: f64) {
-    draft.set_imported("scheduler.type", "train.schedule.name", shape);
+    draft.set_imported_key("scheduler.type", "train.schedule.name", shape);
     let auto = params.is_auto("warmup_num_steps");
     let steps = take_integer_unless_auto(draft, params, "warmup_num_steps").unwrap_or(1000);
     if !auto {
-        draft.set_imported(
-            &params.path("warmup_num_steps"),
+        draft.set_imported_key(
+            &params.full_path_of_key("warmup_num_steps"),
             "train.schedule.warmup_steps",
             steps.to_string(),
         );
     }
     match take_integer_unless_auto(draft, params, "total_num_steps") {
-        Some(total) => draft.set_imported(&params.path("total_num_steps"), "train.steps", total.to_string()),
+        Some(total) => draft.set_imported_key(&params.full_path_of_key("total_num_steps"), "train.steps", total.to_string()),
         None => {
             draft.add_key_note("train.steps", "the configuration has no number of steps", "set `train.steps`")
         }
@@ -214,8 +214,8 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
     }
     if shape == "cosine" {
         let end = take_number_or_default(draft, params, "cos_min_ratio", 1e-4);
-        draft.set_imported(
-            &params.path("cos_min_ratio"),
+        draft.set_imported_key(
+            &params.full_path_of_key("cos_min_ratio"),
             "train.schedule.min_lr",
             format!("{:?}", round_to_12_digits(end * rate)),
         );
@@ -230,16 +230,16 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
             "absent, so that DeepSpeed trains at {DEFAULT_LEARNING_RATE} instead of `optimizer.params.lr` ({rate})"
         );
         draft.add_key_note(
-            &params.path("warmup_max_lr"),
+            &params.full_path_of_key("warmup_max_lr"),
             reason,
             "set `train.optimizer.lr` if that is not intended",
         );
     }
     let default = if params.is_auto("warmup_max_lr") { rate } else { DEFAULT_LEARNING_RATE };
     let highest = take_number_or_default(draft, params, "warmup_max_lr", default);
-    draft.set_imported(&params.path("warmup_max_lr"), "train.optimizer.lr", format!("{highest:?}"));
+    draft.set_imported_key(&params.full_path_of_key("warmup_max_lr"), "train.optimizer.lr", format!("{highest:?}"));
     if shape == "linear" {
-        draft.set_imported("scheduler.type", "train.schedule.min_lr", "0.0");
+        draft.set_imported_key("scheduler.type", "train.schedule.min_lr", "0.0");
     }
     if take_number_or_default(draft, params, "warmup_min_lr", 0.0) > 0.0 {
         draft.add_not_converted_note("scheduler.params.warmup_min_lr", "the warm-up begins at 0", "");
@@ -262,7 +262,7 @@ fn take_integer_unless_auto(
     if params.is_auto(name) {
         params.take(name);
         draft.add_not_converted_note(
-            &params.path(name),
+            &params.full_path_of_key(name),
             AUTO_VALUE_REASON,
             "see `train.schedule` in docs/job.md",
         );
@@ -281,7 +281,7 @@ fn take_number_or_default(
 ) -> f64 {
     if params.is_auto(name) {
         params.take(name);
-        draft.add_not_converted_note(&params.path(name), AUTO_VALUE_REASON, "");
+        draft.add_not_converted_note(&params.full_path_of_key(name), AUTO_VALUE_REASON, "");
         return default;
     }
     params.take_number(name).unwrap_or(default)

@@ -60,29 +60,29 @@ pub(super) const UNSUPPORTED_KEYS: &[(&str, &str)] = &[
 /// The keys of DeepSpeed's section `zero_optimization` that launch does not support, each with the
 /// reason.
 pub(super) const UNSUPPORTED_ZERO_KEYS: &[(&str, &str)] = &[
-    ("contiguous_gradients", WHOLE_BLOCKS_REASON),
+    ("contiguous_gradients", TRANSFER_SIZE_KEYS_REASON),
     ("reduce_scatter", "gradients are always sent to their owners only"),
-    ("reduce_bucket_size", WHOLE_BLOCKS_REASON),
-    ("use_multi_rank_bucket_allreduce", WHOLE_BLOCKS_REASON),
-    ("allgather_partitions", WHOLE_BLOCKS_REASON),
-    ("allgather_bucket_size", WHOLE_BLOCKS_REASON),
+    ("reduce_bucket_size", TRANSFER_SIZE_KEYS_REASON),
+    ("use_multi_rank_bucket_allreduce", TRANSFER_SIZE_KEYS_REASON),
+    ("allgather_partitions", TRANSFER_SIZE_KEYS_REASON),
+    ("allgather_bucket_size", TRANSFER_SIZE_KEYS_REASON),
     ("overlap_comm", "communication and computation always overlap"),
     ("load_from_fp32_weights", "checkpoints have fp32 weights"),
     ("elastic_checkpoint", "every checkpoint resumes on any number of workers"),
     ("sub_group_size", "the optimizer updates each worker's shard in one pass"),
     ("stage3_prefetch_bucket_size", "`train.zero.prefetch` counts blocks, not elements"),
     ("prefetch_bucket_size", "`train.zero.prefetch` counts blocks, not elements"),
-    ("stage3_param_persistence_threshold", WHOLE_BLOCKS_REASON),
-    ("param_persistence_threshold", WHOLE_BLOCKS_REASON),
-    ("stage3_model_persistence_threshold", WHOLE_BLOCKS_REASON),
-    ("model_persistence_threshold", WHOLE_BLOCKS_REASON),
+    ("stage3_param_persistence_threshold", TRANSFER_SIZE_KEYS_REASON),
+    ("param_persistence_threshold", TRANSFER_SIZE_KEYS_REASON),
+    ("stage3_model_persistence_threshold", TRANSFER_SIZE_KEYS_REASON),
+    ("model_persistence_threshold", TRANSFER_SIZE_KEYS_REASON),
     ("stage3_max_reuse_distance", "the order in which blocks are used is known"),
     ("max_reuse_distance", "the order in which blocks are used is known"),
-    ("stage3_module_granularity_threshold", WHOLE_BLOCKS_REASON),
-    ("stage3_use_all_reduce_for_fetch_params", WHOLE_BLOCKS_REASON),
-    ("stage3_allgather_sequential", WHOLE_BLOCKS_REASON),
+    ("stage3_module_granularity_threshold", TRANSFER_SIZE_KEYS_REASON),
+    ("stage3_use_all_reduce_for_fetch_params", TRANSFER_SIZE_KEYS_REASON),
+    ("stage3_allgather_sequential", TRANSFER_SIZE_KEYS_REASON),
     ("ignore_unused_parameters", "every parameter of a model is used"),
-    ("round_robin_gradients", WHOLE_BLOCKS_REASON),
+    ("round_robin_gradients", TRANSFER_SIZE_KEYS_REASON),
     ("zero_hpz_partition_size", "weights are sharded over all workers at one level"),
     ("zero_quantized_weights", "weights are sent without quantization"),
     ("zero_quantized_nontrainable_weights", "weights are sent without quantization"),
@@ -101,4 +101,4 @@ pub(super) const UNSUPPORTED_ZERO_KEYS: &[(&str, &str)] = &[
 ];
 
 /// The reason why keys that control the sizes of transfers between workers are not supported.
-const WHOLE_BLOCKS_REASON: &str = "weights and gradients are transferred in whole blocks of the model";
+const TRANSFER_SIZE_KEYS_REASON: &str = "weights and gradients are transferred in whole blocks of the model";

@@ -8,14 +8,14 @@ use jobspec::DocumentValue;
 /// `zero_optimization`.
 pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("zero_optimization") else {
-        return draft.set_imported("zero_optimization", "train.zero.stage", "0");
+        return draft.set_imported_key("zero_optimization", "train.zero.stage", "0");
     };
     let stage = part.take_integer("stage", 0).unwrap_or(0);
-    draft.set_imported(&part.path("stage"), "train.zero.stage", stage.to_string());
-    convert_gather(draft, &mut part);
+    draft.set_imported_key(&part.full_path_of_key("stage"), "train.zero.stage", stage.to_string());
+    convert_weight_gathering(draft, &mut part);
     for name in ["stage3_max_live_parameters", "max_live_parameters"] {
         if let Some(count) = part.take_integer_in_range(name, 0, u64::MAX.into()) {
-            draft.set_imported(&part.path(name), "train.zero.max_live_parameters", count.to_string());
+            draft.set_imported_key(&part.full_path_of_key(name), "train.zero.max_live_parameters", count.to_string());
         }
     }
     convert_offload(draft, &mut part);
@@ -23,13 +23,13 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
         let Some(item) = part.take(name) else { continue };
         if !matches!(item.value, DocumentValue::Bool(false)) {
             draft.add_not_converted_note(
-                &part.path(name),
+                &part.full_path_of_key(name),
                 format!("{reason} (value: {})", format_for_note(item)),
                 "",
             );
         }
     }
-    let (rest, errors) = part.into_untaken();
+    let (rest, errors) = part.into_unconverted_keys();
     keys.errors.extend(errors);
     for (key, value) in rest {
         draft.add_not_converted_note(&key, format!("launch does not know this key (value: {value})"), "");
@@ -38,7 +38,7 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
 
 /// Converts DeepSpeed's key that requests the gathering of 16-bit weights at each save. The key has
 /// three names.
-fn convert_gather(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
+fn convert_weight_gathering(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     for name in [
         "stage3_gather_16bit_weights_on_model_save",
         "gather_16bit_weights_on_model_save",
@@ -46,7 +46,7 @@ fn convert_gather(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     ] {
         if let Some(yes) = part.take_boolean(name) {
             let path = "checkpoint.gather_16bit_weights_on_model_save";
-            draft.set_imported(&part.path(name), path, yes.to_string());
+            draft.set_imported_key(&part.full_path_of_key(name), path, yes.to_string());
         }
     }
 }
@@ -62,12 +62,12 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     for (name, optimizer) in [("offload_optimizer", true), ("offload_param", false)] {
         let Some(mut inner) = part.take_section(name) else { continue };
         let device = inner.take_text("device").unwrap_or_else(|| "none".to_owned());
-        let (from, directory) = (inner.path("device"), inner.take_text("nvme_path"));
+        let (from, directory) = (inner.full_path_of_key("device"), inner.take_text("nvme_path"));
         match (device.as_str(), optimizer, &directory) {
             ("none", ..) => {}
             ("nvme", true, Some(path)) => {
                 let yaml = format!("{{optimizer: {}}}", jobspec::quote_yaml(path));
-                draft.set_imported(&inner.path("nvme_path"), OFFLOAD_KEY, yaml);
+                draft.set_imported_key(&inner.full_path_of_key("nvme_path"), OFFLOAD_KEY, yaml);
             }
             ("nvme", true, None) => {
                 draft.add_not_converted_note(&from, "`nvme_path` is missing", OFFLOAD_ADVICE)
@@ -81,7 +81,7 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
                 draft.add_not_converted_note(&from, build_offload_reason("parameters", &device), "")
             }
         }
-        let (rest, errors) = inner.into_untaken();
+        let (rest, errors) = inner.into_unconverted_keys();
         part.errors.extend(errors);
         for (key, value) in rest.into_iter().filter(|_| device != "none") {
             draft.add_not_converted_note(&key, format!("launch has no such setting (value: {value})"), "");
@@ -93,12 +93,12 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
         ("cpu_offload_param", "parameters"),
     ] {
         if part.take_boolean(old) == Some(true) {
-            draft.add_not_converted_note(&part.path(old), build_offload_reason(what, "cpu"), "");
+            draft.add_not_converted_note(&part.full_path_of_key(old), build_offload_reason(what, "cpu"), "");
         }
     }
     if part.take_boolean("cpu_offload_use_pin_memory") == Some(true) {
         draft.add_not_converted_note(
-            &part.path("cpu_offload_use_pin_memory"),
+            &part.full_path_of_key("cpu_offload_use_pin_memory"),
             "launch has no such setting",
             "",
         );

@@ -59,7 +59,7 @@ pub(super) fn parse_torchrun_args(args: &[String]) -> Result<CommandLine, Comman
 
 /// Adds the defaults of options that torchrun reads from environment variables such as
 /// `PET_NPROC_PER_NODE`. The function `variable` returns the value of a variable.
-pub(super) fn insert_variable_defaults<'a>(
+pub(super) fn insert_defaults_from_env<'a>(
     given: &mut CommandLine,
     variable: impl Fn(&str) -> Option<&'a str>,
 ) -> Result<(), CommandLineError> {
@@ -129,13 +129,13 @@ mod tests {
         let variables = [("PET_NPROC_PER_NODE", "4"), ("PET_MODULE", "1"), ("PET_STANDALONE", "0")];
         let find = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| *value);
         let mut given = parse_line("--nproc-per-node 2 a.py").expect("read");
-        insert_variable_defaults(&mut given, find).expect("valid");
+        insert_defaults_from_env(&mut given, find).expect("valid");
         assert_eq!(given.last_value("nproc-per-node"), Some("2"));
         assert!(given.take_flag("module") && !given.take_flag("standalone"));
         let mut given = parse_line("a.py").expect("read");
-        insert_variable_defaults(&mut given, find).expect("valid");
+        insert_defaults_from_env(&mut given, find).expect("valid");
         assert_eq!(given.last_value("nproc-per-node"), Some("4"));
-        let mistake = insert_variable_defaults(&mut given, |name| (name == "PET_RUN_PATH").then_some("yes"));
+        let mistake = insert_defaults_from_env(&mut given, |name| (name == "PET_RUN_PATH").then_some("yes"));
         assert!(matches!(mistake, Err(CommandLineError::InvalidValue { option: "run-path", .. })));
     }
 }

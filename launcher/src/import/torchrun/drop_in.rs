@@ -1,16 +1,16 @@
 //! [`convert_torchrun_command`]: converts a command line of torchrun to the job that `launch
 //! torchrun` runs on this machine, or on the nodes that join.
 use super::{
-    arguments::{insert_variable_defaults, parse_torchrun_args},
-    check_option_values, set_binding, set_restarts_and_signals,
+    arguments::{insert_defaults_from_env, parse_torchrun_args},
+    check_option_values, set_numa_binding, set_restarts_and_signals,
 };
 use crate::import::{
     command_line::{CommandLine, CommandLineError},
     drop_in::{
         DropInContext,
         OptionEffect::{NoEffect, Rejected},
-        OptionRule, ProgramForm, apply_rules, build_env_command, check_worker_count,
-        create_unsupported_option_error, finish_drop_in, set_console_ranks, set_local_job, set_thread_count,
+        OptionRule, ProgramForm, apply_option_rules, build_env_command, check_worker_count,
+        create_unsupported_option_error, load_drop_in_job, set_console_ranks, set_local_job_keys, set_thread_count,
     },
     import_options::ImportErrors,
     job_draft::{ImportedJob, ImportedNodes, JobDraft},
@@ -63,7 +63,7 @@ pub(crate) fn convert_torchrun_command(
 ) -> Result<ImportedJob, ImportErrors> {
     let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM_NAME)];
     let mut given = parse_torchrun_args(args).map_err(rejected)?;
-    insert_variable_defaults(&mut given, |name| context.variable(name)).map_err(rejected)?;
+    insert_defaults_from_env(&mut given, |name| context.variable(name)).map_err(rejected)?;
     check_option_values(&given).map_err(rejected)?;
     if given.take_flag("standalone") {
         for name in ["rdzv-backend", "rdzv-endpoint", "rdzv-id", "nnodes", "node-rank"] {
@@ -77,7 +77,7 @@ pub(crate) fn convert_torchrun_command(
         None
     });
     let is_joining = nodes.as_ref().is_some_and(|nodes| nodes.count.max > 1);
-    let (mut draft, workers) = match count_workers(&mut given, context) {
+    let (mut draft, workers) = match take_worker_count(&mut given, context) {
         Ok(workers) => (JobDraft::default(), workers),
         Err(error) => return Err(errors.into_iter().chain([error]).collect()),
     };
@@ -85,17 +85,17 @@ pub(crate) fn convert_torchrun_command(
         errors.push(error);
         Vec::new()
     });
-    set_local_job(&mut draft, &given.program, &command, workers);
+    set_local_job_keys(&mut draft, &given.program, &command, workers);
     set_master_address(&mut draft, &mut given, is_joining);
-    set_binding(&mut draft, &mut given);
+    set_numa_binding(&mut draft, &mut given);
     set_restarts_and_signals(&mut draft, &mut given);
     errors.extend(set_logs(&mut draft, &mut given, workers).err());
     if workers > 1 {
         set_thread_count(&mut draft, context, 1);
     }
-    apply_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
+    apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
     match errors.is_empty() {
-        true => finish_drop_in(draft, PROGRAM_NAME, errors).map(|job| ImportedJob { nodes, ..job }),
+        true => load_drop_in_job(draft, PROGRAM_NAME, errors).map(|job| ImportedJob { nodes, ..job }),
         false => Err(errors),
     }
 }
@@ -163,7 +163,7 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
 }
 
 /// Removes `--nproc-per-node` from `given`, and returns the number of workers that it requests.
-fn count_workers(given: &mut CommandLine, context: &DropInContext<'_>) -> Result<i64, Diagnostic> {
+fn take_worker_count(given: &mut CommandLine, context: &DropInContext<'_>) -> Result<i64, Diagnostic> {
     /// The name of the option in errors.
     const OPTION_NAME: &str = "--nproc-per-node";
     let workers = match given.take_last_value("nproc-per-node").as_deref() {
@@ -276,7 +276,7 @@ fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining:
     /// The reason that notes give for ignoring an address.
     const NOTE_REASON: &str = "the ranks of one host meet at its loopback address";
     if given.take_flag("virtual-local-rank") {
-        draft.set_imported("--virtual-local-rank", "run.visible_devices", "one");
+        draft.set_imported_key("--virtual-local-rank", "run.visible_devices", "one");
     }
     if is_joining {
         ["rdzv-endpoint", "master-addr", "master-port"]
@@ -290,7 +290,7 @@ fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining:
         draft.add_key_note("--rdzv-endpoint", NOTE_REASON, "");
     }
     if port != "0" {
-        draft.set_imported("--rdzv-endpoint", "cluster.master_port", quote_number(port));
+        draft.set_imported_key("--rdzv-endpoint", "cluster.master_port", quote_unless_number(port));
     }
     if given.take_last_value("master-addr").is_some_and(|address| !LOOPBACK_NAMES.contains(&address.as_str()))
     {
@@ -300,8 +300,8 @@ fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining:
 
 /// Formats `text` as a YAML number if it consists of digits; quotes any other text, which the job
 /// then rejects.
-fn quote_number(text: &str) -> String {
-    crate::import::value_text::format_whole_number(text)
+fn quote_unless_number(text: &str) -> String {
+    crate::import::value_text::format_yaml_whole_number(text)
 }
 
 /// Converts torchrun's options for the log directory, and for the ranks whose output the console
@@ -309,7 +309,7 @@ fn quote_number(text: &str) -> String {
 fn set_logs(draft: &mut JobDraft, given: &mut CommandLine, workers: i64) -> Result<(), Diagnostic> {
     if let Some(dir) = given.take_last_value("log-dir") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));
-        draft.set_imported("--log-dir", "run.logs.dir", quote_yaml(&dir));
+        draft.set_imported_key("--log-dir", "run.logs.dir", quote_yaml(&dir));
     }
     let [tee, redirects, filter] =
         ["tee", "redirects", "local-ranks-filter"].map(|name| given.take_last_value(name));

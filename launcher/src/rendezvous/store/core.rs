@@ -80,7 +80,7 @@ impl RendezvousStore {
             StoreRequest::ListKeys => answer(StoreReply::Keys(self.list_keys()?)),
             StoreRequest::Delete(key) => answer(StoreReply::Number(self.delete_key(&key))),
             StoreRequest::QueueLength(key) => {
-                answer(StoreReply::Number(self.queues.get(&key).map_or(0, count_items)))
+                answer(StoreReply::Number(self.queues.get(&key).map_or(0, queue_length_to_number)))
             }
             StoreRequest::Pop(key) => answer(self.pop_item(&key)),
             StoreRequest::CancelWait => {
@@ -167,12 +167,12 @@ impl RendezvousStore {
             return Err(StoreClientError::ValueTooLong);
         }
         let before = self.values.get(&key).map_or(0, |old| compute_entry_bytes(&key, old));
-        self.account_bytes(before, compute_entry_bytes(&key, &value))?;
+        self.update_total_bytes(before, compute_entry_bytes(&key, &value))?;
         // The items of a queue may have woken only some of the clients that wait for it.
         let (new, queue) = (!self.contains_key(&key), self.queues.contains_key(&key));
         self.values.insert(key.clone(), value);
         if new {
-            self.record_added_key(&key);
+            self.update_waits_for_added_key(&key);
         } else if !queue {
             return Ok(());
         }
@@ -189,7 +189,7 @@ impl RendezvousStore {
     /// The caller must just have added the key's first value or item, and must then wake clients
     /// whose number is 0. The cost per client does not depend on the number of keys that the client
     /// waits for.
-    fn record_added_key(&mut self, key: &[u8]) {
+    fn update_waits_for_added_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
                 *missing -= 1;
@@ -199,7 +199,7 @@ impl RendezvousStore {
 
     /// Increments the number of missing keys of each client that waits for `key`, which no longer
     /// exists. The caller must just have removed the key's last value or item.
-    fn record_removed_key(&mut self, key: &[u8]) {
+    fn update_waits_for_removed_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
                 *missing += 1;
@@ -209,7 +209,7 @@ impl RendezvousStore {
 
     /// Adjusts the total size of the store when an entry of `before` bytes is replaced by one of
     /// `after` bytes. Fails, without a change, if the result exceeds [`MAX_STORE_BYTES`].
-    fn account_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
+    fn update_total_bytes(&mut self, before: usize, after: usize) -> Result<(), StoreClientError> {
         let bytes = self.bytes - before + after;
         if bytes > MAX_STORE_BYTES {
             return Err(StoreClientError::StoreFull);
@@ -224,7 +224,7 @@ impl RendezvousStore {
         let Some(value) = self.values.remove(key) else { return 0 };
         self.bytes -= compute_entry_bytes(key, &value);
         if !self.contains_key(key) {
-            self.record_removed_key(key);
+            self.update_waits_for_removed_key(key);
         }
         1
     }
@@ -276,11 +276,11 @@ impl RendezvousStore {
         value: StoreValue,
         out: &mut ClientReplies,
     ) -> Result<(), StoreClientError> {
-        self.account_bytes(0, compute_entry_bytes(&key, &value))?;
+        self.update_total_bytes(0, compute_entry_bytes(&key, &value))?;
         let new = !self.contains_key(&key);
         self.queues.entry(key.clone()).or_default().push_back(value);
         if new {
-            self.record_added_key(&key);
+            self.update_waits_for_added_key(&key);
         }
         // An item wakes one client, because a second one would find the queue empty.
         for client in self.waiters.get(&key).cloned().unwrap_or_default() {
@@ -295,14 +295,14 @@ impl RendezvousStore {
     /// previous length of the queue and the item. The reply for an empty queue is 0.
     fn pop_item(&mut self, key: &[u8]) -> StoreReply {
         let Some(queue) = self.queues.get_mut(key) else { return StoreReply::Number(0) };
-        let length = count_items(queue);
+        let length = queue_length_to_number(queue);
         let value = queue.pop_front().unwrap_or_default();
         let empty = queue.is_empty();
         self.bytes -= compute_entry_bytes(key, &value);
         if empty {
             self.queues.remove(key);
             if !self.contains_key(key) {
-                self.record_removed_key(key);
+                self.update_waits_for_removed_key(key);
             }
         }
         StoreReply::Popped(length, value)
@@ -327,7 +327,7 @@ impl RendezvousStore {
             out.push((client, StoreReply::Byte(READY_REPLY)));
             return Ok(());
         }
-        self.account_bytes(0, compute_wait_bytes(&keys))?;
+        self.update_total_bytes(0, compute_wait_bytes(&keys))?;
         for key in &keys {
             self.waiters.entry(key.clone()).or_default().push(client);
         }
@@ -369,7 +369,7 @@ impl RendezvousStore {
         self.check_not_waiting(client)?;
         let count = self.add_number(key.clone(), 1, out)?;
         if count < world {
-            self.account_bytes(0, compute_wait_bytes(std::slice::from_ref(&key)))?;
+            self.update_total_bytes(0, compute_wait_bytes(std::slice::from_ref(&key)))?;
             self.arrived.entry(key.clone()).or_default().push(client);
             self.waiting.insert(client, ClientWait::Barrier(key));
             return Ok(());
@@ -397,7 +397,7 @@ fn compute_wait_bytes(keys: &[StoreKey]) -> usize {
 }
 
 /// Converts the length of a queue to the signed number that replies of the store contain.
-fn count_items(queue: &VecDeque<StoreValue>) -> i64 {
+fn queue_length_to_number(queue: &VecDeque<StoreValue>) -> i64 {
     queue.len() as i64
 }
 

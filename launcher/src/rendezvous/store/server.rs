@@ -49,7 +49,7 @@ const REPLY_BATCH_BYTES: usize = 256 << 10;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the rendezvous store waits before it accepts connections again, after file descriptors
 /// have run out.
-const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
+const FAILED_ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// A running rendezvous store. Dropping the server closes every connection and frees the port.
 #[derive(Debug)]
@@ -116,12 +116,12 @@ impl StoreServer {
             let message = "cannot read the limit of open files for the rendezvous store";
             Diagnostic::error(run::RENDEZVOUS_TOO_MANY_RANKS, message).with_cause(&error)
         })?;
-        check_file_limit(clients, hard)
+        check_open_file_limit(clients, hard)
     }
 
     /// Raises the soft limit of open files to the hard limit, because each client of the store
     /// needs an open file. Processes that are started afterwards inherit the limit.
-    pub(crate) fn raise_file_limit() {
+    pub(crate) fn raise_open_file_limit() {
         if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
             // If the limit stays low, late clients wait to be accepted, and the user is warned.
             _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
@@ -140,7 +140,7 @@ impl Drop for StoreServer {
 /// Fails if `clients` clients are more than [`MAX_CONNECTIONS`], or more than the store can serve
 /// with `open_files` open files. Counts one connection per client, although newer versions of torch
 /// open two if they can.
-fn check_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
+fn check_open_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
     let error = |message: String| {
         Diagnostic::error(run::RENDEZVOUS_TOO_MANY_RANKS, message)
             .with_field("ranks", clients)
@@ -279,7 +279,7 @@ async fn accept_connection(listener: &TcpListener, shared: &ServerState) -> (Tcp
                         "cannot accept more connections at the moment: {error} (see `ulimit -n`)"
                     ));
                 }
-                tokio::time::sleep(ACCEPT_INTERVAL).await;
+                tokio::time::sleep(FAILED_ACCEPT_PAUSE).await;
             }
         }
     }

@@ -277,9 +277,9 @@ fn a_client_of_another_user_is_rejected() {
 
 #[test]
 fn a_low_limit_of_open_files_is_rejected() {
-    assert_eq!(check_file_limit(10_000, 16_384), Ok(()));
+    assert_eq!(check_open_file_limit(10_000, 16_384), Ok(()));
     for (ranks, open_files) in [(10_000, 4096), (70_000, 1 << 20)] {
-        let error = check_file_limit(ranks, open_files).expect_err("rejected");
+        let error = check_open_file_limit(ranks, open_files).expect_err("rejected");
         assert_eq!(error.code(), run::RENDEZVOUS_TOO_MANY_RANKS);
         assert_eq!(error.field("ranks"), Some(&ranks.into()));
         assert_eq!(error.field("open_files"), Some(&open_files.into()));

@@ -21,7 +21,7 @@ const NLMSG_ERROR: u16 = 2;
 const NLM_F_REQUEST: u16 = 1;
 /// The size of the header of a netlink message, in bytes. The header has length, type, flags,
 /// sequence number and port.
-const HEADER_BYTES: usize = 16;
+const NETLINK_HEADER_BYTES: usize = 16;
 /// The size of a sock_diag request (`struct inet_diag_req_v2`) without the netlink header, in
 /// bytes.
 const REQUEST_BYTES: usize = 56;
@@ -109,8 +109,8 @@ impl SocketDiagnostics {
 
 /// Encodes the request to sock_diag for the TCP socket at `peer` that is connected to `local`.
 fn encode_request(sequence: u32, peer: SocketAddr, local: SocketAddr) -> Vec<u8> {
-    let mut request = Vec::with_capacity(HEADER_BYTES + REQUEST_BYTES);
-    request.extend(((HEADER_BYTES + REQUEST_BYTES) as u32).to_ne_bytes());
+    let mut request = Vec::with_capacity(NETLINK_HEADER_BYTES + REQUEST_BYTES);
+    request.extend(((NETLINK_HEADER_BYTES + REQUEST_BYTES) as u32).to_ne_bytes());
     request.extend(SOCK_DIAG_BY_FAMILY.to_ne_bytes());
     request.extend(NLM_F_REQUEST.to_ne_bytes());
     request.extend(sequence.to_ne_bytes());
@@ -148,7 +148,7 @@ pub(crate) fn parse_answer(bytes: &[u8], sequence: u32) -> Result<SocketAnswer, 
         word.map(|word| u32::from_ne_bytes(*word)).ok_or(SocketAnswerError::Truncated)
     };
     let length = word(0)? as usize;
-    if length < HEADER_BYTES || length > bytes.len() {
+    if length < NETLINK_HEADER_BYTES || length > bytes.len() {
         return Err(SocketAnswerError::Truncated);
     }
     let kind = bytes.get(4..6).and_then(|kind| kind.first_chunk::<2>());
@@ -157,12 +157,12 @@ pub(crate) fn parse_answer(bytes: &[u8], sequence: u32) -> Result<SocketAnswer, 
         return Err(SocketAnswerError::WrongSequence);
     }
     match kind {
-        NLMSG_ERROR if length >= HEADER_BYTES + 4 => {
-            Ok(SocketAnswer::Error((word(HEADER_BYTES)? as i32).wrapping_neg()))
+        NLMSG_ERROR if length >= NETLINK_HEADER_BYTES + 4 => {
+            Ok(SocketAnswer::Error((word(NETLINK_HEADER_BYTES)? as i32).wrapping_neg()))
         }
-        SOCK_DIAG_BY_FAMILY if length >= HEADER_BYTES + ANSWER_BYTES => {
-            let uid = word(HEADER_BYTES + UID_OFFSET)?;
-            let inode = word(HEADER_BYTES + UID_OFFSET + 4)?;
+        SOCK_DIAG_BY_FAMILY if length >= NETLINK_HEADER_BYTES + ANSWER_BYTES => {
+            let uid = word(NETLINK_HEADER_BYTES + UID_OFFSET)?;
+            let inode = word(NETLINK_HEADER_BYTES + UID_OFFSET + 4)?;
             Ok(SocketAnswer::Owner(SocketOwner { uid, inode }))
         }
         NLMSG_ERROR | SOCK_DIAG_BY_FAMILY => Err(SocketAnswerError::Truncated),
@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn malformed_answers_are_errors() {
         let answer = |kind: u16, sequence: u32, body: &[u8]| {
-            let length = (HEADER_BYTES + body.len()) as u32;
+            let length = (NETLINK_HEADER_BYTES + body.len()) as u32;
             let header = [&length.to_ne_bytes()[..], &kind.to_ne_bytes(), &[0, 0], &sequence.to_ne_bytes()];
             [&header.concat()[..], &[0; 4], body].concat()
         };

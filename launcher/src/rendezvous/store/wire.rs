@@ -112,7 +112,7 @@ impl RequestParser<'_> {
     /// Parses one request to the rendezvous store, whose first byte names the operation.
     fn parse_request(&mut self) -> Result<StoreRequest, RequestParseStop> {
         Ok(match self.read_array::<1>()?[0] {
-            0 => self.read_magic()?,
+            0 => self.read_handshake_magic()?,
             1 => StoreRequest::Set(self.read_key()?, self.read_value()?),
             2 => StoreRequest::CompareSet(self.read_key()?, self.read_value()?, self.read_value()?),
             3 => StoreRequest::Get(self.read_key()?),
@@ -138,7 +138,7 @@ impl RequestParser<'_> {
     }
 
     /// Parses the handshake of a store client, which has to contain [`HANDSHAKE_MAGIC`].
-    fn read_magic(&mut self) -> Result<StoreRequest, RequestParseStop> {
+    fn read_handshake_magic(&mut self) -> Result<StoreRequest, RequestParseStop> {
         match u32::from_le_bytes(self.read_array()?) {
             HANDSHAKE_MAGIC => Ok(StoreRequest::Validate),
             other => Err(RequestParseStop::Malformed(StoreClientError::WrongMagic(other))),

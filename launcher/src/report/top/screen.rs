@@ -2,7 +2,7 @@
 //! new data.
 use super::{
     top_state::{KeyAction, TopState},
-    view::draw,
+    view::draw_screen,
 };
 use dashboard::RunSnapshot;
 use nix::poll::{PollFd, PollFlags, poll};
@@ -22,10 +22,10 @@ const KEY_WAIT_INTERVAL: Duration = Duration::from_millis(100);
 /// The time after a signal such as SIGTERM at which the kernel ends `launch top` if it has not
 /// ended, in seconds. The library that reads the keys does not return if the terminal is closed
 /// while it reads.
-const END_TIMEOUT_S: u32 = 2;
+const SIGNAL_EXIT_TIMEOUT_S: u32 = 2;
 
 /// Whether a signal that ends `launch top` has arrived.
-static IS_ENDING: AtomicBool = AtomicBool::new(false);
+static HAS_END_SIGNAL_ARRIVED: AtomicBool = AtomicBool::new(false);
 
 /// The source of the data that `launch top` shows: the state of a run and the logs of its ranks.
 pub(crate) trait TopSource {
@@ -40,9 +40,9 @@ pub(crate) trait TopSource {
 /// Records that a signal has requested the end of `launch top`. Called by the kernel when a signal
 /// arrives.
 extern "C" fn record_signal(_: libc::c_int) {
-    IS_ENDING.store(true, Ordering::Relaxed);
+    HAS_END_SIGNAL_ARRIVED.store(true, Ordering::Relaxed);
     // SAFETY: `alarm` may be called by a signal handler. SIGALRM ends the process.
-    unsafe { libc::alarm(END_TIMEOUT_S) };
+    unsafe { libc::alarm(SIGNAL_EXIT_TIMEOUT_S) };
 }
 
 /// Returns whether this process can show the view of `launch top`: stdin and stdout are terminals.
@@ -72,7 +72,7 @@ pub(crate) fn show_run(source: &dyn TopSource) -> io::Result<()> {
 fn run_event_loop(source: &dyn TopSource, terminal: &mut ratatui::DefaultTerminal) -> io::Result<()> {
     let mut state = TopState::default();
     let mut refreshed: Option<Instant> = None;
-    while !IS_ENDING.load(Ordering::Relaxed) {
+    while !HAS_END_SIGNAL_ARRIVED.load(Ordering::Relaxed) {
         if refreshed.is_none_or(|at| at.elapsed() >= REFRESH_INTERVAL) {
             match source.take_snapshot() {
                 Some(run) => state.set_run(run),
@@ -81,8 +81,8 @@ fn run_event_loop(source: &dyn TopSource, terminal: &mut ratatui::DefaultTermina
             state.log = source.read_log_end(state.selected);
             refreshed = Some(Instant::now());
         }
-        terminal.draw(|frame| draw(frame, &state))?;
-        let events = match read_events() {
+        terminal.draw(|frame| draw_screen(frame, &state))?;
+        let events = match read_terminal_events() {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             read => read?,
         };
@@ -102,7 +102,7 @@ fn run_event_loop(source: &dyn TopSource, terminal: &mut ratatui::DefaultTermina
 
 /// Waits for input from the terminal for [`KEY_WAIT_INTERVAL`] and returns all events that have
 /// arrived. Fails if the terminal was closed.
-fn read_events() -> io::Result<Vec<Event>> {
+fn read_terminal_events() -> io::Result<Vec<Event>> {
     let stdin = io::stdin();
     let mut fds = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
     if poll(&mut fds, KEY_WAIT_INTERVAL.as_millis() as u16)? == 0 {

@@ -5,7 +5,7 @@ use diagnostic::terminal_text::filter_line;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 /// The longest text that the user of `launch top` can search for, in characters.
-const MAX_FILTER_CHARS: usize = 100;
+const MAX_SEARCH_CHARS: usize = 100;
 
 /// The state of the view of `launch top`: the shown run, the selected rank and the search text.
 #[derive(Debug, Default)]
@@ -46,7 +46,7 @@ impl TopState {
                 KeyCode::Esc => self.input = None,
                 KeyCode::Enter => self.filter = self.input.take().unwrap_or_default(),
                 KeyCode::Backspace => _ = input.pop(),
-                KeyCode::Char(c) if input.chars().count() < MAX_FILTER_CHARS => input.push(c),
+                KeyCode::Char(c) if input.chars().count() < MAX_SEARCH_CHARS => input.push(c),
                 _ => {}
             }
             return KeyAction::Redraw;
@@ -57,8 +57,8 @@ impl TopState {
             KeyCode::Esc => self.filter.clear(),
             KeyCode::Left => self.select_rank(self.selected.saturating_sub(1)),
             KeyCode::Right => self.select_rank(self.selected.saturating_add(1)),
-            KeyCode::Up => self.select_host(-1),
-            KeyCode::Down => self.select_host(1),
+            KeyCode::Up => self.select_neighbouring_host(-1),
+            KeyCode::Down => self.select_neighbouring_host(1),
             _ => {}
         }
         KeyAction::Redraw
@@ -82,7 +82,7 @@ impl TopState {
 
     /// Selects another host (`by` hosts further down), on which the rank at the same position
     /// becomes the selected one.
-    fn select_host(&mut self, by: isize) {
+    fn select_neighbouring_host(&mut self, by: isize) {
         let Some(run) = &self.run else { return };
         let has_rank =
             |first: u32, workers: u32| (first..first.saturating_add(workers)).contains(&self.selected);
@@ -101,7 +101,7 @@ impl TopState {
     }
 
     /// Lists the messages about slow ranks of the shown run.
-    pub(super) fn list_warnings(&self) -> Vec<String> {
+    pub(super) fn list_straggler_messages(&self) -> Vec<String> {
         let status = self.run.as_ref().and_then(|run| run.status.as_ref());
         status.map_or_else(Vec::new, |status| {
             status.stragglers.iter().map(|r| filter_line(&r.message)).collect()

@@ -28,13 +28,13 @@ const MAX_HOST_LINES: u16 = 20;
 const CURVE_LINES: u16 = 6;
 
 /// Draws the whole screen of `launch top`.
-pub(super) fn draw(frame: &mut Frame, state: &TopState) {
+pub(super) fn draw_screen(frame: &mut Frame, state: &TopState) {
     let area = frame.area();
     let Some(run) = &state.run else {
         return frame.render_widget(Paragraph::new("reading the run…"), area);
     };
     let is_wide = area.width >= MIN_WIDE_COLUMNS;
-    let slow = state.list_warnings();
+    let slow = state.list_straggler_messages();
     let hosts = (run.hosts.len() as u16).clamp(1, MAX_HOST_LINES).min(area.height / 4) + 2;
     let curve = if is_wide && area.height >= 40 { CURVE_LINES } else { 0 };
     let [head, warnings, loss, grid, detail, body, foot] = Layout::vertical([
@@ -47,7 +47,7 @@ pub(super) fn draw(frame: &mut Frame, state: &TopState) {
         Constraint::Length(1),
     ])
     .areas(area);
-    frame.render_widget(Paragraph::new(format_head(run)), head);
+    frame.render_widget(Paragraph::new(format_header(run)), head);
     let warning = Style::new().fg(Color::Red);
     frame.render_widget(
         Paragraph::new(slow.into_iter().map(|text| Line::styled(text, warning)).collect::<Vec<_>>()),
@@ -59,7 +59,7 @@ pub(super) fn draw(frame: &mut Frame, state: &TopState) {
     let title = format!(" hosts and ranks ({}) ", run.world);
     let lines =
         format_hosts(run, state.selected, grid.height.saturating_sub(2), grid.width.saturating_sub(2));
-    frame.render_widget(Paragraph::new(lines).block(build_frame(title)), grid);
+    frame.render_widget(Paragraph::new(lines).block(build_border(title)), grid);
     frame.render_widget(Paragraph::new(describe_rank(run, state.selected)), detail);
     let halves = [Constraint::Percentage(50), Constraint::Percentage(50)];
     let [events, log] = match is_wide {
@@ -71,11 +71,11 @@ pub(super) fn draw(frame: &mut Frame, state: &TopState) {
     let lines: Vec<String> =
         state.log.iter().map(|line| filter_line(line)).filter(|line| state.matches_search(line)).collect();
     draw_last_lines(frame, format!(" log of rank {} ", state.selected), lines, log);
-    frame.render_widget(Paragraph::new(format_foot(state)), foot);
+    frame.render_widget(Paragraph::new(format_footer(state)), foot);
 }
 
 /// Formats the first lines of the screen: the state of the run, its step, loss and speed.
-fn format_head(run: &RunSnapshot) -> Vec<Line<'static>> {
+fn format_header(run: &RunSnapshot) -> Vec<Line<'static>> {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let color = match run.info.state {
         "running" => Color::Green,
@@ -126,7 +126,7 @@ fn draw_losses(frame: &mut Frame, run: &RunSnapshot, area: Rect) {
         _ => (0..columns).map(column).collect(),
     };
     let title = if points > 0 { format!(" loss {high:.4} to {low:.4} ") } else { " loss ".into() };
-    frame.render_widget(Sparkline::default().data(bars).block(build_frame(title)), area);
+    frame.render_widget(Sparkline::default().data(bars).block(build_border(title)), area);
 }
 
 /// Draws the last lines of a text that fit into an area of the screen.
@@ -134,11 +134,11 @@ fn draw_last_lines(frame: &mut Frame, title: String, lines: Vec<String>, area: R
     let fitting = usize::from(area.height.saturating_sub(2));
     let first = lines.len().saturating_sub(fitting);
     let lines: Vec<Line> = lines.into_iter().skip(first).map(Line::raw).collect();
-    frame.render_widget(Paragraph::new(lines).block(build_frame(title)), area);
+    frame.render_widget(Paragraph::new(lines).block(build_border(title)), area);
 }
 
 /// Builds a border with the title `title`.
-fn build_frame(title: String) -> Block<'static> {
+fn build_border(title: String) -> Block<'static> {
     Block::new().borders(Borders::ALL).title(title)
 }
 
@@ -152,7 +152,7 @@ fn format_event_line(event: &Value) -> String {
 }
 
 /// Formats the last line of the screen: the keys, or the text that the user searches for.
-fn format_foot(state: &TopState) -> Line<'static> {
+fn format_footer(state: &TopState) -> Line<'static> {
     match (&state.input, state.filter.is_empty()) {
         (Some(input), _) => Line::raw(format!("/{}", filter_line(input))),
         (None, false) => {

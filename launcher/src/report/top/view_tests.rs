@@ -104,7 +104,7 @@ fn example_state(hosts: u32) -> TopState {
 /// Draws a state on a screen of this size, and returns the text of the screen.
 fn render(state: &TopState, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a terminal");
-    terminal.draw(|frame| draw(frame, state)).expect("drawn");
+    terminal.draw(|frame| draw_screen(frame, state)).expect("drawn");
     let buffer = terminal.backend().buffer();
     let row = |y: u16| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
     (0..height).map(|y| row(y).trim_end().to_owned()).collect::<Vec<_>>().join("\n")

@@ -6,8 +6,8 @@ mod tensor_source;
 mod training_state;
 
 pub(crate) use external::{
-    ALLOWED_GLOBALS, ExternalCheckpointBuilder, ExternalTensor, FusedExperts, SeparateExpertTensor, StepValue,
-    StoredFile, TensorPart, TrainedWeightNames, convert_step_to_integer, parse_expert_matrix_name,
+    ALLOWED_GLOBALS, ExternalCheckpointBuilder, ExternalTensor, FusedExperts, SeparateExpertTensor,
+    StepValue, StoredFile, TensorPart, TrainedWeightNames, convert_step_to_integer, parse_expert_matrix_name,
     verify_all_spans,
 };
 pub use external::{ExternalCheckpoint, ExternalFacts, TrainingStatePart};

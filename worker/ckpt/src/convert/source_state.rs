@@ -2,7 +2,7 @@
 //! files of every target format are planned.
 use super::notice::ConvertNotice;
 use super::options::{ConvertOptions, ConvertTarget, WORLD_SIZE_MAX};
-use super::param_groups::{self, ParamGroupSet, IndexedParamGroup};
+use super::param_groups::{self, IndexedParamGroup, ParamGroupSet};
 use crate::catalog::{LossScale, PassthroughState, TensorInfo, TensorSource, TiedWeight, TrainingState};
 use crate::codec::disk::is_plain_file_name;
 use crate::codec::pickle::PythonObject;
@@ -205,8 +205,8 @@ fn choose_world_size(options: &ConvertOptions, state: &TrainingState, tensors: u
         return Ok(world);
     }
     let world = state.world.unwrap_or(1).max(1);
-    let limit =
-        (RANKS_TIMES_TENSORS_MAX / (tensors as u64 + EXTRA_TENSORS_PER_RANK)).clamp(1, u64::from(WORLD_SIZE_MAX)) as u32;
+    let limit = (RANKS_TIMES_TENSORS_MAX / (tensors as u64 + EXTRA_TENSORS_PER_RANK))
+        .clamp(1, u64::from(WORLD_SIZE_MAX)) as u32;
     match world > limit {
         true => Err(CkptError::invalid_option(OptionProblem::SourceWorldSize { world, limit })),
         false => Ok(world),

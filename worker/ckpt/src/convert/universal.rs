@@ -69,8 +69,10 @@ fn parameter_dir_name(state: &SourceState, weight: usize) -> Result<&str> {
 fn plan_parameter_files(state: &SourceState, dir: &str, weight: usize, step: f64) -> Vec<FilePlan> {
     let mut files = Vec::new();
     let shape = &state.tensors[weight].shape;
-    let states =
-        state.roles.iter().filter_map(|role| role.torch_key().zip(state.find_optimizer_state_index(weight, *role)));
+    let states = state
+        .roles
+        .iter()
+        .filter_map(|role| role.torch_key().zip(state.find_optimizer_state_index(weight, *role)));
     for (name, tensor) in [("fp32", weight)].into_iter().chain(states) {
         let mut storages = StorageBuilder::default();
         let spans = vec![StorageSpan::Elements(tensor, 0..state.element_count(tensor))];

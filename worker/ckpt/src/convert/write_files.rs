@@ -2,10 +2,10 @@
 //! reads ahead, and a third one writes the values that the worker converted. The memory per worker
 //! doesn't depend on the size of the files.
 use super::file_plan::{FileContent, FilePlan, PlannedShardPiece, StorageSpan, TorchFilePlan, sum_bytes};
+use super::finished_file_check::{is_shard_intact, is_torch_file_intact};
 use super::output::{ConvertOutput, FinishedFile};
-use super::resume_check::{is_shard_intact, is_torch_file_intact};
 use super::source_state::SourceState;
-use super::write_steps::{WriteStepData, WINDOW_ELEMENTS, WriteStep, plan_storage_steps};
+use super::write_steps::{WINDOW_ELEMENTS, WriteStep, WriteStepData, plan_storage_steps};
 use crate::catalog::{TensorInfo, TensorSource, build_f32_read_requests};
 use crate::codec::disk::{
     self, Directory, DiskBufferPool, FileWriter, HashMode, IoMode, ReadBuffers, SMALL_WINDOW_BYTES,
@@ -17,7 +17,7 @@ use crate::codec::torch_writer::TorchWriter;
 use crate::error::{CkptError, Result};
 use crate::hash::Hash;
 use crate::layout::native::shard_file_name;
-use crate::save::{WrittenPieceReport, ShardReport};
+use crate::save::{ShardReport, WrittenPieceReport};
 use crate::tensor::Dtype;
 use std::fs;
 use std::path::Path;

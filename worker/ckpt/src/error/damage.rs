@@ -1,12 +1,12 @@
 //! [`Damage`]: which file of a checkpoint is damaged, and in which way.
 use super::adapter_config::AdapterConfigError;
+use super::cloneable_io_error::CloneableIoError;
 use super::dcp::DcpError;
 use super::deepspeed::DeepSpeedError;
 use super::diagnosis::Diagnosis;
 use super::manifest::ManifestError;
 use super::missing_part::MissingPart;
 use super::optimizer_state::OptimizerStateError;
-use super::read_failure::CloneableIoError;
 use super::rng_files::{RngFilesError, RngStateError};
 use super::safetensors::SafetensorsError;
 use super::text::{format_names, shorten_text};

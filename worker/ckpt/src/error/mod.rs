@@ -4,6 +4,7 @@
 //! [`diagnostic::Diagnostic`], which has the message, structured fields, and advice as help texts.
 mod adapter_config;
 mod ckpt_error;
+mod cloneable_io_error;
 mod conversions;
 mod convert;
 mod damage;
@@ -18,7 +19,6 @@ mod options;
 mod param_matching;
 mod pickle;
 mod placeholder;
-mod read_failure;
 mod rng_files;
 mod safetensors;
 mod save_problem;
@@ -29,6 +29,7 @@ mod zip;
 
 pub use adapter_config::AdapterConfigError;
 pub use ckpt_error::{CkptError, Result};
+pub use cloneable_io_error::CloneableIoError;
 pub use convert::ConvertError;
 pub use damage::{Damage, DamageReason};
 pub use dcp::DcpError;
@@ -41,7 +42,6 @@ pub use options::{OptionProblem, OutputProblem};
 pub use param_matching::MatchError;
 pub use pickle::{EncodeError, PickleError};
 pub use placeholder::PlaceholderFile;
-pub use read_failure::CloneableIoError;
 pub use rng_files::{ReconcileError, RescaleError, RngFilesError, RngStateError};
 pub use safetensors::SafetensorsError;
 pub use save_problem::SaveProblem;

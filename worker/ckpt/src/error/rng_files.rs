@@ -1,11 +1,11 @@
 //! Errors about the files with random generator states (RNG) of training programs, and about
 //! scheduler files.
-use super::read_failure::CloneableIoError;
+use super::cloneable_io_error::CloneableIoError;
 use super::torch_file::TorchFileError;
 use crate::format_constants::{
     CPU_RNG_STATE_BYTES, CUDA_RNG_STATE_BYTES, MERSENNE_TWISTER_WORDS, SCHEDULER_FILE,
 };
-use crate::stream_kind::RngStreamKind;
+use crate::rng_stream_kind::RngStreamKind;
 use diagnostic::{Code, codes::checkpoint as codes};
 
 /// Why the content of a file with the states of random generators (RNG) is rejected.

@@ -1,6 +1,6 @@
 //! [`SafetensorsError`]: why a safetensors file is rejected or cannot be written.
+use super::cloneable_io_error::CloneableIoError;
 use super::placeholder::PlaceholderFile;
-use super::read_failure::CloneableIoError;
 use crate::format_constants::SAFETENSORS_HEADER_MAX;
 use crate::tensor::{Dtype, InvalidTensorName};
 

@@ -1,6 +1,6 @@
 //! [`TorchFileError`]: why a file of `torch.save` is rejected.
+use super::cloneable_io_error::CloneableIoError;
 use super::pickle::PickleError;
-use super::read_failure::CloneableIoError;
 use super::zip::ZipError;
 use crate::tensor::Dtype;
 

@@ -1,6 +1,6 @@
 //! [`ZipError`]: why a zip container is rejected.
+use super::cloneable_io_error::CloneableIoError;
 use super::placeholder::PlaceholderFile;
-use super::read_failure::CloneableIoError;
 use crate::format_constants::ZIP_DIRECTORY_MAX;
 
 /// Why a zip container is rejected.

@@ -111,8 +111,9 @@ pub(super) fn sort_as_save_pretrained(mut tensors: Vec<TensorInfo>) -> Vec<Tenso
 /// matrices of all experts of a layer. The experts' matrices of a layer form three ranges, for
 /// down, gate and up. Every other tensor is a range by itself.
 pub(super) fn group_inseparable_tensors(tensors: &[TensorInfo]) -> Vec<Range<usize>> {
-    let fused =
-        |t: &TensorInfo| parse_expert_matrix_position(&t.name).map(|(before, _, which)| (before.to_owned(), which));
+    let fused = |t: &TensorInfo| {
+        parse_expert_matrix_position(&t.name).map(|(before, _, which)| (before.to_owned(), which))
+    };
     let mut units: Vec<Range<usize>> = Vec::with_capacity(tensors.len());
     let mut last = None;
     for (at, tensor) in tensors.iter().enumerate() {

@@ -1,6 +1,6 @@
 //! Finds out which program wrote a checkpoint from its files, and opens the checkpoint.
 use super::diagnose::diagnose_directory;
-use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, TrainingStatePart, TrainedWeightNames};
+use crate::catalog::{ExternalCheckpoint, ExternalCheckpointBuilder, TrainedWeightNames, TrainingStatePart};
 use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, Diagnosis, Result};
 use crate::layout::hf::{companion_files, module_order, optimizer_state, weights};

@@ -2,13 +2,13 @@
 //! generator states. Of several checkpoints, repairs the newest one that can be completed.
 use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
 use super::repair_loss::{RepairLoss, format_reason};
-use super::sound::open_if_sound;
+use super::sound_checkpoint::open_if_sound;
 use super::{bit_flips, model_files, universal, weights};
 use crate::codec::disk::{self, Directory};
 use crate::error::Result;
 use crate::layout::deepspeed::{self, LATEST_FILE, LATEST_UNIVERSAL_FILE};
 use crate::open::open_external_checkpoint;
-use crate::rng_files::{missing_ranks, rank_files};
+use crate::rng_files::{missing_rng_files, rank_files};
 use std::path::Path;
 
 /// How many levels of subdirectories are searched for torch files.
@@ -135,7 +135,7 @@ fn repair_rng_files(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
         let loss = RepairLoss::new(join_subpath(directory, "rng_state_*.pth"), vec![reason]);
         repair_dir.lost.push(loss.with_remark("`launch ckpt rng` creates them for a number that you know"));
     }
-    match missing_ranks::create_missing_rng_files(&path, world, step) {
+    match missing_rng_files::create_missing_rng_files(&path, world, step) {
         Ok(None) => {}
         Ok(Some(filled)) => {
             let files =

@@ -5,7 +5,7 @@ use crate::codec::torch_file::TorchFile;
 use crate::codec::torch_writer::TorchWriter;
 use crate::error::{CkptError, MissingPart, Result};
 use crate::layout::deepspeed::{ALLOWED_GLOBALS, ModelStates, OptimizerStates, TagFiles};
-use crate::verify::scan;
+use crate::verify::file_scan;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -108,7 +108,7 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
     let mut files = Vec::new();
     for (rank, name) in expected {
         let sound = match names.model.get(&rank) {
-            Some(name) => scan::check_file(&directory, name)?.is_none(),
+            Some(name) => file_scan::check_file(&directory, name)?.is_none(),
             None => false,
         };
         if !sound {

@@ -12,7 +12,7 @@ mod native;
 mod repair_checkpoints;
 mod repair_dir;
 mod repair_loss;
-mod sound;
+mod sound_checkpoint;
 mod universal;
 mod weights;
 

@@ -2,7 +2,7 @@
 //! checkpoint of the same training state.
 use super::lost_model_files;
 use super::repair_dir::{RepairDir, join_subpath};
-use super::sound::open_if_sound;
+use super::sound_checkpoint::open_if_sound;
 use super::universal::find_related_checkpoints;
 use crate::catalog::{ExternalCheckpoint, TensorSource};
 use crate::codec::disk::{self, Directory, path_exists};

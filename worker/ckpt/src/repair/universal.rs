@@ -2,7 +2,7 @@
 //! training state.
 use super::repair_dir::{RepairDir, join_subpath, list_files_recursively};
 use super::repair_loss::RepairLoss;
-use super::sound::open_if_sound;
+use super::sound_checkpoint::open_if_sound;
 use crate::catalog::ExternalCheckpoint;
 use crate::codec::disk::{self, Directory, path_exists};
 use crate::codec::torch_file::TorchFile;

@@ -2,7 +2,7 @@
 //! from the training state.
 use super::repair_dir::{RepairDir, join_subpath};
 use super::repair_loss::{RepairLoss, format_reason};
-use super::sound::open_if_sound;
+use super::sound_checkpoint::open_if_sound;
 use crate::catalog::TensorSource;
 use crate::codec::disk::Directory;
 use crate::codec::safetensors;

@@ -10,13 +10,13 @@
 //! - `reshard`, `scheduler`: rewrite the DeepSpeed state and the scheduler for M ranks.
 //! - `link_tree`: duplicates a directory tree with hard links.
 mod decode;
+mod deepspeed_reshard;
 mod encode;
 pub(crate) mod link_tree;
-pub(crate) mod missing_ranks;
-pub mod prepare;
+pub(crate) mod missing_rng_files;
 pub mod rank_files;
 pub mod reconcile;
-mod reshard;
+pub mod resume_preparation;
 pub(crate) mod scheduler;
 pub mod streams;
 #[cfg(test)]

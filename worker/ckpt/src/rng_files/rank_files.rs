@@ -5,7 +5,7 @@ use super::{decode, encode};
 use crate::codec::disk::{self, Directory};
 use crate::codec::json::read_json_if_exists;
 use crate::error::{CkptError, MissingPart, Result, RngFilesError};
-use crate::stream_kind::RngStreamKind;
+use crate::rng_stream_kind::RngStreamKind;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;

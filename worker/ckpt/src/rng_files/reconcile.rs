@@ -9,7 +9,7 @@ use super::streams::{
 };
 use crate::error::ReconcileError;
 use crate::hash::Hash;
-use crate::stream_kind::RngStreamKind;
+use crate::rng_stream_kind::RngStreamKind;
 use diagnostic::quantity::format_count;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -281,7 +281,9 @@ fn decide_stream_assignment(
     let world = options.world;
     match (options.policy, scope) {
         (ReconcilePolicy::Reseed, _) => Ok(RngStreamAssignment::Reseeded),
-        _ if from_world == world as usize && scope != RngStreamScope::PerOwner => Ok(RngStreamAssignment::Restored),
+        _ if from_world == world as usize && scope != RngStreamScope::PerOwner => {
+            Ok(RngStreamAssignment::Restored)
+        }
         (_, RngStreamScope::Replicated) => Ok(RngStreamAssignment::Replicated),
         (_, RngStreamScope::PerOwner) => Ok(RngStreamAssignment::Followed),
         (ReconcilePolicy::Reconcile, RngStreamScope::PerDataRank) => Ok(RngStreamAssignment::Reseeded),

@@ -3,7 +3,7 @@
 use crate::error::RngStateError;
 use crate::format_constants::{CPU_RNG_STATE_BYTES, CUDA_RNG_STATE_BYTES, MERSENNE_TWISTER_WORDS};
 use crate::hash::Hash;
-pub use crate::stream_kind::RngStreamKind;
+pub use crate::rng_stream_kind::RngStreamKind;
 use serde::Serialize;
 use std::fmt;
 
@@ -262,7 +262,9 @@ impl RankRngStates {
                 [n.twister.to_bytes(), vec![n.has_gauss.into()], cached.to_le_bytes().to_vec()].concat()
             }
             RngStreamKind::TorchCpu => self.cpu.0.to_vec(),
-            RngStreamKind::TorchCuda => self.cuda.as_ref()?.device_states().iter().flat_map(|d| d.0).collect(),
+            RngStreamKind::TorchCuda => {
+                self.cuda.as_ref()?.device_states().iter().flat_map(|d| d.0).collect()
+            }
         };
         Some(Hash::digest(&bytes))
     }

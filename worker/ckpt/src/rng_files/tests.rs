@@ -1,9 +1,9 @@
 //! Tests of reading, writing and assigning random generator states, and of preparing checkpoints.
-use super::prepare::{self, PrepareDestination};
 use super::rank_files::{self, RngRecord};
 use super::reconcile::{
     ReconcileOptions, ReconcilePolicy, RngStreamAssignment, RngStreamScope, reconcile_rng_states,
 };
+use super::resume_preparation::{self, PrepareDestination};
 use super::streams::{
     MersenneTwister, NumpyModule, NumpyRngState, PythonRngState, RankRngStates, RngFormat, TorchCpuState,
     TorchCudaState, TorchCudaStates,
@@ -11,7 +11,7 @@ use super::streams::{
 use super::{decode, encode};
 use crate::codec::disk::Directory;
 use crate::error::{CkptError, DamageReason, ReconcileError, RngStateError};
-use crate::stream_kind::RngStreamKind;
+use crate::rng_stream_kind::RngStreamKind;
 use proptest::prelude::*;
 use std::fs;
 use std::path::Path;
@@ -144,8 +144,9 @@ fn new_streams_depend_on_every_option_except_the_world_size() {
             ReconcileOptions { step: 1, ..base.clone() },
             ReconcileOptions { run_seed: Some(5), ..base.clone() },
         ];
-        digests
-            .extend(variants.iter().flat_map(new).map(|s| s.compute_rng_state_digest(kind).expect("there").0));
+        digests.extend(
+            variants.iter().flat_map(new).map(|s| s.compute_rng_state_digest(kind).expect("there").0),
+        );
         let count = digests.len();
         digests.sort_unstable();
         digests.dedup();
@@ -207,9 +208,9 @@ fn prepared_directories_never_replace_other_directories() {
     fs::write(dir.join("trainer_state.json"), "{\"global_step\": 6}").expect("written");
     write_rank_files(&dir, RngFormat::Trainer, &[make_states(1), make_states(2)]);
     let options = ReconcileOptions::new(3, ReconcilePolicy::Reconcile);
-    let made = prepare::prepare_resume_directory(&dir, &options).expect("made");
+    let made = resume_preparation::prepare_resume_directory(&dir, &options).expect("made");
     assert_eq!(made.path, root.path().join("launch-w3/checkpoint-6"));
-    let again = prepare::prepare_resume_directory(&dir, &options).expect("made again");
+    let again = resume_preparation::prepare_resume_directory(&dir, &options).expect("made again");
     assert_eq!((again.path.clone(), again.decision.clone()), (made.path.clone(), made.decision));
     assert_eq!(fs::read(made.path.join("inner/weights")).expect("there"), b"w");
     let record = RngRecord::read(&made.path).expect("sound").expect("there");
@@ -223,22 +224,24 @@ fn prepared_directories_never_replace_other_directories() {
     fs::create_dir(&later).expect("made");
     fs::write(later.join("trainer_state.json"), "{\"global_step\": 9}").expect("written");
     write_rank_files(&later, RngFormat::Trainer, &[make_states(1), make_states(2), make_states(3)]);
-    let made =
-        prepare::prepare_resume_directory(&later, &ReconcileOptions::new(2, ReconcilePolicy::Reconcile))
-            .expect("made");
+    let made = resume_preparation::prepare_resume_directory(
+        &later,
+        &ReconcileOptions::new(2, ReconcilePolicy::Reconcile),
+    )
+    .expect("made");
     assert_eq!(made.decision.expect("decided").generation, 2);
-    assert_eq!(prepare::prepare_resume_directory(&later, &options).expect("fits").path, later);
-    assert_eq!(prepare::find_newest_complete(root.path()).expect("listed").0, Some(later));
+    assert_eq!(resume_preparation::prepare_resume_directory(&later, &options).expect("fits").path, later);
+    assert_eq!(resume_preparation::find_newest_complete(root.path()).expect("listed").0, Some(later));
     // a directory that launch didn't make is not replaced
     fs::create_dir_all(root.path().join("launch-w5/checkpoint-6")).expect("made");
-    let rejected = prepare::prepare_rng_states(
+    let rejected = resume_preparation::prepare_rng_states(
         &dir,
         &ReconcileOptions::new(5, ReconcilePolicy::Reconcile),
         &PrepareDestination::Sibling,
     );
     assert!(matches!(rejected, Err(CkptError::OutputRejected { .. })), "{rejected:?}");
     std::os::unix::fs::symlink("/etc/passwd", dir.join("link")).expect("linked");
-    let error = prepare::prepare_resume_directory(&dir, &options).expect_err("a symlink");
+    let error = resume_preparation::prepare_resume_directory(&dir, &options).expect_err("a symlink");
     let CkptError::Damaged { damage, .. } = &error else { panic!("{error:?}") };
     assert_eq!((damage.file.as_str(), &damage.reason), ("link", &DamageReason::NotRegularFile));
     let names = Directory::open(&root.path().join("launch-w3")).expect("open").list_names().expect("listed");
@@ -254,8 +257,11 @@ fn a_scheduler_next_to_fsdp_shards_is_rescaled() {
     let root = tempfile::tempdir().expect("a directory");
     let dir = root.path().join("state");
     crate::tests::copy_tree(std::path::Path::new(golden), &dir);
-    let made = prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile))
-        .expect("made");
+    let made = resume_preparation::prepare_resume_directory(
+        &dir,
+        &ReconcileOptions::new(4, ReconcilePolicy::Reconcile),
+    )
+    .expect("made");
     insta::assert_snapshot!("scheduler_next_to_fsdp", made.lines.join("\n"));
 }
 
@@ -294,9 +300,11 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
         p.out.extend(b"K\x03sss");
     });
     scheduler(6);
-    let made =
-        prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(400, ReconcilePolicy::Reconcile))
-            .expect("made");
+    let made = resume_preparation::prepare_resume_directory(
+        &dir,
+        &ReconcileOptions::new(400, ReconcilePolicy::Reconcile),
+    )
+    .expect("made");
     insta::assert_snapshot!("scheduler_of_accelerate", made.lines.join("\n"));
     let directory = Directory::open(&made.path).expect("open");
     let file = crate::codec::torch_file::TorchFile::open(&directory, "scheduler.bin", &[]).expect("sound");
@@ -304,8 +312,11 @@ fn a_scheduler_that_counts_processes_is_rescaled() {
     assert_eq!((count("last_epoch"), count("_step_count")), (Some(1200), Some(1201)));
     // a scheduler with one count per step is unchanged
     scheduler(3);
-    let made = prepare::prepare_resume_directory(&dir, &ReconcileOptions::new(4, ReconcilePolicy::Reconcile))
-        .expect("made");
+    let made = resume_preparation::prepare_resume_directory(
+        &dir,
+        &ReconcileOptions::new(4, ReconcilePolicy::Reconcile),
+    )
+    .expect("made");
     insta::assert_snapshot!("scheduler_unchanged", made.lines.join("\n"));
     let is_unchanged = |name: &str| {
         fs::read(made.path.join(name)).expect("there") == fs::read(dir.join(name)).expect("there")

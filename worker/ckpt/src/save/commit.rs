@@ -8,8 +8,8 @@ use crate::error::{CkptError, Result, SaveProblem};
 use crate::fault_points;
 use crate::format_constants::MANIFEST_FILE;
 use crate::layout::native::{
-    DELETING_PREFIX, FileEntry, LATEST_FILE, LATEST_TEMP_FILE, Manifest, TensorPieceEntry, REPLACED_PREFIX,
-    SAVING_PREFIX, TensorEntry, encode_latest, list_checkpoints, parse_step_dir_name, read_latest_step,
+    DELETING_PREFIX, FileEntry, LATEST_FILE, LATEST_TEMP_FILE, Manifest, REPLACED_PREFIX, SAVING_PREFIX,
+    TensorEntry, TensorPieceEntry, encode_latest, list_checkpoints, parse_step_dir_name, read_latest_step,
     shard_file_name, step_dir_name,
 };
 use crate::tensor::{Dtype, TensorRole};

@@ -14,5 +14,5 @@ pub(crate) use output_path::resolve_output_path;
 pub(crate) use parity::rebuild_from_parity;
 pub use parity::{ParityFileReport, write_parity};
 pub use shard_writer::{
-    PieceElements, WrittenPieceReport, ShardReport, TensorPiece, write_shard, write_shard_until,
+    PieceElements, ShardReport, TensorPiece, WrittenPieceReport, write_shard, write_shard_until,
 };

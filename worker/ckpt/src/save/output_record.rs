@@ -212,7 +212,11 @@ impl OutputRecord {
 ///
 /// # Errors
 /// Fails if a file of `copy` cannot be read, or a record cannot be written.
-pub(crate) fn update_output_records_in_copy(copy: &Path, original: &Path, restored: &BTreeSet<String>) -> Result<()> {
+pub(crate) fn update_output_records_in_copy(
+    copy: &Path,
+    original: &Path,
+    restored: &BTreeSet<String>,
+) -> Result<()> {
     for marker in [GATHER_RECORD_KIND, CONVERT_RECORD_KIND] {
         let directory = Directory::open(copy)?;
         let Ok(Some(record)) = marker.read_record(&directory) else { continue };
@@ -258,7 +262,8 @@ fn list_updated_files(
     }
     for (path, ..) in disk::list_file_states(copy.path(), SEARCH_DEPTH_MAX)? {
         let name = path.strip_prefix(copy.path()).ok().and_then(Path::to_str);
-        let Some(name) = name.filter(|n| ![GATHER_RECORD_KIND.file, CONVERT_RECORD_KIND.file].contains(n)) else {
+        let Some(name) = name.filter(|n| ![GATHER_RECORD_KIND.file, CONVERT_RECORD_KIND.file].contains(n))
+        else {
             continue;
         };
         if !files.contains_key(name) && !original.has_entry(name)? {

@@ -232,7 +232,10 @@ impl<'m> CheckpointFiles<'m> {
     fn read_parity_block(&self, block: u64) -> Option<Vec<u8>> {
         let rank = (0..self.sizes.len())
             .find(|&r| compute_parity_blocks_of_rank(&self.sizes, r as u32).0.contains(&block))?;
-        self.read_parity_file_block(rank, block - compute_parity_blocks_of_rank(&self.sizes, rank as u32).0.start)
+        self.read_parity_file_block(
+            rank,
+            block - compute_parity_blocks_of_rank(&self.sizes, rank as u32).0.start,
+        )
     }
 
     /// Reads the block number `block` of the parity file of `rank`. Returns `None` if this block is

@@ -188,7 +188,14 @@ impl<'a> ShardPlan<'a> {
         let mut reports = Vec::with_capacity(pieces.len());
         for p in &pieces {
             let (name, dtype, count) = (p.name.to_owned(), p.data.dtype(), p.data.len() as u64);
-            reports.push(WrittenPieceReport { name, role: p.role, dtype, start: p.start_element, count, offset });
+            reports.push(WrittenPieceReport {
+                name,
+                role: p.role,
+                dtype,
+                start: p.start_element,
+                count,
+                offset,
+            });
             offset += count * dtype.size();
         }
         let contents = pieces.iter().map(|p| p.data.as_bytes()).collect();

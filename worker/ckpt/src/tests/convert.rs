@@ -1,7 +1,7 @@
 //! Tests that conversions keep every bit for any shapes, groups, stages and numbers of ranks, and
 //! use bounded memory.
 use super::{list_entry_names, make_memory_dir, read_tree};
-use crate::catalog::{ParamGroup, PassthroughState, F32ReadRequest, TensorSource};
+use crate::catalog::{F32ReadRequest, ParamGroup, PassthroughState, TensorSource};
 use crate::codec::pickle::PythonObject;
 use crate::convert::{ConvertNotice, ConvertOptions, ConvertTarget, convert_checkpoint};
 use crate::error::{CkptError, ConvertError, Result, UnsupportedFeature};

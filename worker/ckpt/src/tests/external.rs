@@ -2,7 +2,7 @@
 //! checkpoints test the rules of the readers, and errors name the damaged file.
 use super::torch_values::{TestValue, encode_torch_file, make_dict};
 use super::{format_error, format_problems, make_memory_dir, replace_dir};
-use crate::catalog::{ExternalCheckpoint, F32ReadRequest, TrainingStatePart, TensorSource};
+use crate::catalog::{ExternalCheckpoint, F32ReadRequest, TensorSource, TrainingStatePart};
 use crate::codec::{safetensors, zip};
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, Result, UnsupportedFeature};
 use crate::gather::{GatherOptions, gather_weights};
@@ -51,7 +51,12 @@ pub(super) fn read_tensor(checkpoint: &ExternalCheckpoint, name: &str, role: Ten
     let infos = checkpoint.tensors();
     let info = infos.iter().find(|t| t.name == target && t.role == role).expect("there");
     let mut out = vec![0f32; info.element_count() as usize];
-    checkpoint.read_verified(&mut [F32ReadRequest { name: target, role, start_element: 0, out: &mut out }])?;
+    checkpoint.read_verified(&mut [F32ReadRequest {
+        name: target,
+        role,
+        start_element: 0,
+        out: &mut out,
+    }])?;
     Ok(out)
 }
 

@@ -2,8 +2,8 @@
 //! memory.
 use super::*;
 use crate::save::memory_store::{
-    COPY_HEADER_BYTES, MemoryCopyId, MemoryStore, StoredMemoryCopies, StoredMemoryCopy, open_memory_checkpoint,
-    parse_copy_description,
+    COPY_HEADER_BYTES, MemoryCopyId, MemoryStore, StoredMemoryCopies, StoredMemoryCopy,
+    open_memory_checkpoint, parse_copy_description,
 };
 use crate::{Checkpoint, CkptError, PieceElements, TensorPiece};
 use nix::sys::memfd::{MFdFlags, memfd_create};

@@ -92,7 +92,8 @@ fn a_single_weight_file_is_verified_without_its_directory() {
 fn converted_files_match_their_record_until_they_change() {
     for target in [ConvertTarget::DeepSpeed, ConvertTarget::Universal] {
         let (_dir, out) = convert_golden(target);
-        let record = CONVERT_RECORD_KIND.read_record(&crate::codec::disk::Directory::open(&out).expect("open"));
+        let record =
+            CONVERT_RECORD_KIND.read_record(&crate::codec::disk::Directory::open(&out).expect("open"));
         let files = record.expect("sound").expect("exists").files;
         let hashed: Vec<&str> =
             files.iter().filter(|f| f.content.is_some()).map(|f| f.name.as_str()).collect();

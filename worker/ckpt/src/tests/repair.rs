@@ -6,7 +6,7 @@ use crate::catalog::TensorSource;
 use crate::error::OutputProblem;
 use crate::rng_files::rank_files;
 use crate::rng_files::reconcile::derive_stream_seed;
-use crate::stream_kind::RngStreamKind;
+use crate::rng_stream_kind::RngStreamKind;
 use crate::{RepairOptions, RepairReport, repair_checkpoints, verify_checkpoints};
 use std::fs;
 use std::os::unix::fs::FileExt;

@@ -109,7 +109,12 @@ fn ranges_across_blocks_windows_and_shards_are_read() {
             .into();
     let mut requests: Vec<F32ReadRequest<'_>> = parts
         .iter_mut()
-        .map(|(start, out)| F32ReadRequest { name: "big", role: TensorRole::ExpAvg, start_element: *start, out })
+        .map(|(start, out)| F32ReadRequest {
+            name: "big",
+            role: TensorRole::ExpAvg,
+            start_element: *start,
+            out,
+        })
         .collect();
     checkpoint.read_verified(&mut requests).expect("readable");
     for (start, out) in parts {

@@ -1,10 +1,10 @@
 //! Verifies every byte of a checkpoint, or of every checkpoint in a directory.
 use super::digests::verify_recorded_files;
 use super::external::{add_record_problems, verify_opened_checkpoint};
+use super::file_scan;
 use super::native::verify_native;
 use super::non_finite_values::find_non_finite_values;
 use super::report::{CheckpointReport, VerifyReport, convert_error_to_damage};
-use super::scan;
 use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, RemoteShard, Result};
 use crate::format_constants::{MANIFEST_FILE, RUN_WEIGHTS_DIR};
@@ -144,8 +144,8 @@ fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<Check
     };
     let mut problems = vec![convert_error_to_damage(name, e)];
     let scan = match at.is_dir() {
-        true => scan::check_file_contents_in_directory(&at, &|_| false, scan::SCAN_DEPTH)?,
-        false => scan::ScanReport::default(),
+        true => file_scan::check_file_contents_in_directory(&at, &|_| false, file_scan::SCAN_DEPTH)?,
+        false => file_scan::ScanReport::default(),
     };
     problems.extend(scan.problems.into_iter().filter(|p| p.file != problems[0].file).collect::<Vec<_>>());
     if path.is_dir() {

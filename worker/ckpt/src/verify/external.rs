@@ -1,9 +1,9 @@
 //! Verifies checkpoints of other programs against the CRC-32s in their files and recorded BLAKE3
 //! hashes.
 use super::digests::{RecordedFileResults, verify_recorded_files};
+use super::file_scan;
 use super::report::CheckpointReport;
-use super::scan;
-use crate::catalog::{ExternalCheckpoint, TrainingStatePart, StoredFile, TensorSource, verify_all_spans};
+use crate::catalog::{ExternalCheckpoint, StoredFile, TensorSource, TrainingStatePart, verify_all_spans};
 use crate::error::{Damage, DamageReason, MissingPart, Result};
 use crate::tensor::TensorRole;
 use std::collections::BTreeSet;
@@ -41,7 +41,8 @@ pub(crate) fn verify_opened_checkpoint(
     let mut warnings = checkpoint.facts().warnings.clone();
     warnings.extend(recorded.warnings);
     // if some ranks have an RNG state, all of them should have one
-    let absent = checkpoint.facts().missing.iter().filter(|m| matches!(m, TrainingStatePart::RankRngState { .. }));
+    let absent =
+        checkpoint.facts().missing.iter().filter(|m| matches!(m, TrainingStatePart::RankRngState { .. }));
     warnings.extend(absent.map(|m| format!("the {m} is missing")));
     let report = CheckpointReport {
         path: checkpoint.path().to_owned(),
@@ -77,7 +78,7 @@ pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Dama
 fn scan_other_files(
     checkpoint: &ExternalCheckpoint,
     recorded: &RecordedFileResults,
-) -> Result<Vec<scan::ScanReport>> {
+) -> Result<Vec<file_scan::ScanReport>> {
     if checkpoint.is_single_file {
         return Ok(Vec::new());
     }
@@ -91,7 +92,7 @@ fn scan_other_files(
         let name = |f: &StoredFile| (f.directory().path() == path).then(|| f.name.clone());
         let known: BTreeSet<String> = checkpoint.store.files.iter().filter_map(name).collect();
         let is_known = |name: &str| known.contains(name) || recorded.is_verified(&path.join(name));
-        scans.push(scan::check_file_contents_in_directory(&path, &is_known, depth)?);
+        scans.push(file_scan::check_file_contents_in_directory(&path, &is_known, depth)?);
     }
     Ok(scans)
 }

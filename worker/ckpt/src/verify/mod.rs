@@ -2,10 +2,10 @@
 mod checkpoints;
 mod digests;
 mod external;
+pub(crate) mod file_scan;
 mod native;
 mod non_finite_values;
 mod report;
-pub(crate) mod scan;
 
 pub use checkpoints::{VerifyOptions, verify_checkpoints, verify_checkpoints_with};
 pub(crate) use external::verify_opened_checkpoint;

@@ -3,7 +3,7 @@
 
 use crate::own_process::run_test_alone;
 use crate::sparse_zero;
-use ckpt::{ExternalCheckpoint, OpenedCheckpoint, F32ReadRequest, TensorRole, TensorSource};
+use ckpt::{ExternalCheckpoint, F32ReadRequest, OpenedCheckpoint, TensorRole, TensorSource};
 use std::path::Path;
 
 /// Number of elements of the rank's weights, which take more than 4 GiB in FP32.

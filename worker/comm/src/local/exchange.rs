@@ -170,9 +170,9 @@ impl LocalComm {
             let ours = &contributions[rank];
             for (peer, theirs) in contributions.iter().enumerate() {
                 let (sent, expected) = (theirs.slices[rank].len(), ours.expected[peer]);
-                call::check_transfer_lengths(peer, rank, sent as u64, expected as u64)?;
+                call::check_transfer_elements(peer, rank, sent as u64, expected as u64)?;
                 let (sent, expected) = (ours.slices[peer].len(), theirs.expected[rank]);
-                call::check_transfer_lengths(rank, peer, sent as u64, expected as u64)?;
+                call::check_transfer_elements(rank, peer, sent as u64, expected as u64)?;
             }
         }
         Ok(())

@@ -9,8 +9,8 @@
 //! transferred; the caller sums them in the same fixed order as on every other transport. Only
 //! [`Comm::reduce_scatter`] is summed by NCCL, in an order that depends on the number of ranks.
 use super::equal_parts::{EqualParts, intersect_ranges};
-use super::group::{CudaStream, NcclGroup, PeerBuffer};
 use super::library::NcclLibrary;
+use super::raw_comm::{CudaStream, PeerBuffer, RawNcclComm};
 use super::watchdog::Watchdog;
 use crate::{
     AbortReason, ArgumentError, Comm, CommError, LinkDelays, PartialSink, Result,
@@ -29,7 +29,7 @@ use std::{
 /// The communicator of one rank whose buffers may be in GPU memory. NCCL transfers GPU memory, and
 /// another communicator transfers host memory.
 pub struct NcclComm {
-    group: Arc<NcclGroup>,
+    group: Arc<RawNcclComm>,
     watchdog: Watchdog,
     /// The transport for everything that NCCL does not transfer: buffers in host memory, and all
     /// calls of [`Comm::all_reduce`] and [`Comm::broadcast`].
@@ -55,7 +55,7 @@ impl NcclComm {
     ) -> crate::nccl_error::Result<NcclComm> {
         cuda.make_current()?;
         cuda.release_unused_memory()?; // NCCL allocates its buffers outside the pool
-        let mut group = NcclGroup::connect(nccl, host_comm.as_ref(), timeout)?;
+        let mut group = RawNcclComm::connect(nccl, host_comm.as_ref(), timeout)?;
         group.set_timeout(DEFAULT_TIMEOUT);
         let (group, host_comm) = (Arc::new(group), Arc::new(StagedComm::new(host_comm, cuda.clone())));
         let watchdog = Watchdog::start(group.clone(), host_comm.clone(), cuda.clone())?;
@@ -180,7 +180,7 @@ impl NcclComm {
             return Ok(());
         }
         let sums = summands.start - owned.start..summands.end - owned.start;
-        self.cuda.clear(recv.slice_mut(sums.clone()));
+        self.cuda.fill_with_zeros(recv.slice_mut(sums.clone()));
         for rank in 0..world {
             let piece = if rank == me {
                 send.slice(summands.clone())
@@ -258,7 +258,7 @@ impl Comm for NcclComm {
             return self.run_host_collective(|host| host.all_gather(recv, send, counts));
         }
         let shapes = (BufferShape::new(recv_view), BufferShape::new(send));
-        let call = CollectiveCall::describe_all_gather(self.group_position(), shapes.0, shapes.1, counts);
+        let call = CollectiveCall::summarize_all_gather(self.group_position(), shapes.0, shapes.1, counts);
         let call = self.begin_call(call)?;
         if counts.iter().all(|n| *n == send.len()) {
             self.gather_equal_parts(recv_view, send, send.len())?;
@@ -278,7 +278,7 @@ impl Comm for NcclComm {
     ) -> Result<()> {
         let lens = partials.iter().map(View::len);
         let position = self.group_position();
-        let call = CollectiveCall::describe_reduce_scatter_ordered(position, lens, partial_counts, counts);
+        let call = CollectiveCall::summarize_reduce_scatter_ordered(position, lens, partial_counts, counts);
         let call = self.begin_call(call)?;
         let len = counts[self.rank()];
         let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
@@ -311,7 +311,7 @@ impl Comm for NcclComm {
             return self.run_host_collective(|host| host.reduce_scatter(recv, send, counts));
         }
         let lens = (recv.len(), send.len());
-        let call = CollectiveCall::describe_reduce_scatter(self.group_position(), lens.0, lens.1, counts);
+        let call = CollectiveCall::summarize_reduce_scatter(self.group_position(), lens.0, lens.1, counts);
         let call = self.begin_call(call)?;
         let mut scratch = self.received.lock().unwrap_or_else(PoisonError::into_inner);
         self.reduce_scatter_unequal_parts(recv, send, &EqualParts::new(counts), &mut scratch)?;
@@ -343,7 +343,7 @@ impl Comm for NcclComm {
             return self.run_host_collective(|host| host.all_to_all(recv, recv_counts, send, send_counts));
         }
         let shapes = [BufferShape::new(recv_view), BufferShape::new(send)];
-        let call = CollectiveCall::describe_all_to_all(
+        let call = CollectiveCall::summarize_all_to_all(
             self.group_position(),
             shapes[0],
             recv_counts,

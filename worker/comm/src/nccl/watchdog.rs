@@ -5,7 +5,7 @@
 //! failed collective never end, and a thread that waits for the GPU does not poll. The watchdog
 //! polls for it, and aborts the communicator and the group of ranks on an error. It also aborts the
 //! communicator if another rank has aborted the group.
-use super::group::NcclGroup;
+use super::raw_comm::RawNcclComm;
 use crate::{
     CommError, Result, call::CollectiveCall, communicator::Comm, nccl_error::NcclError, staged::StagedComm,
 };
@@ -33,7 +33,7 @@ pub(super) struct Watchdog {
 /// State that the watchdog's thread shares with the threads that call collectives: the
 /// communicators and the list of running collectives.
 struct WatchdogState {
-    group: Arc<NcclGroup>,
+    group: Arc<RawNcclComm>,
     host_comm: Arc<StagedComm>,
     calls: Mutex<WatchedCalls>,
     /// Notified when a collective starts and when the watchdog is to end.
@@ -63,7 +63,7 @@ impl Watchdog {
     /// Starts a thread that watches the collectives of `group` while they run on the GPU. On an
     /// error, the watchdog also aborts `host_comm`, so that every rank ends.
     pub(super) fn start(
-        group: Arc<NcclGroup>,
+        group: Arc<RawNcclComm>,
         host_comm: Arc<StagedComm>,
         cuda: Arc<Cuda>,
     ) -> Result<Watchdog> {

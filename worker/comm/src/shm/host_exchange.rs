@@ -195,8 +195,8 @@ impl ShmComm {
             let word = |i: usize| table[i].load(Relaxed);
             let (my_rank, peer_rank) = (self.to_job_rank(me), self.to_job_rank(peer));
             let (sent, expected) = (messages[peer].len() as u64, recv_ranges[peer].len() as u64);
-            call.check_byte_transfer(peer_rank, my_rank, word(me), expected)
-                .and_then(|()| call.check_byte_transfer(my_rank, peer_rank, sent, word(world + me)))
+            call.check_transfer_bytes(peer_rank, my_rank, word(me), expected)
+                .and_then(|()| call.check_transfer_bytes(my_rank, peer_rank, sent, word(world + me)))
                 .map_err(|mismatch| self.abort_on_mismatch(mismatch))?;
             let most = (0..world).filter(|&to| to != peer).map(word).max();
             longest = longest.max(most.unwrap_or(0));

@@ -18,7 +18,7 @@ use std::ops::Range;
 
 /// Limit on the elements that a rank collects in its private buffer at a time, as a multiple of the
 /// size of its staging slot in shared memory.
-const WINDOW_FACTOR: usize = 8;
+const WINDOW_TO_STAGING_RATIO: usize = 8;
 
 /// The largest number of vectors that one rank may pass to one ordered reduce-scatter (in which the
 /// receivers sum the vectors).
@@ -203,7 +203,7 @@ impl ShmComm {
                 let start = self.compute_peer_chunk_offset(me, peer, chunk_len);
                 // SAFETY: this rank's slot of the next round.
                 let to = unsafe { self.segment.slot_f32_mut(me, slot, start, range.len()) };
-                copy_from_stream(to, sent, starts[peer], counts[peer], range.start);
+                copy_from_concatenated_pieces(to, sent, starts[peer], counts[peer], range.start);
             }
             self.enter_round(call_state, call);
             self.wait_for_round(call_state, call)?;
@@ -246,7 +246,7 @@ fn do_all_ranks_fit_staging(partial_counts: &[usize], counts: &[usize], staging:
 /// staging slot in shared memory has `staging` bytes.
 fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
     let largest = counts.iter().copied().max().unwrap_or(0);
-    (WINDOW_FACTOR * staging / size_of::<f32>()).max(largest.saturating_mul(2))
+    (WINDOW_TO_STAGING_RATIO * staging / size_of::<f32>()).max(largest.saturating_mul(2))
 }
 
 /// Computes how many elements of private memory `rank` needs to collect the pieces of an ordered
@@ -254,7 +254,7 @@ fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
 ///
 /// Rank r passes `partial_counts[r]` partial vectors, and rank s gets `counts[s]` elements of each
 /// partial vector. The result is 0 if the pieces of every rank fit into `staging` bytes.
-pub fn count_assembly_elements(
+pub fn count_piece_buffer_elements(
     rank: usize,
     partial_counts: &[usize],
     counts: &[usize],
@@ -273,7 +273,13 @@ pub fn count_assembly_elements(
 /// Copies elements to `to` from ranges of several vectors, which are read as if they were
 /// concatenated, starting at element `offset`. The stream consists of the elements `start..start +
 /// count` of each of `partials`, one after another.
-fn copy_from_stream(mut to: &mut [f32], partials: &[&[f32]], start: usize, count: usize, mut offset: usize) {
+fn copy_from_concatenated_pieces(
+    mut to: &mut [f32],
+    partials: &[&[f32]],
+    start: usize,
+    count: usize,
+    mut offset: usize,
+) {
     while !to.is_empty() {
         let (i, skip) = (offset / count, offset % count);
         let n = to.len().min(count - skip);
@@ -367,17 +373,17 @@ mod tests {
     fn partials_that_fit_into_staging_are_not_assembled() {
         // Two ranks with a page of elements each: one slot holds it, or rank 1 assembles two
         // pieces.
-        assert_eq!(count_assembly_elements(1, &[1, 1], &[1024, 1024], 4096), 0);
-        assert_eq!(count_assembly_elements(1, &[2, 1], &[1024, 1024], 4096), 2 * 1024);
+        assert_eq!(count_piece_buffer_elements(1, &[1, 1], &[1024, 1024], 4096), 0);
+        assert_eq!(count_piece_buffer_elements(1, &[2, 1], &[1024, 1024], 4096), 2 * 1024);
         // More than a window holds: twice the largest piece.
-        assert_eq!(count_assembly_elements(0, &[1, 30], &[10240, 10240], 4096), 2 * 10240);
+        assert_eq!(count_piece_buffer_elements(0, &[1, 30], &[10240, 10240], 4096), 2 * 10240);
     }
 
     #[test]
     fn a_stream_crosses_the_borders_of_partials() {
         let (a, b) = ([0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]);
         let mut to = [0.0; 3];
-        copy_from_stream(&mut to, &[&a, &b], 1, 2, 1);
+        copy_from_concatenated_pieces(&mut to, &[&a, &b], 1, 2, 1);
         assert_eq!(to, [2.0, 11.0, 12.0]);
     }
 }

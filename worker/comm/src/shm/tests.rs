@@ -200,13 +200,13 @@ fn invalid_lengths_of_a_peer_are_rejected() {
     let position = GroupPosition { rank: 1, world: 2 };
     let empty = BufferShape { len: 0, element_bytes: 4 };
     for number in [u64::MAX, 1 << 40] {
-        let call = CollectiveCall::describe_all_gather_bytes(0).unwrap();
+        let call = CollectiveCall::summarize_all_gather_bytes(0).unwrap();
         let error = run_with_invalid_length(number, call, |c| c.all_gather_bytes(b"x").map(drop));
         let expected =
             CallMismatch::TooManyBytes { rank: 1, bytes: number, limit: crate::MAX_GATHER_BYTES as u64 };
         assert_eq!(error, CommError::Mismatch(expected));
         let call =
-            CollectiveCall::describe_reduce_scatter_ordered(position, [].into_iter(), &[0, 0], &[1, 1])
+            CollectiveCall::summarize_reduce_scatter_ordered(position, [].into_iter(), &[0, 0], &[1, 1])
                 .unwrap();
         let error = run_with_invalid_length(number, call, |c| {
             c.reduce_scatter_ordered(&[], &[0, 0], &[1, 1], &mut |_, _, _| ())
@@ -215,7 +215,7 @@ fn invalid_lengths_of_a_peer_are_rejected() {
             panic!("{error}")
         };
         assert_eq!(partials, number);
-        let call = CollectiveCall::describe_all_to_all(position, empty, &[0, 0], empty, &[0, 0]).unwrap();
+        let call = CollectiveCall::summarize_all_to_all(position, empty, &[0, 0], empty, &[0, 0]).unwrap();
         let error = run_with_invalid_length(number, call, |c| {
             let (mut recv, send) = (Buf::zeroed(2), Buf::zeroed(2));
             c.all_to_all(recv.view_mut(), &[1, 1], send.view(), &[1, 1])

@@ -1,6 +1,6 @@
 //! [`TcpComm`]: the communicator of one rank, in a group on several hosts. Also the steps of its
 //! collectives.
-use super::link_clock::LinkClock;
+use super::link_delay_meter::LinkDelayMeter;
 use super::network_step::{DataConnection, NetworkStep, PeerTransfer, SendSource};
 use super::peer_monitor::GroupHealth;
 use super::topology::Topology;
@@ -21,7 +21,7 @@ use std::{
 
 /// Limit on the size of the private buffer in which a rank collects received data, as a multiple of
 /// the size of its staging slot in shared memory.
-const WINDOW_FACTOR: usize = 8;
+const WINDOW_TO_STAGING_RATIO: usize = 8;
 /// Timeouts of a group of ranks on several hosts, and the amount of shared memory on each host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpLimits {
@@ -63,7 +63,7 @@ pub(super) struct TcpCallState {
     /// By rank: the data connection, or `None` for a rank of this host.
     pub(super) connections: Vec<Option<DataConnection>>,
     /// Measures for how long data is on its way.
-    pub(super) link_clock: LinkClock,
+    pub(super) link_clock: LinkDelayMeter,
     /// Memory in which received pieces are assembled before they are summed or delivered. The next
     /// call reuses it.
     pub(super) scratch: Buf,
@@ -217,7 +217,7 @@ impl TcpComm {
     /// Computes the largest length, in `f32` elements, of the private buffer in which this rank
     /// collects received pieces. `largest_piece` is the length of the largest piece.
     pub(super) fn compute_scratch_elements(&self, largest_piece: usize) -> usize {
-        let window = WINDOW_FACTOR * self.limits.shm.staging_bytes / size_of::<f32>();
+        let window = WINDOW_TO_STAGING_RATIO * self.limits.shm.staging_bytes / size_of::<f32>();
         window.max(largest_piece.saturating_mul(2))
     }
 

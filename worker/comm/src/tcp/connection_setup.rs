@@ -9,7 +9,7 @@ use super::{
     peer_monitor::{GroupHealth, to_poll_timeout},
     topology::Topology,
 };
-use crate::{CommError, ConnectError, ConnectFailure, RejectReason, Result};
+use crate::{CommError, ConnectFailure, ConnectFailureReason, RejectReason, Result};
 use nix::{
     poll::{PollFd, PollFlags, poll},
     sys::socket::{setsockopt, sockopt::TcpUserTimeout},
@@ -149,7 +149,7 @@ impl ConnectionSetup<'_> {
         rank: usize,
         kind: ConnectionKind,
     ) -> std::result::Result<TcpStream, (Option<SocketAddr>, ConnectAttemptError)> {
-        let mut last = (None, ConnectAttemptError::Failed(ConnectError::NoAddress));
+        let mut last = (None, ConnectAttemptError::Failed(ConnectFailureReason::NoAddress));
         for address in &self.addresses[rank] {
             let stream =
                 TcpStream::connect_timeout(address, CONNECT_TIMEOUT).map_err(ConnectAttemptError::from);
@@ -181,9 +181,11 @@ impl ConnectionSetup<'_> {
         match hs::decode_challenge(self.id, &hello, &challenge) {
             ChallengeAnswer::Accepted => {}
             ChallengeAnswer::Rejected(reason) => return Err(ConnectAttemptError::Rejected(reason)),
-            ChallengeAnswer::Unproven => return Err(ConnectAttemptError::Failed(ConnectError::WrongKey)),
+            ChallengeAnswer::Unproven => {
+                return Err(ConnectAttemptError::Failed(ConnectFailureReason::WrongKey));
+            }
             ChallengeAnswer::OtherProtocol => {
-                return Err(ConnectAttemptError::Failed(ConnectError::NotAPeer));
+                return Err(ConnectAttemptError::Failed(ConnectFailureReason::NotAPeer));
             }
         }
         let mac = |side| hs::compute_mac(self.id, side, &hello, &challenge);
@@ -192,7 +194,7 @@ impl ConnectionSetup<'_> {
         self.read_exact_before(&mut stream, &mut welcome, deadline)?;
         match mac(HandshakeSide::Acceptor) == welcome {
             true => Ok(stream),
-            false => Err(ConnectAttemptError::Failed(ConnectError::WrongKey)),
+            false => Err(ConnectAttemptError::Failed(ConnectFailureReason::WrongKey)),
         }
     }
 
@@ -207,11 +209,11 @@ impl ConnectionSetup<'_> {
         let mut filled = 0;
         while filled < buf.len() {
             match stream.read(&mut buf[filled..]) {
-                Ok(0) => return Err(ConnectAttemptError::Failed(ConnectError::Closed)),
+                Ok(0) => return Err(ConnectAttemptError::Failed(ConnectFailureReason::Closed)),
                 Ok(n) => filled += n,
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                     if Instant::now() >= deadline || self.health.abort_reason().is_some() {
-                        return Err(ConnectAttemptError::Failed(ConnectError::NoAnswer));
+                        return Err(ConnectAttemptError::Failed(ConnectFailureReason::NoAnswer));
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
@@ -351,12 +353,12 @@ enum ConnectAttemptError {
     /// The peer rejected this rank for the given reason. Another attempt would fail, too.
     Rejected(RejectReason),
     /// The connection or the handshake failed. Another attempt may succeed.
-    Failed(ConnectError),
+    Failed(ConnectFailureReason),
 }
 
 impl From<std::io::Error> for ConnectAttemptError {
     fn from(e: std::io::Error) -> Self {
-        ConnectAttemptError::Failed(ConnectError::Os(e.to_string()))
+        ConnectAttemptError::Failed(ConnectFailureReason::Os(e.to_string()))
     }
 }
 

@@ -268,7 +268,7 @@ impl NetworkStep<'_> {
         if number != expected {
             return Err(CallMismatch::MessageNumber { rank, peer, number, expected });
         }
-        self.call.check_byte_transfer(peer, rank, word(4), len as u64)
+        self.call.check_transfer_bytes(peer, rank, word(4), len as u64)
     }
 
     /// Blocks until data can be sent or received on a connection with an unfinished transfer, or

@@ -24,7 +24,7 @@ use std::{
 
 /// The longest time between two checks of the host's shared memory for an abort. Polling is
 /// necessary, because an abort in shared memory makes no connection readable.
-const SHM_CHECK_INTERVAL: Duration = Duration::from_millis(50);
+const SHM_ABORT_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// The longest time for which a leaving rank waits for its peers to read its farewell.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The longest time for which a rank that leaves an aborted group waits for its peers to read its
@@ -32,7 +32,7 @@ const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 const ABORTED_LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a rank waits for a farewell (clean leave) or an abort after the peer's data connection
 /// has ended.
-const FAREWELL_DELAY: Duration = Duration::from_millis(200);
+const FAREWELL_TIMEOUT: Duration = Duration::from_millis(200);
 /// The number of heartbeats that are sent within the silence timeout, after which a silent peer
 /// counts as lost.
 const HEARTBEATS_PER_TIMEOUT: u32 = 5;
@@ -146,7 +146,7 @@ impl GroupHealth {
     /// [`FAREWELL_DELAY`] for a farewell or an abort, because either of them may arrive after the
     /// data connection has ended.
     pub(super) fn wait_for_end_reason(&self, rank: usize, call: &CollectiveCall) -> AbortReason {
-        let deadline = Instant::now() + FAREWELL_DELAY;
+        let deadline = Instant::now() + FAREWELL_TIMEOUT;
         loop {
             let has_left = self.has_left[rank].load(SeqCst);
             // A rank that aborts sends its abort before its farewell, so check for it afterwards.
@@ -228,7 +228,7 @@ impl PeerMonitor {
                 next_heartbeat = Instant::now() + interval;
             }
             let timeout = next_heartbeat.saturating_duration_since(Instant::now());
-            if self.read_frames(timeout.min(SHM_CHECK_INTERVAL)) {
+            if self.read_frames(timeout.min(SHM_ABORT_CHECK_INTERVAL)) {
                 break;
             }
             if let Some(reason) = self.health.shm.get().and_then(|shm| shm.abort_reason()) {
@@ -309,20 +309,20 @@ impl MonitoredPeer {
     /// Reads once from the peer's control connection and processes the frames that are complete.
     fn read_available_frames(&mut self, health: &GroupHealth) {
         match self.stream.read(&mut self.buffer[self.filled..]) {
-            Ok(0) => self.handle_connection_end(health),
+            Ok(0) => self.close_and_abort_without_farewell(health),
             Ok(n) => {
                 health.record_activity(self.rank);
                 self.filled += n;
-                self.handle_frames(health);
+                self.process_complete_frames(health);
             }
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-            Err(_) => self.handle_connection_end(health),
+            Err(_) => self.close_and_abort_without_farewell(health),
         }
     }
 
     /// Marks the peer's control connection, which has ended, as closed, and aborts the group if the
     /// peer sent no farewell.
-    fn handle_connection_end(&mut self, health: &GroupHealth) {
+    fn close_and_abort_without_farewell(&mut self, health: &GroupHealth) {
         self.is_open = false;
         // answers a farewell: the peer waits for this end
         _ = self.stream.shutdown(Shutdown::Both);
@@ -334,7 +334,7 @@ impl MonitoredPeer {
 
     /// Processes the complete control frames in the buffer: an abort aborts the group here, too,
     /// and a farewell marks the peer as having left. An invalid frame aborts the group.
-    fn handle_frames(&mut self, health: &GroupHealth) {
+    fn process_complete_frames(&mut self, health: &GroupHealth) {
         loop {
             let (frame, end) = match ControlFrame::parse(&self.buffer[..self.filled]) {
                 FrameParse::Incomplete => return,

@@ -1,6 +1,6 @@
 //! [`RankListener`]: the listening socket with which a rank joins a group whose ranks run on
 //! several hosts. The rank binds its listener, connects to all peers, and gets its communicator.
-use super::link_clock::LinkClock;
+use super::link_delay_meter::LinkDelayMeter;
 use super::{
     communicator::{TcpCallState, TcpComm, TcpLimits},
     connection_setup::ConnectionSetup,
@@ -175,7 +175,7 @@ impl RankListener {
         let call_state = Mutex::new(TcpCallState {
             calls: 0,
             connections,
-            link_clock: LinkClock::default(),
+            link_clock: LinkDelayMeter::default(),
             scratch: Buf::zeroed(0),
         });
         let health = health.clone();

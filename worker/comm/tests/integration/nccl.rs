@@ -3,7 +3,7 @@
 use crate::emulated_nccl::build_library;
 use comm::{
     AbortReason, Comm, local,
-    nccl::{CudaStream, NcclError, NcclGroup, NcclLibrary, PeerBuffer, ncclDataType_t::*},
+    nccl::{CudaStream, NcclError, NcclLibrary, PeerBuffer, RawNcclComm, ncclDataType_t::*},
 };
 use diagnostic::{Diagnostic, codes::collective as codes};
 use std::{
@@ -110,7 +110,7 @@ fn collectives_move_the_data() {
     for world in [1, 2, 3, 5] {
         let control = EmulatedNccl::new();
         run_ranks(world, |host_comm| {
-            let group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
+            let group = RawNcclComm::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
             let (rank, stream, n) = (group.rank(), EmulatedNccl::new().create_stream(), 7);
             assert_eq!((rank, group.world_size()), (host_comm.rank(), world));
             let wait = |operation: &str| {
@@ -133,7 +133,7 @@ fn collectives_move_the_data() {
 
 /// Checks sends and receives between all ranks, in which rank r sends r + to + 1 bytes to rank
 /// `to`.
-fn check_exchange(group: &NcclGroup, stream: CudaStream, wait: &dyn Fn(&str)) {
+fn check_exchange(group: &RawNcclComm, stream: CudaStream, wait: &dyn Fn(&str)) {
     let (rank, world) = (group.rank(), group.world_size());
     let mut sent: Vec<Vec<u8>> = (0..world).map(|to| vec![(rank * 16 + to) as u8; rank + to + 1]).collect();
     let mut received: Vec<Vec<u8>> = (0..world).map(|from| vec![255; rank + from + 1]).collect();
@@ -176,7 +176,7 @@ fn a_failed_connect_fails_on_every_rank() {
     let _lock = lock_faults();
     let control = EmulatedNccl::new();
     control.inject(ID_FAILS, NO_RANK);
-    let connect = |timeout| move |c: &dyn Comm| NcclGroup::connect(&open_nccl(), c, timeout).map(|_| ());
+    let connect = |timeout| move |c: &dyn Comm| RawNcclComm::connect(&open_nccl(), c, timeout).map(|_| ());
     let message = NcclError::Call {
         function: "ncclGetUniqueId".into(),
         status: 2,
@@ -213,7 +213,7 @@ fn an_abort_ends_a_connect() {
                     host_comm.abort("rank 1 was killed");
                 });
             }
-            NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).map(|_| ())
+            RawNcclComm::connect(&open_nccl(), host_comm, LONG_TIMEOUT).map(|_| ())
         })
     });
     let reason = AbortReason::Requested { reason: "rank 1 was killed".into() };
@@ -229,7 +229,7 @@ fn an_abort_ends_a_connect() {
 fn all_gather_with_fault(fault: c_int, rank: c_int, timeout: Duration) -> Vec<Result<(), NcclError>> {
     let control = EmulatedNccl::new();
     let results = run_ranks(2, |host_comm| {
-        let mut group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
+        let mut group = RawNcclComm::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
         group.set_timeout(timeout);
         host_comm.barrier().expect("all have connected");
         if group.rank() == 0 {
@@ -291,7 +291,7 @@ fn work_that_never_ends_times_out() {
 fn an_abort_ends_a_wait() {
     let _lock = lock_faults();
     let elapsed = run_ranks(2, |host_comm| {
-        let group = NcclGroup::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
+        let group = RawNcclComm::connect(&open_nccl(), host_comm, LONG_TIMEOUT).expect("connected");
         if group.rank() == 1 {
             return Duration::ZERO; // never calls the collective
         }

@@ -53,7 +53,7 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
             ops.conv1d_bias_forward(conv1d.view_mut(), x.view(), w.view(), bias.view(), m, k, n);
             // a gradient that is rounded before the matmuls that read it
             let mut rounded_dy = ops.zeroed(w.buf.dtype(), m * n);
-            let dy = ops.as_matmul_operand(dy.view(), &mut rounded_dy);
+            let dy = ops.convert_to_matmul_dtype(dy.view(), &mut rounded_dy);
             ops.matmul_backward_input(dx.view_mut(), dy, w.view(), m, n, k, WriteMode::Overwrite);
         },
     )?;
@@ -394,7 +394,7 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
                 ops.sgd(q.view_mut(), g.view(), momentum.view_mut().slice(0..0), &h);
             }
         })?;
-    errors += compare_vector_ops(backends, &mut rng, n)?;
+    errors += compare_copies_and_rare_vector_ops(backends, &mut rng, n)?;
     errors += compare_stochastic_rounding(backends, &mut rng, n)?;
     Ok(errors)
 }
@@ -404,8 +404,8 @@ pub(super) fn compare_vectors_and_optimizers(backends: &Backends, seed: u64, n: 
 fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let values: Vec<f32> = (0..n)
         .map(|i| match i % 3 {
-            0 => f32::from_bits((rng.draw_number() >> 7) as u32),
-            1 => f32::from_bits(0x7f7f_0000 | (rng.draw_number() >> 7) as u32 & 0x8000_ffff), // near the largest number
+            0 => f32::from_bits((rng.draw_48_bits() >> 7) as u32),
+            1 => f32::from_bits(0x7f7f_0000 | (rng.draw_48_bits() >> 7) as u32 & 0x8000_ffff), // near the largest number
             _ => rng.draw_vector(1)[0],
         })
         .collect();
@@ -432,7 +432,7 @@ fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize)
 
 /// Compares copies within GPU memory, and vector ops that only Muon or some models need, on the GPU
 /// with the CPU as the reference.
-fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
+fn compare_copies_and_rare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let (rows, columns) = (n.isqrt(), n / n.isqrt());
     let sums = RefCell::new(Vec::new());
     let buffers = [
@@ -462,11 +462,11 @@ fn compare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseR
             ops.dropout(narrow.view_mut().slice(prefix), &dropout);
             ops.nesterov_momentum(x.view_mut(), z.view_mut(), 0.95, 0.5);
             let prefix = rows * columns;
-            ops.clear(conv1d.view_mut());
+            ops.fill_with_zeros(conv1d.view_mut());
             ops.transpose(conv1d.view_mut().slice(0..prefix), y.view().slice(0..prefix), rows, columns);
             ops.copy(copy.view_mut(), x.view());
             ops.move_elements_to_lower_index(copy.view_mut(), n / 3..n - n / 5, n / 4);
-            ops.clear(cleared.view_mut());
+            ops.fill_with_zeros(cleared.view_mut());
             let parts = [x.view(), y.view().slice(0..n / 2), z.view()];
             let total = ops.sum_squares_by_block_concat(&parts).iter().sum();
             sums.borrow_mut().push(vec![ops.sum_squares(y.view()), total]);

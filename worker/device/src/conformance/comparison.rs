@@ -188,7 +188,7 @@ impl CaseRng {
     }
 
     /// Returns the next random number, which has 48 bits.
-    pub(super) fn draw_number(&mut self) -> u64 {
+    pub(super) fn draw_48_bits(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -197,7 +197,7 @@ impl CaseRng {
 
     /// Returns a random number in `0..n`.
     pub(super) fn draw_below(&mut self, n: usize) -> usize {
-        (self.draw_number() % n as u64) as usize
+        (self.draw_48_bits() % n as u64) as usize
     }
 
     /// Returns a random number in `first..end`.
@@ -207,7 +207,7 @@ impl CaseRng {
 
     /// Returns a vector of `len` random numbers, uniform in (−1, 1).
     pub(super) fn draw_vector(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| (self.draw_number() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0).collect()
+        (0..len).map(|_| (self.draw_48_bits() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0).collect()
     }
 
     /// Returns `len` initial values for an output: random numbers if the op adds to its output, NaN
@@ -222,7 +222,7 @@ impl CaseRng {
     /// Draws the random seed of a conformance case, and a random dimension in `1..end` for each
     /// element of `ends`.
     pub(super) fn draw_seed_and_dims<const N: usize>(&mut self, ends: [usize; N]) -> (u64, [usize; N]) {
-        (self.draw_number(), ends.map(|end| self.draw_in_range(1, end)))
+        (self.draw_48_bits(), ends.map(|end| self.draw_in_range(1, end)))
     }
 
     /// Returns the position at which the document of each token starts, for `b` sequences of `t`

@@ -21,7 +21,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// The result of comparing one family of operations (such as norms) on the GPU with the CPU.
 #[derive(Clone, Debug, PartialEq)]
-pub struct FamilyReport {
+pub struct OpFamilyReport {
     /// Name of the family, such as `classifier`.
     pub family: &'static str,
     /// Number of shapes that were compared.
@@ -47,17 +47,17 @@ const RUN_SETTINGS: [(Dtype, usize, f64); 5] = [
 ];
 
 /// Number of families of operations that are compared on random shapes only.
-const RANDOM_FAMILY_COUNT: usize = random_cases::RANDOM_CASE_FAMILIES.len();
+const RANDOM_ONLY_FAMILY_COUNT: usize = random_cases::RANDOM_CASE_FAMILIES.len();
 /// The names of the families of operations that [`compare_family_with_cpu`] compares.
-pub const FAMILY_NAMES: [&str; RANDOM_FAMILY_COUNT + 2] = {
-    let mut names = [""; RANDOM_FAMILY_COUNT + 2];
+pub const OP_FAMILY_NAMES: [&str; RANDOM_ONLY_FAMILY_COUNT + 2] = {
+    let mut names = [""; RANDOM_ONLY_FAMILY_COUNT + 2];
     let mut i = 0;
-    while i < RANDOM_FAMILY_COUNT {
+    while i < RANDOM_ONLY_FAMILY_COUNT {
         names[i] = random_cases::RANDOM_CASE_FAMILIES[i].0;
         i += 1;
     }
-    names[RANDOM_FAMILY_COUNT] = "boundary shapes";
-    names[RANDOM_FAMILY_COUNT + 1] = "fp8 matmul";
+    names[RANDOM_ONLY_FAMILY_COUNT] = "boundary shapes";
+    names[RANDOM_ONLY_FAMILY_COUNT + 1] = "fp8 matmul";
     names
 };
 /// The name under which [`compare_cudnn_attention_with_cpu`] reports the comparison of cuDNN's
@@ -66,20 +66,27 @@ pub const CUDNN_ATTENTION_FAMILY: &str = "attention by cuDNN";
 
 /// Compares every family of operations on the GPU with the CPU, each on `rounds` random shapes and
 /// on shapes that select the kernels' special cases. `seed` determines shapes and values.
-pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<FamilyReport> {
-    (0..FAMILY_NAMES.len()).filter_map(|family| compare_family_with_cpu(cuda, family, seed, rounds)).collect()
+pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<OpFamilyReport> {
+    (0..OP_FAMILY_NAMES.len())
+        .filter_map(|family| compare_family_with_cpu(cuda, family, seed, rounds))
+        .collect()
 }
 
 /// Compares one family of operations (such as norms) on the GPU with the CPU. `family` is its
 /// position in [`FAMILY_NAMES`]. Returns `None` if the GPU does not support the operations.
-pub fn compare_family_with_cpu(cuda: &Cuda, family: usize, seed: u64, rounds: usize) -> Option<FamilyReport> {
+pub fn compare_family_with_cpu(
+    cuda: &Cuda,
+    family: usize,
+    seed: u64,
+    rounds: usize,
+) -> Option<OpFamilyReport> {
     let backends = &Backends { cpu: Cpu::new(1), cuda, runs: &RUN_SETTINGS };
-    let name = FAMILY_NAMES[family];
+    let name = OP_FAMILY_NAMES[family];
     if let Some((_, compare)) = random_cases::RANDOM_CASE_FAMILIES.get(family) {
         let mut rng = CaseRng::new(seed ^ ((family as u64 + 1) << 32));
         return Some(run_family(cuda, name, (0..rounds).map(|_| compare(backends, &mut rng))));
     }
-    if family == RANDOM_FAMILY_COUNT {
+    if family == RANDOM_ONLY_FAMILY_COUNT {
         return Some(run_family(cuda, name, fixed_cases::compare_fixed_cases(backends)));
     }
     let mut rng = CaseRng::new(seed ^ (99 << 32));
@@ -100,7 +107,7 @@ pub fn compare_realistic_shape_with_cpu(
     shape: usize,
     divisor: usize,
     threads: usize,
-) -> Option<FamilyReport> {
+) -> Option<OpFamilyReport> {
     let backends = Backends { cpu: Cpu::new(threads), cuda, runs: &RUN_SETTINGS[..1] };
     let compare = || realistic_cases::compare_realistic_case(&backends, shape, divisor);
     let mut is_supported = true;
@@ -114,7 +121,7 @@ pub fn compare_realistic_shape_with_cpu(
 
 /// Compares cuDNN's attention ([`Cuda::set_attention_backend`]) with attention on the CPU, on
 /// `rounds` random shapes, on shapes of usual models, and with sliding windows.
-pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> FamilyReport {
+pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> OpFamilyReport {
     let types = [RUN_SETTINGS[0], (Dtype::Bf16, 8, RUN_SETTINGS[0].2)];
     let backends = Backends { cpu: Cpu::new(1), cuda, runs: &types };
     let mut rng = CaseRng::new(seed ^ (77 << 32));
@@ -150,15 +157,15 @@ pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -
 
 /// Compares one family of operations on the GPU with the CPU, case by case, until one fails, and
 /// returns the report. A failure of the GPU or a panic of a case is the family's failure.
-fn run_family(cuda: &Cuda, family: &'static str, cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
-    let take_status = || cuda.take_status().map_err(ConformanceError::from);
+fn run_family(cuda: &Cuda, family: &'static str, cases: impl Iterator<Item = CaseResult>) -> OpFamilyReport {
+    let take_status = || cuda.take_failure().map_err(ConformanceError::from);
     run_cases(family, cases.map(|result| take_status().and(result)))
 }
 
 /// Evaluates `cases`, which compare a family of operations on the GPU with the CPU, until one fails
 /// or panics, and returns the report.
-fn run_cases(family: &'static str, mut cases: impl Iterator<Item = CaseResult>) -> FamilyReport {
-    let mut report = FamilyReport { family, cases: 0, max_errors: MaxErrors::default(), failure: None };
+fn run_cases(family: &'static str, mut cases: impl Iterator<Item = CaseResult>) -> OpFamilyReport {
+    let mut report = OpFamilyReport { family, cases: 0, max_errors: MaxErrors::default(), failure: None };
     loop {
         match catch_unwind(AssertUnwindSafe(|| cases.next())) {
             Ok(None) => return report,

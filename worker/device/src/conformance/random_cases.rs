@@ -59,9 +59,9 @@ fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResul
         rng.draw_in_range(1, 40),
     );
     let softcap = shape.t.is_multiple_of(2).then_some(2.0);
-    let dropout = shape.t.is_multiple_of(3).then(|| cases::derive_dropout(rng.draw_number()));
+    let dropout = shape.t.is_multiple_of(3).then(|| cases::derive_dropout(rng.draw_48_bits()));
     let shape = AttentionShape { softcap, dropout, ..shape };
-    cases::compare_document_attention(backends, rng.draw_number(), shape)
+    cases::compare_document_attention(backends, rng.draw_48_bits(), shape)
 }
 
 /// Compares the output layer with the cross-entropy loss, for a random shape, on the GPU with the

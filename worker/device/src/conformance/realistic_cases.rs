@@ -93,26 +93,33 @@ fn compare_large_tensors(backends: &Backends, divisor: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let (n, k) = (32_064, 64);
     let tensors = [output(bf16, n), output(bf16, k), tensor(bf16, k), small(bf16, n * k), tensor(bf16, n)];
-    errors += compare_tails(backends, "large matmul", rows(70_000), tensors, |ops, [y, dx, x, w, dy], m| {
-        ops.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, WriteMode::Overwrite);
-        ops.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, WriteMode::Overwrite);
-    })?;
+    errors +=
+        compare_last_rows(backends, "large matmul", rows(70_000), tensors, |ops, [y, dx, x, w, dy], m| {
+            ops.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, WriteMode::Overwrite);
+            ops.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, WriteMode::Overwrite);
+        })?;
     let small_output = LargeTensor { is_output: true, ..small(f32, n * k) };
     let tensors = [small_output, tensor(bf16, k), tensor(bf16, n)];
-    errors +=
-        compare_tails(backends, "large matmul, weights", rows(70_000), tensors, |ops, [dw, x, dy], m| {
+    errors += compare_last_rows(
+        backends,
+        "large matmul, weights",
+        rows(70_000),
+        tensors,
+        |ops, [dw, x, dy], m| {
             ops.matmul_backward_weight(dw.view_mut(), dy.view(), x.view(), m, n, k, WriteMode::Overwrite);
-        })?;
+        },
+    )?;
     let row = 1 << 16;
     let tensors = [tensor(bf16, row), tensor(bf16, row)];
-    errors += compare_tails(backends, "large addition", rows(34_000), tensors, |ops, [y, x], _| {
+    errors += compare_last_rows(backends, "large addition", rows(34_000), tensors, |ops, [y, x], _| {
         ops.add(y.view_mut(), x.view());
     })?;
     let d = 8192;
     let tensors = [output(bf16, d), output(f32, 1), tensor(bf16, d), small(bf16, d)];
-    errors += compare_tails(backends, "large RMSNorm", rows(140_000), tensors, |ops, [y, rstd, x, w], m| {
-        ops.rmsnorm_forward(y.view_mut(), rstd.view_mut(), x.view(), w.view(), m, d, 1e-5);
-    })?;
+    errors +=
+        compare_last_rows(backends, "large RMSNorm", rows(140_000), tensors, |ops, [y, rstd, x, w], m| {
+            ops.rmsnorm_forward(y.view_mut(), rstd.view_mut(), x.view(), w.view(), m, d, 1e-5);
+        })?;
     let hyper = AdamWHyperparams {
         lr: 1e-2,
         beta1: 0.9,
@@ -123,16 +130,17 @@ fn compare_large_tensors(backends: &Backends, divisor: usize) -> CaseResult {
         grad_scale: 1.0,
     };
     let tensors = [tensor(f32, row), tensor(f32, row), tensor(f32, row), output(f32, row)];
-    errors += compare_tails(backends, "large AdamW", rows(8_400), tensors, |ops, [p, g, avg, avg_sq], _| {
-        ops.clear(avg_sq.view_mut());
-        ops.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &hyper);
-    })?;
+    errors +=
+        compare_last_rows(backends, "large AdamW", rows(8_400), tensors, |ops, [p, g, avg, avg_sq], _| {
+            ops.fill_with_zeros(avg_sq.view_mut());
+            ops.adamw(p.view_mut(), g.view(), avg.view_mut(), avg_sq.view_mut(), &hyper);
+        })?;
     Ok(errors)
 }
 
 /// Runs an operation on large tensors on the GPU, and on their last rows on the CPU, and compares
 /// the last rows. All other rows of inputs are zero. `run` gets the number of rows.
-fn compare_tails<const N: usize>(
+fn compare_last_rows<const N: usize>(
     backends: &Backends,
     case: &str,
     rows: usize,

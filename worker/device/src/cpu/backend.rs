@@ -39,14 +39,14 @@ impl Cpu {
 
     /// Describes the instruction set and the number of threads for the log: `avx512, 2 threads`.
     pub fn describe(&self) -> String {
-        let threads = self.pool.threads();
+        let threads = self.pool.thread_count();
         let plural = if threads == 1 { "" } else { "s" };
         format!("{}, {threads} thread{plural}", self.instruction_set.name())
     }
 
     /// Returns the number of threads that compute an op.
-    pub fn threads(&self) -> usize {
-        self.pool.threads()
+    pub fn thread_count(&self) -> usize {
+        self.pool.thread_count()
     }
 
     /// Returns how many bytes of scratch memory the CPU backend has allocated for ops, in use or

@@ -20,7 +20,7 @@ impl VectorOps for Cpu {
     }
 
     fn round_stochastically(&self, y: ViewMut, x: View, rounding: &StochasticRounding) {
-        rounding.check(&y);
+        rounding.check_output_and_range(&y);
         let len = y.len();
         expect_lens("round_stochastically", [("x", x.len(), len)]);
         let x = x.host_slice();
@@ -124,7 +124,7 @@ multiversion! {
 multiversion! {
     /// Multiplies every element of `y` by `factor` with the given instruction set, on the calling
     /// thread.
-    fn scale_slice = scale_vectors(y: &mut [f32], factor: f32)
+    fn scale_slice = scale_vector(y: &mut [f32], factor: f32)
 }
 multiversion! {
     /// Returns the sum of the squares of the elements of `x` in `f64`, computed with the given
@@ -142,7 +142,7 @@ fn add_vectors<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
 
 /// Multiplies every element of `y` by `factor`, on the calling thread.
 #[inline(always)]
-fn scale_vectors<S: Simd>(s: S, y: &mut [f32], factor: f32) {
+fn scale_vector<S: Simd>(s: S, y: &mut [f32], factor: f32) {
     for i in (0..y.len()).step_by(LANES) {
         store_lanes(s, y, i, s.mul(load_lanes(s, y, i), s.splat(factor)));
     }

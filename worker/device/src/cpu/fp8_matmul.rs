@@ -26,7 +26,7 @@ impl Fp8Ops for Cpu {
         k: usize,
         write: WriteMode,
     ) {
-        Fp8Operand::check_matmul(c.len(), &a, &b, [m, n, k]);
+        Fp8Operand::check_matmul_operands(c.len(), &a, &b, [m, n, k]);
         let mut buffers = [m * k, k * n].map(|len| self.scratch.borrow_buf(len.div_ceil(2)));
         let [buffer_a, buffer_b] = &mut buffers;
         let (rounded_a, rounded_b) = (round_to_fp8(self, buffer_a, a), round_to_fp8(self, buffer_b, b));

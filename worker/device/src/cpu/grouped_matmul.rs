@@ -99,7 +99,7 @@ fn for_each_group(cpu: &Cpu, groups: &[RowGroup], run: impl Fn(&RowGroup) + Sync
     let rows = groups.iter().map(|g| g.rows.len());
     let (total, largest) = (rows.clone().sum::<usize>(), rows.max().unwrap_or(0));
     // A matmul inside a task runs on one thread.
-    match largest * cpu.pool.threads() <= total.max(1) * 3 / 2 {
+    match largest * cpu.pool.thread_count() <= total.max(1) * 3 / 2 {
         true => cpu.pool.run(groups.len(), &|i| run(&groups[i])),
         false => groups.iter().for_each(run),
     }

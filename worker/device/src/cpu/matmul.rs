@@ -231,7 +231,7 @@ fn pack_shared_operand(
     // A task packs neighbouring panels, and so reads longer runs of a source that is contiguous
     // along them. With a panel width that leaves a surplus, tasks would overwrite each other's
     // panels.
-    let tasks = if side.width.is_multiple_of(8) { (cpu.pool.threads() * 2).min(panels) } else { 1 };
+    let tasks = if side.width.is_multiple_of(8) { (cpu.pool.thread_count() * 2).min(panels) } else { 1 };
     let group = panels.div_ceil(tasks) * side.width;
     let len = range.len();
     let parts = DisjointSlices::new(packed);
@@ -274,7 +274,7 @@ impl MatmulPass<'_> {
     fn run(&self, cpu: &Cpu, shared_width: usize) {
         let (width, k) = (self.other.width, self.depth.len());
         let panels = self.other.count.div_ceil(width);
-        let target_tasks = if cpu.pool.threads() == 1 { 1 } else { cpu.pool.threads() * 3 };
+        let target_tasks = if cpu.pool.thread_count() == 1 { 1 } else { cpu.pool.thread_count() * 3 };
         let panels_per_block = panels.div_ceil(target_tasks).clamp(1, (TASK_PACKED_LEN / (k * width)).max(1));
         let blocks = panels.div_ceil(panels_per_block);
         let shared_panels = self.range.len().div_ceil(shared_width);

@@ -29,7 +29,7 @@ impl Storage for Cpu {
         to.host_bytes_mut().copy_from_slice(from.host_bytes());
     }
 
-    fn clear(&self, x: ViewMut) {
+    fn fill_with_zeros(&self, x: ViewMut) {
         x.host_bytes_mut().fill(0);
     }
 

@@ -84,7 +84,7 @@ impl ThreadPool {
     }
 
     /// Returns the number of threads that run tasks, including the caller's.
-    pub(crate) fn threads(&self) -> usize {
+    pub(crate) fn thread_count(&self) -> usize {
         self.helpers.len() + 1
     }
 
@@ -113,7 +113,7 @@ impl ThreadPool {
         let close_on_drop = CloseTaskSetOnDrop(&self.shared);
         task_set.run_tasks();
         drop(close_on_drop);
-        let panic = self.shared.lock().panic.take();
+        let panic = self.shared.lock_task_set_slot().panic.take();
         if let Some(panic) = panic {
             resume_unwind(panic);
         }
@@ -122,7 +122,7 @@ impl ThreadPool {
 
 impl Drop for ThreadPool {
     fn drop(&mut self) {
-        self.shared.lock().shutting_down = true;
+        self.shared.lock_task_set_slot().shutting_down = true;
         self.shared.task_set_posted.notify_all();
         for helper in self.helpers.drain(..) {
             // A helper catches the panics of its tasks, so joining it cannot fail.
@@ -159,14 +159,14 @@ impl TaskSet {
 
 impl PoolState {
     /// Locks the mutex of the pool's current task set (the function that its threads run).
-    fn lock(&self) -> MutexGuard<'_, TaskSetSlot> {
+    fn lock_task_set_slot(&self) -> MutexGuard<'_, TaskSetSlot> {
         // No thread panics while it holds the lock.
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Makes a task set (a function and its number of tasks) available to the helper threads.
     fn post_task_set(&self, task_set: TaskSet) {
-        let mut slot = self.lock();
+        let mut slot = self.lock_task_set_slot();
         slot.task_set = Some(task_set);
         self.task_set_count.fetch_add(1, Ordering::Release);
         let sleeping = slot.sleeping_helpers;
@@ -179,14 +179,14 @@ impl PoolState {
     /// Prevents further helper threads from joining the current task set, and blocks until those
     /// that have joined it are done.
     fn close_task_set(&self) {
-        self.lock().task_set = None;
+        self.lock_task_set_slot().task_set = None;
         for _ in 0..SPIN_ITERATIONS {
             if self.active_helpers.load(Ordering::Acquire) == 0 {
                 return;
             }
             std::hint::spin_loop();
         }
-        let mut slot = self.lock();
+        let mut slot = self.lock_task_set_slot();
         while self.active_helpers.load(Ordering::Acquire) > 0 {
             slot = self.helpers_done.wait(slot).unwrap_or_else(PoisonError::into_inner);
         }
@@ -200,7 +200,7 @@ impl PoolState {
             last_number = task_set_number;
             let Some(task_set) = task_set else { continue };
             let outcome = catch_unwind(AssertUnwindSafe(|| task_set.run_tasks()));
-            let mut slot = self.lock();
+            let mut slot = self.lock_task_set_slot();
             if let Err(panic) = outcome {
                 slot.panic.get_or_insert(panic);
             }
@@ -220,7 +220,7 @@ impl PoolState {
             }
             std::hint::spin_loop();
         }
-        let mut slot = self.lock();
+        let mut slot = self.lock_task_set_slot();
         while self.task_set_count.load(Ordering::Acquire) == last_number && !slot.shutting_down {
             slot.sleeping_helpers += 1;
             slot = self.task_set_posted.wait(slot).unwrap_or_else(PoisonError::into_inner);

@@ -389,7 +389,7 @@ fn try_run_on_cudnn(
     let Some(cudnn) = cuda.cudnn.get().filter(|_| shape.b * shape.t > 0) else { return false };
     let pass = AttentionPass::new(shape, starts, operands, is_bf16, is_backward);
     let enqueue = || cudnn.try_enqueue((&cuda.gpu, &cuda.profile), pass, operands, run_built_in);
-    cuda.gpu.call_recording_failure(enqueue).unwrap_or(true) // after a failure no kernel is launched
+    cuda.gpu.call_and_record_failure(enqueue).unwrap_or(true) // after a failure no kernel is launched
 }
 
 #[cfg(test)]

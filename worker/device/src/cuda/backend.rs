@@ -5,13 +5,13 @@ use super::compile::{KernelModules, KernelSource, Nvrtc};
 use super::cudnn::{AttentionBackend, CudnnAttention};
 use super::error::{CudaError, Result};
 use super::gpu::Gpu;
-use super::graphs::GraphAutotuner;
+use super::graphs::GraphUseAutotuner;
 use super::host_inputs::HostInputCache;
 use super::launch::{KernelArg, LaunchConfig};
 use super::library_search::LibrarySearchPaths;
 use super::matmul::{CublasLt, Matmul};
 use super::memory::DeviceMemory;
-use super::profile::{Profile, ProfileEntry};
+use super::profile::{GpuProfiler, ProfileEntry};
 use super::properties::GpuProperties;
 use super::streams::CudaEvent;
 use crate::buffer::{Buf, Dtype, MemoryOwner};
@@ -36,10 +36,10 @@ pub struct Cuda {
     pub(super) host_inputs: Mutex<HashMap<(usize, ThreadId), HostInputCache>>,
     /// Pairs of events at the start and the end of timed waits that have not been counted yet.
     pub(super) timed_waits: Mutex<Vec<[CudaEvent; 2]>>,
-    pub(super) profile: Profile,
+    pub(super) profile: GpuProfiler,
     /// Measures whether CUDA graphs are faster. `None` if nothing is to be measured, or if the
     /// result is known.
-    pub(super) graph_autotuner: Mutex<Option<GraphAutotuner>>,
+    pub(super) graph_autotuner: Mutex<Option<GraphUseAutotuner>>,
     /// The open GPU. It is the last field, because fields are dropped in order and cuBLASLt must be
     /// closed before the context.
     pub(super) gpu: Arc<Gpu>,
@@ -87,7 +87,7 @@ impl Cuda {
             cudnn: OnceLock::new(),
             host_inputs: Mutex::default(),
             timed_waits: Mutex::default(),
-            profile: Profile::default(),
+            profile: GpuProfiler::default(),
             graph_autotuner: Mutex::default(),
             gpu,
         })
@@ -170,7 +170,7 @@ impl Cuda {
     /// Allocates a buffer of `len` zeros in the GPU's memory. Fails if the memory is full. The
     /// error names `purpose`.
     pub fn try_zeroed(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Result<Buf> {
-        let buf = self.allocate_uninit(dtype, len).map_err(|error| error.with_purpose(purpose))?;
+        let buf = self.allocate_uninit(dtype, len).map_err(|error| error.with_memory_purpose(purpose))?;
         self.gpu.enqueue_zero_fill(buf.view().address(), len * dtype.size())?;
         Ok(buf)
     }
@@ -189,14 +189,14 @@ impl Cuda {
     /// Issues all GPU calls that were recorded but not yet issued, and returns the CUDA stream (a
     /// `CUstream`) on which this thread's work runs. Fails if this or an earlier call failed.
     pub fn flush_and_get_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
-        self.gpu.status.check()?;
+        self.gpu.status.check_no_failure()?;
         Ok(self.gpu.with_flushed_stream(CUstream::cast)?)
     }
 
     /// Returns the first failure of a GPU call as an error and clears it, so that later calls are
     /// made again. Until it is cleared, all later calls are skipped. The conformance comparison
     /// uses this to continue after a failure.
-    pub fn take_status(&self) -> std::result::Result<(), DeviceError> {
+    pub fn take_failure(&self) -> std::result::Result<(), DeviceError> {
         self.gpu.status.take_failure()
     }
 
@@ -223,8 +223,8 @@ impl Cuda {
     /// Returns a range without memory if a call has failed.
     pub(super) fn alloc_scratch(&self, bytes: usize) -> DeviceMemory {
         self.gpu
-            .call_recording_failure(|| self.gpu.allocate_scratch(bytes))
-            .unwrap_or_else(|| DeviceMemory::without_memory(&self.gpu))
+            .call_and_record_failure(|| self.gpu.allocate_scratch(bytes))
+            .unwrap_or_else(|| DeviceMemory::empty(&self.gpu))
     }
 
     /// Copies an integer input of a kernel from host memory to the GPU, and returns its GPU
@@ -232,9 +232,9 @@ impl Cuda {
     /// not sent again. An op has at most one input of each name.
     pub(super) fn upload_input<T: bytemuck::Pod>(&self, name: &'static str, input: &[T]) -> Address {
         let mut by_stream = self.lock_host_inputs();
-        let inputs = by_stream.entry((self.gpu.stream().addr(), thread::current().id())).or_default();
+        let inputs = by_stream.entry((self.gpu.current_stream().addr(), thread::current().id())).or_default();
         let upload = || inputs.upload_if_changed(&self.gpu, name, bytemuck::cast_slice(input));
-        self.gpu.call_recording_failure(upload).unwrap_or(0)
+        self.gpu.call_and_record_failure(upload).unwrap_or(0)
     }
 
     /// Locks the map of the caches that hold recently uploaded kernel inputs, by stream and thread.
@@ -260,7 +260,7 @@ impl Cuda {
             let find = || self.kernels.get_or_load_function(&self.gpu, source, name, config);
             self.gpu.retry_if_out_of_memory(find)
         };
-        let Some(function) = self.gpu.call_recording_failure(find_function) else { return };
+        let Some(function) = self.gpu.call_and_record_failure(find_function) else { return };
         // SAFETY: each op passes the arguments of its kernel, and views of the length of its shape.
         let launch = || unsafe { self.gpu.launch(name, function, config, arguments) };
         self.run_profiled(|| name.to_string_lossy().into_owned(), launch);
@@ -268,12 +268,12 @@ impl Cuda {
 
     /// Returns true if cuBLASLt has an algorithm that can compute this matmul.
     pub(super) fn has_matmul_algorithm(&self, matmul: &Matmul) -> bool {
-        self.gpu.call_recording_failure(|| self.cublas_lt.has_algorithm(&self.gpu, matmul)).unwrap_or(false)
+        self.gpu.call_and_record_failure(|| self.cublas_lt.has_algorithm(&self.gpu, matmul)).unwrap_or(false)
     }
 
     /// Makes a GPU call, and measures its GPU time under the name `name` while profiling is on.
     pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
-        self.gpu.call_recording_failure(|| self.profile.run(&self.gpu, name, call));
+        self.gpu.call_and_record_failure(|| self.profile.run_profiled(&self.gpu, name, call));
     }
 
     /// Enqueues a matmul on this thread's stream.

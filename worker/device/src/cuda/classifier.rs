@@ -60,7 +60,7 @@ impl ClassifierLayout {
     }
 
     /// Returns the size in bytes of the logits that are in memory at a time.
-    fn count_logits_bytes(&self) -> usize {
+    fn count_chunk_logits_bytes(&self) -> usize {
         self.chunk_rows * self.stride * size_of::<f32>()
     }
 }
@@ -71,7 +71,7 @@ impl ClassifierLayout {
 /// `dtype` the type of the output matrix. Memory estimates use the result.
 pub fn count_classifier_workspace_bytes([m, d, v]: [usize; 3], dtype: Dtype) -> usize {
     let layout = ClassifierLayout::new([m, d, v], dtype);
-    layout.count_logits_bytes() + layout.copy_bytes
+    layout.count_chunk_logits_bytes() + layout.copy_bytes
 }
 
 impl ClassifierOps for Cuda {
@@ -91,11 +91,11 @@ impl ClassifierOps for Cuda {
             && !g.dw.is_empty()
             && m == 0
         {
-            self.clear(g.dw.reborrow());
+            self.fill_with_zeros(g.dw.reborrow());
         }
         let layout = ClassifierLayout::new([m, d, v], w.dtype());
         let ClassifierLayout { chunk_rows: rows, stride, columns, .. } = layout;
-        let logits = self.alloc_scratch(layout.count_logits_bytes());
+        let logits = self.alloc_scratch(layout.count_chunk_logits_bytes());
         let (w, _padded_memory) = self.pad_output_matrix(w, d, layout);
         let transposed_w = MatmulOperand { transposed: true, ..w };
         // The matmuls of the backward pass need operands of one type, so dlogits are rounded to the

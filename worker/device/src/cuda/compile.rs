@@ -28,10 +28,10 @@ pub(super) struct KernelSource {
 }
 
 /// The architecture of Hopper GPUs such as the H100 and H200, as NVRTC names it.
-const HOPPER: &str = "sm_90";
+const HOPPER_ARCHITECTURE: &str = "sm_90";
 /// The architecture, as NVRTC names it, for kernels with instructions that only Hopper GPUs
 /// support.
-const HOPPER_WITH_ALL_INSTRUCTIONS: &str = "sm_90a";
+const HOPPER_SPECIFIC_ARCHITECTURE: &str = "sm_90a";
 
 impl KernelSource {
     /// Returns the architecture for which NVRTC compiles this source if the GPU has the
@@ -39,7 +39,7 @@ impl KernelSource {
     pub(super) fn find_architecture<'a>(&self, gpu: &'a str) -> Option<&'a str> {
         match self.is_for_hopper {
             false => Some(gpu),
-            true => (gpu == HOPPER).then_some(HOPPER_WITH_ALL_INSTRUCTIONS),
+            true => (gpu == HOPPER_ARCHITECTURE).then_some(HOPPER_SPECIFIC_ARCHITECTURE),
         }
     }
 }

@@ -20,7 +20,7 @@ pub(super) fn restore_thread_stream(setting: ThreadStreamSetting) {
 
 impl GpuContext {
     /// Returns the CUDA stream of this thread: its separate stream, or the GPU's main stream.
-    pub(super) fn stream(&self) -> CUstream {
+    pub(super) fn current_stream(&self) -> CUstream {
         match THREAD_STREAM.get() {
             Some((stream, main)) if main == self.main_stream => stream,
             _ => self.main_stream,

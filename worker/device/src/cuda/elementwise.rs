@@ -7,7 +7,7 @@ use super::memory::DeviceMemory;
 use super::tensor_arg::{TensorArg, f32_gpu_address};
 use crate::buffer::{Buf, Dtype, View, ViewMut};
 use crate::ops::{
-    NORM_BLOCK_LEN, PendingBlockSums, SampleDropout, StochasticRounding, VectorOps, expect_lens,
+    NORM_BLOCK_LEN, PendingSumsOfSquares, SampleDropout, StochasticRounding, VectorOps, expect_lens,
 };
 use crate::storage::{Download, Event, Storage};
 use std::ptr::NonNull;
@@ -19,7 +19,7 @@ impl VectorOps for Cuda {
     }
 
     fn round_stochastically(&self, y: ViewMut, x: View, rounding: &StochasticRounding) {
-        rounding.check(&y);
+        rounding.check_output_and_range(&y);
         expect_lens("round_stochastically", [("x", x.len(), y.len())]);
         let StochasticRounding { key, first_element: first, step } = *rounding;
         let scalars = RoundingScalars { first, step, key };
@@ -97,7 +97,7 @@ impl VectorOps for Cuda {
     fn sum_squares_by_block_concat(&self, vectors: &[View]) -> Vec<f64> {
         let mut out = vec![0.0f64; count_norm_blocks(vectors)];
         let sums = self.enqueue_sums_of_squares(vectors);
-        self.gpu.call_recording_failure(|| {
+        self.gpu.call_and_record_failure(|| {
             self.gpu.download_blocking(bytemuck::cast_slice_mut(&mut out), sums.address())
         });
         out
@@ -105,14 +105,14 @@ impl VectorOps for Cuda {
 
     /// Enqueues the sums of squares of all blocks of `vectors`, and a copy of the sums to pinned
     /// host memory, on this thread's stream.
-    fn start_sum_squares_by_block(&self, vectors: &[View], mut staging: Buf) -> PendingBlockSums {
+    fn start_sum_squares_by_block(&self, vectors: &[View], mut staging: Buf) -> PendingSumsOfSquares {
         let count = count_norm_blocks(vectors);
         let len = count * (size_of::<f64>() / size_of::<f32>());
         if staging.len() < len {
             staging = self.alloc_staging(Dtype::F32, len);
         }
         let sums = self.enqueue_sums_of_squares(vectors);
-        let done = self.gpu.call_recording_failure(|| {
+        let done = self.gpu.call_and_record_failure(|| {
             let to = NonNull::from(staging.view_mut().host_bytes_mut()).cast();
             // SAFETY: both ranges have `count` sums, and the download owns the host's range until
             // the event.
@@ -120,7 +120,7 @@ impl VectorOps for Cuda {
             self.gpu.record_event()
         });
         let done = done.map(Event::new).unwrap_or_default();
-        PendingBlockSums::Copying(Download::new(vec![staging], done, self.status()), count)
+        PendingSumsOfSquares::Copying(Download::new(vec![staging], done, self.check_status()), count)
     }
 }
 

@@ -6,7 +6,7 @@ use diagnostic::{Code, Diagnostic, codes::device as codes};
 use std::path::PathBuf;
 
 /// The status code that `cuInit` returns if this process can use no GPU.
-const NO_DEVICE: i32 = CUresult::CUDA_ERROR_NO_DEVICE as i32;
+const NO_DEVICE_STATUS: i32 = CUresult::CUDA_ERROR_NO_DEVICE as i32;
 
 /// Error of opening a GPU or one of its libraries, or of work on the GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -147,7 +147,7 @@ impl CudaError {
             CudaError::LibraryTooOld { .. } => codes::DEVICE_LIBRARY_TOO_OLD,
             CudaError::GpuUnsupported { .. } => codes::GPU_UNSUPPORTED,
             CudaError::GpuNotFound { .. } => codes::GPU_NOT_FOUND,
-            CudaError::Call { function, status: NO_DEVICE, .. } if function == "cuInit" => {
+            CudaError::Call { function, status: NO_DEVICE_STATUS, .. } if function == "cuInit" => {
                 codes::GPU_NOT_FOUND
             }
             CudaError::KernelCompile { .. } => codes::KERNEL_COMPILE_FAILED,
@@ -187,7 +187,7 @@ impl CudaError {
 
     /// Returns this error with `memory_purpose` as what the memory was needed for, if this is an
     /// out-of-memory error. Returns other errors unchanged.
-    pub(super) fn with_purpose(mut self, memory_purpose: &'static str) -> Self {
+    pub(super) fn with_memory_purpose(mut self, memory_purpose: &'static str) -> Self {
         if let CudaError::OutOfMemory { purpose, .. } = &mut self {
             *purpose = memory_purpose;
         }

@@ -4,7 +4,7 @@
 use super::backend::{Cuda, LaunchSize};
 use super::compile::FP8_SOURCE;
 use super::launch::{KernelArg, LaunchConfig};
-use super::matmul::{InputFormat, Matmul, MatrixRef};
+use super::matmul::{Matmul, MatrixRef, OperandFormat};
 use super::matmul_operand::{MatmulOperand, finish_empty_matmul, run_with_f32_result};
 use super::memory::DeviceMemory;
 use super::tensor_arg::TensorArg;
@@ -36,7 +36,7 @@ impl Fp8Ops for Cuda {
         k: usize,
         write: WriteMode,
     ) {
-        Fp8Operand::check_matmul(c.len(), &a, &b, [m, n, k]);
+        Fp8Operand::check_matmul_operands(c.len(), &a, &b, [m, n, k]);
         let c = MatmulOperand::from_rows(c.as_view(), n);
         if finish_empty_matmul(self, c, [m, n, k], write) {
             return;
@@ -51,7 +51,7 @@ impl Fp8Ops for Cuda {
         });
         let scales = [&left, &right].map(|quantized| (quantized.format, quantized.scales.address()));
         let run = |c: MatmulOperand, add| {
-            let (inputs, output, c) = (InputFormat::Fp8(scales), c.dtype, c.to_matrix_ref());
+            let (inputs, output, c) = (OperandFormat::Fp8(scales), c.dtype, c.to_matrix_ref());
             self.enqueue_matmul(&Matmul {
                 m,
                 n,
@@ -92,7 +92,7 @@ impl QuantizedMatrix {
         let scales = compute_scales(cuda, x, count * k, format);
         let elements = cuda.alloc_scratch(count * depth);
         let (rows, columns) = if is_contiguous { (count, k) } else { (k, count) };
-        let (at, scale, code) = (elements.address(), scales.address(), format_code(format));
+        let (at, scale, code) = (elements.address(), scales.address(), fp8_format_code(format));
         let arguments: [&dyn KernelArg; 7] = [&at, &x, &scale, &rows, &columns, &depth, &code];
         if is_contiguous {
             cuda.launch(FP8_SOURCE, c"quantize", LaunchSize::ElementsBy8(count * depth), &arguments);
@@ -112,7 +112,7 @@ fn compute_scales(cuda: &Cuda, x: TensorArg, len: usize, format: Fp8Format) -> D
     let [parts, scales] = [count, 2].map(|len| cuda.alloc_scratch(len * size_of::<f32>()));
     let work = compute_launch_size(count, len.div_ceil(8));
     cuda.launch(FP8_SOURCE, c"compute_block_amax", work, &[&parts.address(), &x, &len]);
-    let (at, parts, code) = (scales.address(), parts.address(), format_code(format));
+    let (at, parts, code) = (scales.address(), parts.address(), fp8_format_code(format));
     cuda.launch(FP8_SOURCE, c"compute_scale", compute_launch_size(1, count), &[&at, &parts, &count, &code]);
     scales
 }
@@ -125,7 +125,7 @@ fn compute_launch_size(blocks: usize, threads: usize) -> LaunchSize {
 }
 
 /// Returns the number that represents an fp8 format in kernel arguments, as fp8.cu defines it.
-fn format_code(format: Fp8Format) -> i64 {
+fn fp8_format_code(format: Fp8Format) -> i64 {
     match format {
         Fp8Format::E4M3 => 0,
         Fp8Format::E5M2 => 1,

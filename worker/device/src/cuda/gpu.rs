@@ -39,7 +39,7 @@ impl Deref for Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         if self.make_current().is_ok() {
-            self.graphs.lock().discard_calls_and_graphs(self);
+            self.graphs.lock_graph_state().discard_calls_and_graphs(self);
         }
     }
 }
@@ -58,7 +58,8 @@ impl Gpu {
     /// Locks the recorded GPU calls if this thread's calls are recorded for CUDA graphs. Returns
     /// `None` if the calls are issued immediately.
     pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
-        (self.graphs.is_enabled() && self.stream() == self.main_stream).then(|| self.graphs.lock())
+        (self.graphs.is_enabled() && self.current_stream() == self.main_stream)
+            .then(|| self.graphs.lock_graph_state())
     }
 
     /// Issues every recorded call to the GPU, and then runs `f` with the CUDA stream of this
@@ -67,7 +68,7 @@ impl Gpu {
         self.make_current()?;
         let mut recording = self.lock_if_recording();
         recording.as_mut().map_or(Ok(()), |state| state.flush_batch(self))?;
-        Ok(f(self.stream()))
+        Ok(f(self.current_stream()))
     }
 
     /// Enqueues a GPU call on this thread's stream: records the call with `record` if CUDA graphs
@@ -84,14 +85,14 @@ impl Gpu {
                 record(&mut state.batch);
                 state.flush_batch_if_full(self)
             }
-            None => self.retry_if_out_of_memory(|| issue(self.stream())),
+            None => self.retry_if_out_of_memory(|| issue(self.current_stream())),
         }
     }
 
     /// Makes a GPU call for an op that cannot return an error: records an error as the failure of
     /// the GPU, and otherwise returns the call's value. Returns `None` if the call failed, or was
     /// not made because an earlier one failed.
-    pub(super) fn call_recording_failure<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
+    pub(super) fn call_and_record_failure<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
         if self.status.has_failed() { None } else { self.status.ok_or_record_failure(call()) }
     }
 
@@ -99,7 +100,7 @@ impl Gpu {
     /// a graph. No other thread may use the stream meanwhile.
     pub(super) fn set_graphs_enabled(&self, on: bool) -> Result<()> {
         self.make_current()?;
-        self.graphs.lock().set_enabled(self, on)
+        self.graphs.lock_graph_state().set_enabled(self, on)
     }
 
     /// Enqueues the zeroing of `bytes` bytes at the GPU address `at` on this thread's stream.

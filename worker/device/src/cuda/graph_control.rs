@@ -3,7 +3,7 @@
 use super::backend::Cuda;
 use super::cudnn::CudnnAttention;
 use super::error::CudaError;
-use super::graphs::{GraphAutotuner, GraphStats, GraphTuningDecision};
+use super::graphs::{GraphStats, GraphTuningDecision, GraphUseAutotuner};
 use crate::storage::BackendNotice;
 use diagnostic::{Diagnostic, codes::device::CUDA_GRAPHS_DISABLED};
 use std::{
@@ -15,24 +15,24 @@ impl Cuda {
     /// Turns CUDA graphs on or off for the GPU calls on the main stream. No other thread may use
     /// the stream meanwhile.
     pub fn set_graphs_enabled(&self, on: bool) {
-        self.gpu.call_recording_failure(|| self.gpu.set_graphs_enabled(on));
+        self.gpu.call_and_record_failure(|| self.gpu.set_graphs_enabled(on));
     }
 
     /// Starts to measure whether training steps are faster with or without CUDA graphs. The next
     /// steps run without graphs, the following steps with graphs.
     pub fn start_graph_autotuning(&self) {
-        *self.lock_graph_tuner() = Some(GraphAutotuner::default());
+        *self.lock_graph_tuner() = Some(GraphUseAutotuner::default());
     }
 
     /// Returns statistics of CUDA graphs: how many were launched, and how many GPU calls were
     /// issued one by one.
     pub fn graph_stats(&self) -> GraphStats {
-        self.gpu.graphs.lock().stats()
+        self.gpu.graphs.lock_graph_state().stats()
     }
 
     /// Locks the measurement of whether training steps are faster with CUDA graphs. It is `None` if
     /// nothing is measured.
-    fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphAutotuner>> {
+    fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphUseAutotuner>> {
         self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -40,7 +40,7 @@ impl Cuda {
     /// graphs or cuDNN. Implements [`crate::Storage::record_step_duration`].
     pub(super) fn record_step_and_take_notice(&self, duration: Duration) -> Option<BackendNotice> {
         let mut tuner = self.lock_graph_tuner();
-        if let Some(error) = self.gpu.graphs.lock().take_disable_reason() {
+        if let Some(error) = self.gpu.graphs.lock_graph_state().take_disable_reason() {
             *tuner = None;
             let message = "CUDA graphs are off and training continues without them";
             let mut warning = Diagnostic::warning(CUDA_GRAPHS_DISABLED, message).with_cause(&error);

@@ -18,7 +18,7 @@ use super::bindings::{Address, driver_sys::CUresult};
 use super::context::GpuContext;
 use super::error::{CudaError, Result};
 use arena::{PoolBlock, ScratchArena};
-pub(super) use autotune::{GraphAutotuner, GraphTuningDecision};
+pub(super) use autotune::{GraphTuningDecision, GraphUseAutotuner};
 pub(super) use call_batch::CallBatch;
 use executable::ExecutableGraph;
 use std::{
@@ -142,7 +142,7 @@ impl MainStreamGraphs {
 
     /// Locks the mutex of the recorded GPU calls and of the CUDA graphs of the main stream. A panic
     /// of another thread may leave the batch incomplete, but then the worker ends.
-    pub(super) fn lock(&self) -> MutexGuard<'_, GraphState> {
+    pub(super) fn lock_graph_state(&self) -> MutexGuard<'_, GraphState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -213,14 +213,14 @@ impl GraphState {
     /// one by one.
     fn issue_batch(&mut self, gpu: &GpuContext) -> Result<()> {
         if !self.is_enabled() || self.batch.len() < MIN_BATCH_CALLS {
-            return self.issue_directly(gpu);
+            return self.issue_calls_one_by_one(gpu);
         }
         let hash = self.batch.compute_hash();
         let has_graph = match self.graphs.get(&hash) {
             Some(cached) => cached.batch == self.batch,
             None => self.find_or_build_graph(gpu, hash),
         };
-        if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_directly(gpu) }
+        if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_calls_one_by_one(gpu) }
     }
 
     /// Provides a CUDA graph for the recorded calls: captures a new graph, or updates the graph of
@@ -231,7 +231,7 @@ impl GraphState {
     /// graph is captured only if a similar batch has occurred in which few arguments differ.
     fn find_or_build_graph(&mut self, gpu: &GpuContext, hash: u64) -> bool {
         let structure_hash = self.batch.compute_structure_hash();
-        if !self.mark_seen(hash) {
+        if !self.remember_hash(hash) {
             if let Some(similar) = self.graph_by_structure.get(&structure_hash).copied() {
                 return self.update_similar_graph(gpu, similar, hash);
             }
@@ -240,7 +240,7 @@ impl GraphState {
                 .get(&structure_hash)
                 .and_then(|other| other.find_changed_kernels(&self.batch));
             if !changed.is_some_and(|changed| is_worth_updating(&changed, &self.batch)) {
-                self.remember_unmatched(structure_hash);
+                self.remember_unmatched_batch(structure_hash);
                 return false;
             }
         }
@@ -250,7 +250,7 @@ impl GraphState {
 
     /// Stores the recorded batch of calls, for which no CUDA graph was made, so that a similar
     /// batch can be recognized later.
-    fn remember_unmatched(&mut self, structure_hash: u64) {
+    fn remember_unmatched_batch(&mut self, structure_hash: u64) {
         if self.unmatched_batches.len() >= MAX_UNMATCHED_BATCHES {
             self.unmatched_batches.clear(); // the next step fills it again
         }
@@ -262,9 +262,9 @@ impl GraphState {
     fn update_similar_graph(&mut self, gpu: &GpuContext, similar: u64, hash: u64) -> bool {
         let Some(cached) = self.graphs.get(&similar) else { return false };
         let changed = cached.batch.find_changed_kernels(&self.batch);
-        let Some(changed) = changed
-            .filter(|changed| is_worth_updating(changed, &self.batch) && cached.graph.has_nodes(changed))
-        else {
+        let Some(changed) = changed.filter(|changed| {
+            is_worth_updating(changed, &self.batch) && cached.graph.has_nodes_of_calls(changed)
+        }) else {
             return false;
         };
         if let Err(error) = cached.graph.update_kernels(gpu, &self.batch, &changed) {
@@ -280,14 +280,14 @@ impl GraphState {
     }
 
     /// Issues the recorded GPU calls one by one, without a CUDA graph.
-    fn issue_directly(&mut self, gpu: &GpuContext) -> Result<()> {
+    fn issue_calls_one_by_one(&mut self, gpu: &GpuContext) -> Result<()> {
         self.stats.direct_calls += self.batch.len() as u64;
         self.batch.issue_all(gpu)
     }
 
     /// Stores the hash of a batch of recorded calls, and returns whether a batch with this hash has
     /// occurred before.
-    fn mark_seen(&mut self, hash: u64) -> bool {
+    fn remember_hash(&mut self, hash: u64) -> bool {
         if self.seen_hashes.remove(&hash) {
             return true;
         }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// Fails if the driver shows this process no GPU, or if a library that training on a GPU needs
 /// cannot be opened. Does not open the GPU.
 pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
-    let (driver, _) = properties::query_driver_version_with_gpu(paths)?;
+    let (driver, _) = properties::check_gpu_and_query_driver_version(paths)?;
     let paths = paths.with_driver_version(driver);
     paths.open(CudaLibrary::Nvrtc)?;
     paths.open(CudaLibrary::CublasLt)?;

@@ -44,7 +44,7 @@ const MAX_DIRECTORY_ENTRIES: usize = 4096;
 
 /// Text that stands for the dynamic loader's directories in the list of searched directories of an
 /// error.
-const LOADER_ENTRY: &str = "the dynamic loader's directories";
+const DYNAMIC_LOADER_LABEL: &str = "the dynamic loader's directories";
 
 /// An opened library, and the path at which it was found.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ impl LibrarySearchPaths {
 
     /// Divides the library's file names into those of versions that the driver can use and those of
     /// versions that are too new for it, each list best first.
-    fn partition_file_names(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
+    fn partition_file_names_by_driver(&self, library: CudaLibrary) -> (Vec<&'static str>, Vec<&'static str>) {
         let newest = Some(self.driver_cuda_major.unwrap_or(u32::MAX));
         library.file_names().iter().partition(|name| parse_major_version(name) <= newest)
     }
@@ -99,7 +99,7 @@ impl LibrarySearchPaths {
     pub fn open(&self, library: CudaLibrary) -> Result<OpenLibrary, CudaError> {
         let mut searched = Vec::new();
         let mut rejected = Vec::new();
-        let (names, newer) = self.partition_file_names(library);
+        let (names, newer) = self.partition_file_names_by_driver(library);
         let mut open_in = |directory: &Path| {
             let opened =
                 names.iter().find_map(|name| open_library_file(&directory.join(name), &mut rejected));
@@ -115,11 +115,11 @@ impl LibrarySearchPaths {
             searched.push(directory.display().to_string());
         }
         for name in &names {
-            if let Ok(library) = open_library(Path::new(name)) {
+            if let Ok(library) = load_library(Path::new(name)) {
                 return Ok(OpenLibrary { library, path: PathBuf::from(name) });
             }
         }
-        searched.push(LOADER_ENTRY.to_owned());
+        searched.push(DYNAMIC_LOADER_LABEL.to_owned());
         for directory in SYSTEM_DIRECTORIES {
             if let Some(opened) = open_in(Path::new(directory)) {
                 return Ok(opened);
@@ -178,7 +178,7 @@ fn open_library_file(path: &Path, rejected: &mut Vec<RejectedLibrary>) -> Option
         return None;
     }
     preload_nvrtc_builtins(path);
-    match open_library(path) {
+    match load_library(path) {
         Ok(library) => Some(OpenLibrary { library, path: path.to_owned() }),
         Err(error) => {
             let reason = RejectReason::Loader(format_loader_error(&error));
@@ -199,7 +199,7 @@ fn preload_nvrtc_builtins(path: &Path) {
     for file in list_sorted_entries(directory) {
         let name = file.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         if name.starts_with("libnvrtc-builtins.so.")
-            && let Ok(library) = open_library(&file)
+            && let Ok(library) = load_library(&file)
         {
             std::mem::forget(library); // stays open as long as the process lives, as NVRTC does
         }
@@ -213,7 +213,7 @@ fn format_loader_error(error: &libloading::Error) -> String {
 
 /// Opens the library at `path` with the dynamic loader. If `path` is a bare file name, searches the
 /// dynamic loader's directories for it.
-fn open_library(path: &Path) -> Result<Library, libloading::Error> {
+fn load_library(path: &Path) -> Result<Library, libloading::Error> {
     // SAFETY: the initializers of NVIDIA's libraries have no preconditions. The machine's owner
     // decides which file it is.
     unsafe { Library::new(path) }
@@ -251,7 +251,7 @@ mod tests {
         let position = |directory: &str| searched.iter().position(|one| one == directory);
         let fallback = position(&debian.display().to_string());
         assert!(
-            fallback > position("/usr/local/cuda-12/lib64") && fallback < position(LOADER_ENTRY),
+            fallback > position("/usr/local/cuda-12/lib64") && fallback < position(DYNAMIC_LOADER_LABEL),
             "{searched:?}"
         );
         let [rejected] = &rejected[..] else { panic!("{rejected:?}") };
@@ -286,7 +286,10 @@ mod tests {
         assert_eq!(rejected[1].reason, RejectReason::NewerThanDriver { driver_cuda_major: 12 });
         // the driver and NCCL number their files differently
         for (library, name) in [(CudaLibrary::Driver, "libcuda.so.1"), (CudaLibrary::Nccl, "libnccl.so.2")] {
-            assert_eq!(paths.with_driver_version(12).partition_file_names(library), (vec![name], vec![]));
+            assert_eq!(
+                paths.with_driver_version(12).partition_file_names_by_driver(library),
+                (vec![name], vec![])
+            );
         }
     }
 }

@@ -22,9 +22,9 @@ use algorithm_search::{AlgorithmCandidate, AlgorithmSearch};
 use descriptors::{AlgorithmPreference, MatmulDescriptor};
 pub use plan_report::MatmulPlanReport;
 use plan_report::query_algorithm_attributes;
-use prepared::{LtHandle, MatmulPlan, MatrixLayouts, PreparedMatmul};
+use prepared::{CublasLtHandle, MatmulPlan, MatrixLayouts, PreparedMatmul};
 use request::Key;
-pub(super) use request::{InputFormat, Matmul, MatrixRef, VaryingSize};
+pub(super) use request::{Matmul, MatrixRef, OperandFormat, VaryingSize};
 use std::{
     collections::HashMap,
     ffi::c_int,
@@ -47,7 +47,7 @@ type MatmulPlans = HashMap<(Key, bool), Option<Arc<MatmulPlan>>>;
 /// The opened cuBLASLt library, and the plans (algorithms and descriptors) of the matmuls that were
 /// requested so far.
 pub(super) struct CublasLt {
-    lt: Arc<LtHandle>,
+    lt: Arc<CublasLtHandle>,
     pub(super) path: PathBuf,
     pub(super) version: usize,
     /// The plans (algorithm and descriptors) that were created so far.
@@ -75,7 +75,7 @@ impl CublasLt {
         let version = unsafe { (library.cublasLtGetVersion)() };
         // SAFETY: writes one handle.
         unsafe { library.cublasLtCreate(&mut handle) }?;
-        let lt = Arc::new(LtHandle { library: Arc::new(library), handle });
+        let lt = Arc::new(CublasLtHandle { library: Arc::new(library), handle });
         let (plans, workspaces) = (Mutex::default(), Mutex::default());
         Ok(CublasLt { lt, path, version, plans, workspaces, search: OnceLock::new() })
     }
@@ -115,7 +115,7 @@ impl CublasLt {
         if bytes == 0 {
             return Ok(0);
         }
-        let stream = gpu.stream().addr();
+        let stream = gpu.current_stream().addr();
         let mut workspaces = self.workspaces.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(workspace) = workspaces.get(&stream).filter(|workspace| workspace.len() >= bytes) {
             return Ok(workspace.address());
@@ -228,7 +228,7 @@ impl CublasLt {
         };
         let search = self.search.get().filter(|_| matmul.varying.is_none());
         let requested = if search.is_some() { algorithm_search::MAX_CANDIDATES } else { 1 };
-        let candidates = self.query_candidates(&plan, key, requested)?;
+        let candidates = self.query_candidate_algorithms(&plan, key, requested)?;
         let Some(first) = candidates.first() else { return Ok(None) };
         let best = match search {
             None => *first,
@@ -244,7 +244,7 @@ impl CublasLt {
 
     /// Returns at most `requested` algorithms that cuBLASLt's heuristic suggests for a matmul, best
     /// guess first.
-    fn query_candidates(
+    fn query_candidate_algorithms(
         &self,
         plan: &MatmulPlan,
         key: &Key,

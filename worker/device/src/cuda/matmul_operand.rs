@@ -3,7 +3,7 @@
 use super::backend::Cuda;
 use super::bindings::Address;
 use super::elementwise::convert_elements;
-use super::matmul::{InputFormat, Matmul, MatrixRef, VaryingSize};
+use super::matmul::{Matmul, MatrixRef, OperandFormat, VaryingSize};
 use super::memory::DeviceMemory;
 use super::tensor_arg::{TensorArg, dtype_code, gpu_address};
 use crate::buffer::{Dtype, View, ViewMut};
@@ -104,7 +104,7 @@ fn matmul_with_operand_type(
     let add = write == WriteMode::Accumulate;
     let request = |c: MatmulOperand, add| {
         let (output, [a, b, c]) = (c.dtype, [a, b, c].map(MatmulOperand::to_matrix_ref));
-        Matmul { m, n, k, a, b, c, inputs: InputFormat::Same(dtype), output, add, bias: None, varying }
+        Matmul { m, n, k, a, b, c, inputs: OperandFormat::Same(dtype), output, add, bias: None, varying }
     };
     let is_direct = c.dtype == Dtype::F32 || c.dtype == dtype;
     let result = if is_direct { c } else { MatmulOperand { dtype: Dtype::F32, ..c } };
@@ -154,7 +154,7 @@ pub(super) fn matmul_with_bias(
     if !one_type || m < 2 || n < 2 || k == 0 || !gpu_address(bias).is_multiple_of(16) {
         return run_separately();
     }
-    let (inputs, output, bias) = (InputFormat::Same(a.dtype), c.dtype, Some(gpu_address(bias)));
+    let (inputs, output, bias) = (OperandFormat::Same(a.dtype), c.dtype, Some(gpu_address(bias)));
     let [a, b, c] = [a, b, c].map(MatmulOperand::to_matrix_ref);
     let request = Matmul { m, n, k, a, b, c, inputs, output, add: false, bias, varying: None };
     if cuda.has_matmul_algorithm(&request) { cuda.enqueue_matmul(&request) } else { run_separately() }
@@ -171,7 +171,7 @@ pub(super) fn finish_empty_matmul(
 ) -> bool {
     let len = m * n;
     if len > 0 && k == 0 && write == WriteMode::Overwrite {
-        cuda.gpu.call_recording_failure(|| cuda.gpu.enqueue_zero_fill(c.at, len * c.dtype.size()));
+        cuda.gpu.call_and_record_failure(|| cuda.gpu.enqueue_zero_fill(c.at, len * c.dtype.size()));
     }
     len == 0 || k == 0
 }

@@ -77,7 +77,7 @@ impl MatmulOps for Cuda {
         matmul_with_bias(self, y, a, b, bias, [m, out, inp]);
     }
 
-    fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
+    fn convert_to_matmul_dtype<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         if (x.dtype(), buf.dtype()) != (Dtype::F32, Dtype::Bf16) {
             return x;
         }

@@ -10,14 +10,14 @@ impl Gpu {
     /// the memory is full, also after free memory of the pool was returned to the system.
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<DeviceMemory> {
         if bytes == 0 {
-            return Ok(DeviceMemory::without_memory(self));
+            return Ok(DeviceMemory::empty(self));
         }
         self.make_current()?;
         let allocate = || {
             // Held so that no other thread issues to the stream. The recorded calls need not be
             // flushed, because they do not use this memory.
             let _recording = self.lock_if_recording();
-            self.allocate_from_pool(bytes, self.stream())
+            self.allocate_from_pool(bytes, self.current_stream())
         };
         let is_full = |result: &Result<Address>| {
             result.as_ref().is_err_and(|e| e.has_driver_status(CUresult::CUDA_ERROR_OUT_OF_MEMORY))
@@ -60,7 +60,7 @@ impl Gpu {
             if let Some(state) = &mut recording {
                 state.flush_deferring_error(self);
             }
-            self.free_in_stream_order(at, bytes, self.stream());
+            self.free_in_stream_order(at, bytes, self.current_stream());
         }
     }
 
@@ -68,9 +68,9 @@ impl Gpu {
     /// stream, and the free memory of the driver's pool. Waits for all streams, because memory that
     /// was freed in a stream is free only when the stream has reached the free.
     pub(super) fn release_unused_memory(&self) -> Result<()> {
-        self.graphs.lock().release_idle_blocks(self);
+        self.graphs.lock_graph_state().release_idle_blocks(self);
         self.synchronize()?;
-        let _no_capture = self.graphs.lock(); // no stream may be waited for while one captures
+        let _no_capture = self.graphs.lock_graph_state(); // no stream may be waited for while one captures
         self.synchronize_all_streams()?;
         self.trim_pool()
     }
@@ -110,7 +110,7 @@ impl DeviceMemory {
 
     /// Creates an empty range of GPU memory, which ops get instead of memory after a GPU call has
     /// failed. Their GPU calls are skipped, so they need no memory.
-    pub(super) fn without_memory(gpu: &Arc<Gpu>) -> DeviceMemory {
+    pub(super) fn empty(gpu: &Arc<Gpu>) -> DeviceMemory {
         DeviceMemory { gpu: gpu.clone(), at: 0, bytes: 0, is_scratch: false }
     }
 
@@ -125,7 +125,7 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         if self.is_scratch {
-            self.gpu.graphs.lock().free_scratch_range(&self.gpu, self.at);
+            self.gpu.graphs.lock_graph_state().free_scratch_range(&self.gpu, self.at);
         } else if self.bytes > 0 {
             self.gpu.free(self.at, self.bytes);
         }

@@ -92,7 +92,7 @@ impl GpuContext {
 
     /// Returns the largest number of bytes of GPU memory that this process had allocated at one
     /// time.
-    pub(super) fn peak_bytes(&self) -> u64 {
+    pub(super) fn peak_allocated_bytes(&self) -> u64 {
         self.peak_allocated_bytes.load(Relaxed)
     }
 

@@ -25,12 +25,12 @@ pub struct ProfileEntry {
 
 /// The GPU calls that were measured since profiling was started, and whether profiling is on.
 #[derive(Default)]
-pub(super) struct Profile {
+pub(super) struct GpuProfiler {
     is_on: AtomicBool,
     calls: Mutex<Vec<(String, [CudaEvent; 2])>>,
 }
 
-impl Profile {
+impl GpuProfiler {
     /// Starts to measure the GPU time of every call that is made with [`Profile::run`].
     pub(super) fn start(&self) {
         self.is_on.store(true, Relaxed);
@@ -55,7 +55,7 @@ impl Profile {
 
     /// Runs `call`, which enqueues GPU work, and measures its GPU time under the name `name` if
     /// profiling is on.
-    pub(super) fn run(
+    pub(super) fn run_profiled(
         &self,
         gpu: &Arc<Gpu>,
         name: impl FnOnce() -> String,

@@ -88,7 +88,7 @@ pub(super) fn query_driver_version(paths: &LibrarySearchPaths) -> Result<((u32, 
 
 /// Returns the CUDA version that the installed driver implements, after checking that the driver
 /// shows this process a GPU.
-pub(super) fn query_driver_version_with_gpu(paths: &LibrarySearchPaths) -> Result<(u32, u32)> {
+pub(super) fn check_gpu_and_query_driver_version(paths: &LibrarySearchPaths) -> Result<(u32, u32)> {
     let (driver, version, _) = open_driver(paths)?;
     get_device(&driver, 0)?;
     Ok(split_version(version))

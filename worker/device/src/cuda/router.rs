@@ -38,7 +38,7 @@ impl RouterOps for Cuda {
             &arguments,
         );
         let chosen = bytemuck::cast_slice_mut(chosen_experts);
-        self.gpu.call_recording_failure(|| self.gpu.download_blocking(chosen, indices.address()));
+        self.gpu.call_and_record_failure(|| self.gpu.download_blocking(chosen, indices.address()));
     }
 
     fn router_backward(

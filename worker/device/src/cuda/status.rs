@@ -30,27 +30,27 @@ impl DeviceStatus {
 
     /// Records `failure` as the first failure of a GPU call, unless an earlier one was recorded.
     pub(super) fn record_failure(&self, failure: DeviceError) {
-        self.lock().get_or_insert(failure);
+        self.lock_first_failure().get_or_insert(failure);
         self.has_failed.store(true, Relaxed);
     }
 
     /// Fails with the first failure of a GPU call, if one was recorded.
-    pub(super) fn check(&self) -> Result<(), DeviceError> {
+    pub(super) fn check_no_failure(&self) -> Result<(), DeviceError> {
         if !self.has_failed() {
             return Ok(());
         }
-        self.lock().clone().map_or(Ok(()), Err)
+        self.lock_first_failure().clone().map_or(Ok(()), Err)
     }
 
     /// Returns the first failure of a GPU call as an error and clears it, so that later calls are
     /// made again.
     pub(super) fn take_failure(&self) -> Result<(), DeviceError> {
         self.has_failed.store(false, Relaxed);
-        self.lock().take().map_or(Ok(()), Err)
+        self.lock_first_failure().take().map_or(Ok(()), Err)
     }
 
     /// Locks the mutex of the first recorded failure of a GPU call (`None` if no call has failed).
-    fn lock(&self) -> MutexGuard<'_, Option<DeviceError>> {
+    fn lock_first_failure(&self) -> MutexGuard<'_, Option<DeviceError>> {
         // no code panics while it holds the lock
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -25,7 +25,7 @@ impl Drop for ThreadStreamGuard<'_> {
 
 impl BackendEvent for streams::CudaEvent {
     fn make_stream_wait(&self) {
-        self.gpu().call_recording_failure(|| streams::CudaEvent::make_stream_wait(self));
+        self.gpu().call_and_record_failure(|| streams::CudaEvent::make_stream_wait(self));
     }
 
     fn is_reached(&self) -> bool {
@@ -43,12 +43,12 @@ impl Storage for Cuda {
         false
     }
 
-    fn status(&self) -> Result<(), DeviceError> {
-        self.gpu.status.check()
+    fn check_status(&self) -> Result<(), DeviceError> {
+        self.gpu.status.check_no_failure()
     }
 
     fn zeroed_with_purpose(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf {
-        let buf = self.gpu.call_recording_failure(|| self.try_zeroed(purpose, dtype, len));
+        let buf = self.gpu.call_and_record_failure(|| self.try_zeroed(purpose, dtype, len));
         buf.unwrap_or_else(|| Buf::from_device_allocation(Arc::new(NoMemory), 0, dtype, len))
     }
 
@@ -75,12 +75,12 @@ impl Storage for Cuda {
         match (to.as_view().is_on_host(), from.is_on_host()) {
             (true, true) => to.host_bytes_mut().copy_from_slice(from.host_bytes()),
             (true, false) => {
-                self.gpu.call_recording_failure(|| {
+                self.gpu.call_and_record_failure(|| {
                     self.gpu.download_blocking(to.host_bytes_mut(), gpu_address(from))
                 });
             }
             (false, true) => {
-                self.gpu.call_recording_failure(|| {
+                self.gpu.call_and_record_failure(|| {
                     self.gpu.enqueue_upload(gpu_address(to.as_view()), from.host_bytes())?;
                     self.gpu.synchronize() // pinned memory is read when the copy runs
                 });
@@ -93,7 +93,7 @@ impl Storage for Cuda {
         }
     }
 
-    fn clear(&self, x: ViewMut) {
+    fn fill_with_zeros(&self, x: ViewMut) {
         let bytes = x.len() * x.dtype().size();
         let at = gpu_address(x.as_view());
         self.run_profiled(|| "clear".to_owned(), || self.gpu.enqueue_zero_fill(at, bytes));
@@ -109,31 +109,31 @@ impl Storage for Cuda {
         let scratch = self.alloc_scratch(bytes);
         let target = x.slice_mut(to..to + from.len()).as_view().address();
         let from = gpu_address(x.as_view().slice(from));
-        self.gpu.call_recording_failure(|| {
+        self.gpu.call_and_record_failure(|| {
             self.gpu.enqueue_copy(scratch.address(), from, bytes)?;
             self.gpu.enqueue_copy(target, scratch.address(), bytes)
         });
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        self.gpu.call_recording_failure(|| self.gpu.synchronize());
-        self.status()
+        self.gpu.call_and_record_failure(|| self.gpu.synchronize());
+        self.check_status()
     }
 
     fn with_separate_stream(&self, work: &mut dyn FnMut()) {
-        let stream = self.gpu.call_recording_failure(|| self.gpu.create_thread_stream());
+        let stream = self.gpu.call_and_record_failure(|| self.gpu.create_thread_stream());
         let _stream = stream.map(|stream| ThreadStreamGuard(self, stream));
         work();
     }
 
     fn record_event(&self) -> Event {
-        self.gpu.call_recording_failure(|| self.gpu.record_event()).map(Event::new).unwrap_or_default()
+        self.gpu.call_and_record_failure(|| self.gpu.record_event()).map(Event::new).unwrap_or_default()
     }
 
-    fn wait_event_timed(&self, event: &Event) {
-        let begin = self.gpu.call_recording_failure(|| self.gpu.record_timed_event());
+    fn make_stream_wait_timed(&self, event: &Event) {
+        let begin = self.gpu.call_and_record_failure(|| self.gpu.record_timed_event());
         event.make_stream_wait();
-        let end = self.gpu.call_recording_failure(|| self.gpu.record_timed_event());
+        let end = self.gpu.call_and_record_failure(|| self.gpu.record_timed_event());
         if let (Some(begin), Some(end)) = (begin, end) {
             self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner).push([begin, end]);
         }
@@ -142,7 +142,7 @@ impl Storage for Cuda {
     fn take_stall_seconds(&self) -> f64 {
         let mut waits = self.timed_waits.lock().unwrap_or_else(PoisonError::into_inner);
         let mut total = 0.0;
-        waits.retain(|[begin, end]| match self.gpu.call_recording_failure(|| end.seconds_since(begin)) {
+        waits.retain(|[begin, end]| match self.gpu.call_and_record_failure(|| end.seconds_since(begin)) {
             Some(Some(seconds)) => {
                 total += seconds;
                 false
@@ -167,7 +167,7 @@ impl Storage for Cuda {
         if from.is_empty() {
             return Event::default();
         }
-        let Some(earlier) = self.gpu.call_recording_failure(|| self.gpu.record_event()) else {
+        let Some(earlier) = self.gpu.call_and_record_failure(|| self.gpu.record_event()) else {
             return Event::default();
         };
         let is_download = to.as_view().is_on_host();
@@ -187,7 +187,7 @@ impl Storage for Cuda {
             self.gpu.record_event()
         };
         self.gpu
-            .run_on_stream(stream, || self.gpu.call_recording_failure(copy))
+            .run_on_stream(stream, || self.gpu.call_and_record_failure(copy))
             .map(Event::new)
             .unwrap_or_default()
     }
@@ -197,6 +197,6 @@ impl Storage for Cuda {
     }
 
     fn peak_memory_bytes(&self) -> u64 {
-        self.gpu.peak_bytes()
+        self.gpu.peak_allocated_bytes()
     }
 }

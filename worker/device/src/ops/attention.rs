@@ -109,7 +109,7 @@ impl AttentionShape {
         );
         assert!(head_dim > 0, "{op}: head_dim is 0");
         if let Some(dropout) = &self.dropout {
-            dropout.check(op, self);
+            dropout.check_probability_and_shape(op, self);
         }
         expect_lens(op, [("o", o, b * t * heads * head_dim), ("lse", lse, b * heads * t)]);
         let width = (heads + 2 * kv_heads) * head_dim;
@@ -152,7 +152,7 @@ impl AttentionDropout {
 
     /// Panics if the dropout probability is invalid, or if the attention shape exceeds the counter
     /// of the random generator: 2²⁴ positions, 2¹⁶ heads and 2⁴³ sequences.
-    pub(crate) fn check(&self, op: &str, shape: &AttentionShape) {
+    pub(crate) fn check_probability_and_shape(&self, op: &str, shape: &AttentionShape) {
         let p = self.probability;
         assert!((0.0..1.0).contains(&p), "{op}: the dropout probability is {p}, not in 0..1");
         let (t, heads) = (shape.t, shape.heads);

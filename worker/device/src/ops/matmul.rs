@@ -62,7 +62,7 @@ pub trait MatmulOps {
     /// Converts `x` to the element type in which this backend multiplies matrices, and stores the
     /// result in `buf`. Returns `x` itself if it has the type already. `buf` must have the length
     /// of `x`. Converting a gradient before several matmuls rounds it only once.
-    fn as_matmul_operand<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
+    fn convert_to_matmul_dtype<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
         let _ = buf;
         x
     }
@@ -110,7 +110,7 @@ impl Fp8Operand<'_> {
     /// Panics unless the operands `a` and `b` and the length `c` of the result fit the fp8 matmul
     /// `c[m,n] = a[m,k] · b[k,n]`. `c` is the length of the result.
     #[track_caller]
-    pub(crate) fn check_matmul(c: usize, a: &Self, b: &Self, [m, n, k]: [usize; 3]) {
+    pub(crate) fn check_matmul_operands(c: usize, a: &Self, b: &Self, [m, n, k]: [usize; 3]) {
         let op = "fp8_matmul";
         assert!(
             n.is_multiple_of(FP8_COLUMN_MULTIPLE),

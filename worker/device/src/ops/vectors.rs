@@ -49,26 +49,26 @@ pub trait VectorOps {
     /// Starts to compute the sums of squares of several vectors, one for each block of
     /// [`NORM_BLOCK_LEN`] elements, without waiting for them. `staging` is a buffer that an earlier
     /// [`PendingBlockSums::wait`] returned, or an empty one.
-    fn start_sum_squares_by_block(&self, vectors: &[View], staging: Buf) -> PendingBlockSums {
-        PendingBlockSums::Complete(self.sum_squares_by_block_concat(vectors), staging)
+    fn start_sum_squares_by_block(&self, vectors: &[View], staging: Buf) -> PendingSumsOfSquares {
+        PendingSumsOfSquares::Complete(self.sum_squares_by_block_concat(vectors), staging)
     }
 }
 
 /// Sums of squares of blocks of elements, which a backend may still be computing.
-pub enum PendingBlockSums {
+pub enum PendingSumsOfSquares {
     /// The sums, and the staging buffer, which was not used.
     Complete(Vec<f64>, Buf),
     /// A running copy of this number of sums to a staging buffer.
     Copying(Download, usize),
 }
 
-impl PendingBlockSums {
+impl PendingSumsOfSquares {
     /// Blocks until the sums of squares are computed, together with all work that the thread had
     /// enqueued before them. Returns the sums and the staging buffer. Fails if this work failed.
     pub fn wait(self) -> Result<(Vec<f64>, Buf), DeviceError> {
         let (download, count) = match self {
-            PendingBlockSums::Complete(sums, staging) => return Ok((sums, staging)),
-            PendingBlockSums::Copying(download, count) => (download, count),
+            PendingSumsOfSquares::Complete(sums, staging) => return Ok((sums, staging)),
+            PendingSumsOfSquares::Copying(download, count) => (download, count),
         };
         let staging = download.wait()?.pop().expect("a download returns its buffer");
         let sums = staging.view().host_bytes().chunks_exact(size_of::<f64>()).take(count);
@@ -135,7 +135,7 @@ impl StochasticRounding {
     /// Panics if the result of stochastic rounding is not bf16, or if elements or the step exceed
     /// the counter of the random generator: 2⁴⁵ elements and 2⁴² steps.
     #[track_caller]
-    pub(crate) fn check(&self, y: &ViewMut) {
+    pub(crate) fn check_output_and_range(&self, y: &ViewMut) {
         let (op, dtype) = ("round_stochastically", y.dtype());
         let end = self.first_element.saturating_add(y.len() as u64);
         assert!(dtype == Dtype::Bf16, "{op}: the result is {dtype:?}, not Bf16");

@@ -48,7 +48,7 @@ impl<'a> StepBuffers<'a> {
         cuda.scale(z.view_mut(), 0.5);
         cuda.add(x.view_mut(), z.view());
         cuda.softcap(x.view_mut(), 3.0);
-        cuda.clear(y.view_mut());
+        cuda.fill_with_zeros(y.view_mut());
         cuda.copy(y.view_mut().slice(0..8), z.view().slice(8..16));
         cuda.bias_backward(w.view_mut().slice(0..8), y.view(), 8, 8); // uses scratch memory
         cuda.scale(w.view_mut(), factor);

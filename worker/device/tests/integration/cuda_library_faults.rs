@@ -169,7 +169,7 @@ fn memory_that_another_stream_frees_is_waited_for() {
     let cuda = open_gpu();
     cuda.with_separate_stream(&mut || {
         let mut buf = cuda.zeroed(Dtype::F32, 6 << 18);
-        (0..4).for_each(|_| cuda.clear(buf.view_mut()));
+        (0..4).for_each(|_| cuda.fill_with_zeros(buf.view_mut()));
         drop(buf); // reached after 80 ms or more
         std::thread::scope(|threads| {
             let allocate = || cuda.try_zeroed("a test", Dtype::F32, 6 << 18).map(drop);

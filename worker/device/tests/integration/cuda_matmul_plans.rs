@@ -74,7 +74,7 @@ fn experts_of_any_size_use_the_algorithms_of_the_first_steps() {
     assert_eq!(matmuls, 2 * 3 * 4, "no matmul was timed");
     let later: Vec<_> = (2..12).map(|step| run_experts(&cuda, &expert_rows_of_step(step))).collect();
     assert_eq!(count_heuristics(), heuristics, "from the third step on, no algorithm is searched for");
-    cuda.status().expect("no call failed");
+    cuda.check_status().expect("no call failed");
     // SAFETY: no other thread runs.
     unsafe { std::env::set_var("BLAS_LACKS", "checked") };
     let exact: Vec<_> = (0..12).map(|step| run_experts(&open_gpu(), &expert_rows_of_step(step))).collect();

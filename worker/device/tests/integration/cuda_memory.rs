@@ -38,7 +38,7 @@ fn memory_is_freed_and_failures_are_typed() {
     // SAFETY: no other thread runs.
     unsafe { std::env::set_var("EMULATED_GPU_FAILS", "cuLaunchKernel:1") };
     cuda.scale(buf.view_mut(), 2.0);
-    let failure = cuda.status().expect_err("a failed launch");
+    let failure = cuda.check_status().expect_err("a failed launch");
     assert_eq!(failure.0.code(), codes::CUDA_CALL_FAILED);
     insta::assert_snapshot!(diagnostic::render(&failure.0, false));
     check_that_calls_do_nothing(&cuda, &failure);
@@ -78,8 +78,8 @@ fn check_that_calls_do_nothing(cuda: &Cuda, failure: &DeviceError) {
     assert!(cuda.flush_and_get_stream().is_err());
     assert_eq!(cuda.synchronize(), Err(failure.clone()));
     drop(absent);
-    assert_eq!(cuda.take_status(), Err(failure.clone()));
-    assert_eq!(cuda.status(), Ok(()));
+    assert_eq!(cuda.take_failure(), Err(failure.clone()));
+    assert_eq!(cuda.check_status(), Ok(()));
     let ones = cuda.clone_to_device((&[1.0f32; 16][..]).into());
     assert_eq!(cuda.sum_squares(ones.view()), 16.0);
     assert_eq!(cuda.synchronize(), Ok(()));

@@ -178,7 +178,7 @@ fn the_cudnn_backend_rejects_what_cudnn_cannot_compute() {
             one.starts[at..].fill(at as u32);
         }
         one.run(&cudnn);
-        Diagnostic::from(cudnn.take_status().expect_err("rejected"))
+        Diagnostic::from(cudnn.take_failure().expect_err("rejected"))
     };
     let rejections = [
         rejection(SHAPE, Dtype::F32, None),

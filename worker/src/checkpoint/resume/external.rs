@@ -7,7 +7,8 @@ use super::{
     },
     resume_point::{EventSink, MemoryResumeState, ResumePoint},
     weight_match::{
-        ModelRequirements, WeightMatch, require_equal_tied_values, format_names, match_weights, read_model_type,
+        ModelRequirements, WeightMatch, format_names, match_weights, read_model_type,
+        require_equal_tied_values,
     },
 };
 use crate::{

@@ -160,7 +160,13 @@ pub(super) struct TensorMismatches {
 impl TensorMismatches {
     /// Records the tensor `name` if its stored shape differs from `expected`. `owner` names the
     /// side that expects this shape in the message: `model` or `job`.
-    pub(super) fn record_shape_mismatch(&mut self, name: &str, stored: &[u64], expected: &[usize], owner: &str) {
+    pub(super) fn record_shape_mismatch(
+        &mut self,
+        name: &str,
+        stored: &[u64],
+        expected: &[usize],
+        owner: &str,
+    ) {
         if !stored.iter().copied().eq(expected.iter().map(|&n| n as u64)) {
             self.shapes.push(format!("{name} {stored:?} ({owner}: {expected:?})"));
         }
@@ -207,8 +213,11 @@ fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, 
         source.facts().writer,
         parts.join("; ")
     );
-    let error =
-        mismatches.add_names_to_error(build_checkpoint_error(codes::RESUME_MODEL_MISMATCH, source.path(), message));
+    let error = mismatches.add_names_to_error(build_checkpoint_error(
+        codes::RESUME_MODEL_MISMATCH,
+        source.path(),
+        message,
+    ));
     let help =
         "set `train.model` to the model of the checkpoint, such as `from: DIRECTORY` with its config.json";
     Err(error.with_help(help).into())

@@ -21,7 +21,9 @@ use crate::data::{
 };
 use jobspec::LossTargets;
 use rayon::prelude::*;
-use sandbox::{ReportStepFn, RequestHandler, STACK_BYTES, SandboxSettings, limit_cpu_time, take_panic_message};
+use sandbox::{
+    ReportStepFn, RequestHandler, STACK_BYTES, SandboxSettings, limit_cpu_time, take_panic_message,
+};
 use serde::Serialize;
 use std::{
     borrow::Cow,
@@ -54,7 +56,12 @@ pub(super) struct DocumentInterpreter {
 }
 
 impl RequestHandler for DataHandler {
-    fn handle_request(&mut self, request: &[u8], file: Option<File>, report_step: &mut ReportStepFn) -> Vec<u8> {
+    fn handle_request(
+        &mut self,
+        request: &[u8],
+        file: Option<File>,
+        report_step: &mut ReportStepFn,
+    ) -> Vec<u8> {
         // The caller reports an empty reply as an invalid one.
         let Ok(request) = rmp_serde::from_slice::<Request>(request) else { return Vec::new() };
         let mut begin = |step: InterpretationStep| report_step(step as u64);

@@ -127,7 +127,8 @@ fn read_token_text(value: &Value) -> Option<&str> {
 fn list_special_tokens(config: Option<&Value>, eod_text: &str) -> Vec<(String, String)> {
     const SPECIAL_TOKEN_NAMES: [&str; 5] = ["bos_token", "eos_token", "pad_token", "unk_token", "sep_token"];
     let text = |name: &str| config?.get(name).and_then(read_token_text);
-    let configured = SPECIAL_TOKEN_NAMES.iter().filter_map(|&name| Some((name.to_owned(), text(name)?.to_owned())));
+    let configured =
+        SPECIAL_TOKEN_NAMES.iter().filter_map(|&name| Some((name.to_owned(), text(name)?.to_owned())));
     let mut tokens: Vec<(String, String)> = configured.collect();
     if !tokens.iter().any(|(name, _)| name == "eos_token") {
         tokens.push(("eos_token".to_owned(), eod_text.to_owned()));

@@ -28,7 +28,8 @@ const TEST_CHATS: [&str; 2] = [
     r#"{"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "é\n"}], "tools": [{"a": 1}]}"#,
 ];
 /// The texts that are tokenized with each untrusted tokenizer.
-const TEST_TEXTS: [&str; 3] = ["a b c", "", "Zoë's 12,345 naïve\t \u{1f680}\u{200d}\r\n</s> xxxxxxxxxxxxxxxx"];
+const TEST_TEXTS: [&str; 3] =
+    ["a b c", "", "Zoë's 12,345 naïve\t \u{1f680}\u{200d}\r\n</s> xxxxxxxxxxxxxxxx"];
 
 /// The error which reports that an untrusted input was rejected or exceeded a limit of the sandbox
 /// process.

@@ -66,7 +66,7 @@ impl Model {
             for run in batch.tokens.chunk_by(|a, b| (*a == padding) == (*b == padding)) {
                 end += run.len();
                 if run[0] == padding {
-                    ops.clear(dx.slice_mut((end - run.len()) * d..end * d));
+                    ops.fill_with_zeros(dx.slice_mut((end - run.len()) * d..end * d));
                 }
             }
         }
@@ -96,7 +96,7 @@ impl Model {
         buffers: &mut LayerBuffers,
     ) {
         for span in self.spans.list_norm_and_bias_spans() {
-            input.ops.clear(grads.slice_mut(span));
+            input.ops.fill_with_zeros(grads.slice_mut(span));
         }
         self.mlp_half_backward(input, &mut grads, dx.reborrow(), buffers);
         self.attention_half_backward(input, &mut grads, dx, buffers);
@@ -104,7 +104,11 @@ impl Model {
 
     /// Returns the norm before the output layer, and the matrix of the output layer, `[vocab,
     /// hidden]`. The matrix is the embedding if the two are tied.
-    fn select_head_norm_and_matrix<'a>(&self, input: &HeadInput<'a>, factors: &'a mut Buf) -> (RowNorm<'a>, View<'a>) {
+    fn select_head_norm_and_matrix<'a>(
+        &self,
+        input: &HeadInput<'a>,
+        factors: &'a mut Buf,
+    ) -> (RowNorm<'a>, View<'a>) {
         let (norm_len, matrix_len) = (self.config.params_per_norm(), self.embedding_matrix_len());
         let norm = self.create_row_norm(input.ops, input.params, 0..norm_len, factors);
         let matrix = match input.embedding {
@@ -115,7 +119,12 @@ impl Model {
     }
 
     /// Computes the logits of the only row of `input`, and writes them to `out`, `[vocab]`.
-    pub fn compute_single_row_logits(&self, input: &HeadInput, mut out: ViewMut, scratch: &mut ActivationBuffers) {
+    pub fn compute_single_row_logits(
+        &self,
+        input: &HeadInput,
+        mut out: ViewMut,
+        scratch: &mut ActivationBuffers,
+    ) {
         let (d, v) = (self.config.sizes.hidden, self.config.sizes.vocab);
         let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_buffer_set_mut();
         let (norm, matrix) = self.select_head_norm_and_matrix(input, norm_factors);
@@ -143,7 +152,8 @@ impl Model {
     ) {
         let (ops, sizes, softcap) = (input.ops, self.config.sizes, self.config.logit_softcap);
         let shape = ClassifierShape { m: labels.len(), d: sizes.hidden, v: sizes.vocab, softcap };
-        let ScratchBuffers { norm: normed, dnorm, norm_factors, head_stats, .. } = scratch.borrow_buffer_set_mut();
+        let ScratchBuffers { norm: normed, dnorm, norm_factors, head_stats, .. } =
+            scratch.borrow_buffer_set_mut();
         let (norm, matrix) = self.select_head_norm_and_matrix(input, norm_factors);
         norm.forward(normed.view_mut(), head_stats.view_mut(), input.x);
         let x = normed.view();
@@ -151,12 +161,12 @@ impl Model {
             return ops.compute_classifier_loss(loss, x, matrix, labels, shape, None);
         };
         let (mut norm_grads, matrix_grad) = g.head.split_at(self.config.params_per_norm());
-        ops.clear(norm_grads.reborrow());
+        ops.fill_with_zeros(norm_grads.reborrow());
         let dw = g.embedding.map_or(matrix_grad, |embedding| {
             let (dw, positions) = embedding.split_at(self.embedding_matrix_len());
             if !positions.is_empty() {
                 // The gradient of positions begins at zero.
-                ops.clear(positions);
+                ops.fill_with_zeros(positions);
             }
             dw
         });

@@ -4,7 +4,7 @@ use super::decoder_moe_config::DecoderMoeConfig;
 use crate::{
     model::{
         error::Result,
-        hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, into_object_entries},
+        hf_config::{ConfigKeyNames, HfConfigFields, into_object_entries, invalid_value_error},
         model_sizes::ModelSizes,
         rotary_embedding::RopeConfig,
     },
@@ -256,7 +256,8 @@ impl DecoderConfig {
             kv_heads: kv_heads as usize,
             head_dim: head_dim as usize,
         };
-        let mut config = DecoderConfig::new_with_defaults(sizes, fields.read_size("intermediate_size")? as usize);
+        let mut config =
+            DecoderConfig::new_with_defaults(sizes, fields.read_size("intermediate_size")? as usize);
         config.norm_eps = fields.read_positive_number("rms_norm_eps", 1e-6)? as f32;
         config.rope = Some(rope);
         config.ties_embeddings = fields.read_flag("tie_word_embeddings")?;
@@ -370,7 +371,9 @@ impl DecoderConfig {
         let window = fields.read_optional_size("sliding_window")?.filter(|_| enabled);
         let first = match fields.read_value(FIRST_SLIDING_LAYER_KEY) {
             None => 28,
-            Some(v) => v.as_u64().ok_or_else(|| invalid_value_error(FIRST_SLIDING_LAYER_KEY, v, "a number of layers"))?,
+            Some(v) => v
+                .as_u64()
+                .ok_or_else(|| invalid_value_error(FIRST_SLIDING_LAYER_KEY, v, "a number of layers"))?,
         };
         self.sliding_window = window.map(|n| n as usize);
         self.sliding_layers = (0..self.sizes.layers).map(|l| window.is_some() && l as u64 >= first).collect();
@@ -382,8 +385,13 @@ impl DecoderConfig {
     pub(in crate::model) fn read_layer_types(&mut self, fields: &HfConfigFields) -> Result<()> {
         const LAYER_TYPES_KEY: &str = "layer_types";
         let Some(value) = fields.read_value(LAYER_TYPES_KEY) else { return Ok(()) };
-        let invalid =
-            || invalid_value_error(LAYER_TYPES_KEY, value, "`full_attention` or `sliding_attention` for each layer");
+        let invalid = || {
+            invalid_value_error(
+                LAYER_TYPES_KEY,
+                value,
+                "`full_attention` or `sliding_attention` for each layer",
+            )
+        };
         let types = value.as_array().filter(|t| t.len() == self.sizes.layers).ok_or_else(invalid)?;
         for (is_sliding, layer_type) in self.sliding_layers.iter_mut().zip(types) {
             *is_sliding = match layer_type.as_str() {

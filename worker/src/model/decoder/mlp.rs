@@ -34,11 +34,17 @@ impl Model {
     /// Computes the forward pass of a layer's MLP half: adds the layer's input to the projected
     /// output of attention, and computes the MLP. Writes the layer's output to `y`. If `y` is
     /// `None`, computes only the saved values.
-    pub(super) fn mlp_half_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
+    pub(super) fn mlp_half_forward(
+        &self,
+        input: &LayerInput,
+        y: Option<ViewMut>,
+        buffers: &mut LayerBuffers,
+    ) {
         let (ops, s) = (input.ops, &self.spans);
         let SavedBuffers { residual, mlp_in_stats, gate_up, mlp_out, mlp_out_stats, .. } =
             buffers.saved.borrow_buffer_set_mut();
-        let ScratchBuffers { norm, act, norm_factors, mut lora, .. } = buffers.scratch.borrow_buffer_set_mut();
+        let ScratchBuffers { norm, act, norm_factors, mut lora, .. } =
+            buffers.scratch.borrow_buffer_set_mut();
         let norm_in = self.create_input_norm(input, s.mlp_in_norm.as_ref(), norm_factors);
         let x = norm_in.add_and_norm_forward(residual, input.x, norm, mlp_in_stats);
         self.linears.select_linear(input, &s.gate_up).forward(x, gate_up.view_mut(), &mut lora);

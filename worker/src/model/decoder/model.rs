@@ -293,8 +293,9 @@ impl Model {
     pub fn set_trained_params(&mut self, units: &[ParamUnit]) {
         let layers = &units[1..units.len() - 1];
         self.linears.set_trained_params(layers, self.spans.list_linears());
-        let needs_router_grad =
-            |(l, u): (usize, &ParamUnit)| self.config.is_moe_layer(l) && u.has_trained_elements_in(self.router_span());
+        let needs_router_grad = |(l, u): (usize, &ParamUnit)| {
+            self.config.is_moe_layer(l) && u.has_trained_elements_in(self.router_span())
+        };
         self.needs_router_grad = layers.iter().enumerate().map(needs_router_grad).collect();
         self.needs_head_grad = match self.has_tied_embeddings() {
             true => units[0].is_trained(0),

@@ -76,7 +76,8 @@ impl<'a> MoeModel<'a> {
         model.attention_half_forward(input, buffers);
         let (ops, m, shape) = (input.ops, input.batch.row_count(), self.config.shape);
         let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_buffer_set_mut();
-        let ScratchBuffers { norm, norm_factors, router_logits, .. } = buffers.scratch.borrow_buffer_set_mut();
+        let ScratchBuffers { norm, norm_factors, router_logits, .. } =
+            buffers.scratch.borrow_buffer_set_mut();
         let norm_in = model.create_input_norm(input, model.spans.mlp_in_norm.as_ref(), norm_factors);
         let x = norm_in.add_and_norm_forward(residual, input.x, norm, mlp_in_stats);
         let (logits, w) = (router_logits.view_mut(), input.params.slice(model.router_span()));
@@ -129,7 +130,7 @@ impl<'a> MoeModel<'a> {
         let (model, shape, router) = (self.model, self.config.shape, self.model.router_span());
         let (ops, m, d, experts) = (input.ops, input.batch.row_count(), shape.hidden, shape.experts);
         for span in model.spans.list_norm_and_bias_spans().filter(|s| s.end <= router.start) {
-            ops.clear(g.slice_mut(span));
+            ops.fill_with_zeros(g.slice_mut(span));
         }
         let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_buffer_set_mut();
         let ScratchBuffers { norm, dnorm, norm_factors, router_logits: dlogits, .. } =

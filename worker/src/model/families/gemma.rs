@@ -6,7 +6,8 @@
 //! layers.
 use crate::model::{
     decoder::{
-        Activation, DECODER_KEY_NAMES, DecoderConfig, NormModuleNames, NormKind, QkNormExtent, build_decoder_config_json,
+        Activation, DECODER_KEY_NAMES, DecoderConfig, NormKind, NormModuleNames, QkNormExtent,
+        build_decoder_config_json,
     },
     error::{ModelError, Result},
     family::ModelFamily,
@@ -86,7 +87,8 @@ fn read_gemma_config(fields: &HfConfigFields, rope: RopeConfig, pattern: usize) 
     // Required here: transformers' default is 256, not hidden_size / num_attention_heads.
     fields.read_size("head_dim")?;
     let mut config = DecoderConfig::from_fields_with_rope(fields, rope)?;
-    (config.norm_kind, config.norms, config.activation) = (NormKind::RmsAddOne, NORM_NAMES, Activation::Geglu);
+    (config.norm_kind, config.norms, config.activation) =
+        (NormKind::RmsAddOne, NORM_NAMES, Activation::Geglu);
     config.ties_embeddings = fields.read_flag_or("tie_word_embeddings", true)?;
     config.embedding_scale = Some((config.sizes.hidden as f64).sqrt() as f32);
     config.attention_scale = 1.0 / fields.read_positive_number("query_pre_attn_scalar", 256.0)?.sqrt();
@@ -125,7 +127,8 @@ fn read_rope_configs(fields: &HfConfigFields) -> Result<(RopeConfig, Option<Rope
         let full = old.map_or(unscaled, |v| RopeConfig::parse_config_value(OLD_KEY, v, full_theta))?;
         return Ok((full, Some(RopeConfig::unscaled(sliding_theta))));
     };
-    let invalid = || invalid_value_error(NEW_KEY, new, "a mapping with `full_attention` and `sliding_attention`");
+    let invalid =
+        || invalid_value_error(NEW_KEY, new, "a mapping with `full_attention` and `sliding_attention`");
     let map = new.as_object().filter(|m| m.len() == 2).ok_or_else(invalid)?;
     let read = |layer_type: &str, theta| {
         RopeConfig::parse_config_value(NEW_KEY, map.get(layer_type).ok_or_else(invalid)?, theta)

@@ -1,11 +1,11 @@
 //! The model family GPT-2: learned positions, LayerNorm, GELU, and matrices stored as `[in, out]`.
 use crate::model::{
     decoder::{
-        Activation, DecoderConfig, DropoutConfig, NormModuleNames, LearnedPositions, NormKind, TensorNames,
+        Activation, DecoderConfig, DropoutConfig, LearnedPositions, NormKind, NormModuleNames, TensorNames,
     },
     error::Result,
     family::ModelFamily,
-    hf_config::{ConfigKeyNames, HfConfigFields, invalid_value_error, into_object_entries},
+    hf_config::{ConfigKeyNames, HfConfigFields, into_object_entries, invalid_value_error},
     model_sizes::ModelSizes,
 };
 use jobspec::ModelSpec;

@@ -211,9 +211,14 @@ impl Trainer {
         };
         let write = |sender: usize, grads: &mut Buf| {
             let ranges = saved.recv_plan.compute_expert_ranges_from(sender);
-            compute_expert_param_gradients(ops, shape, &ranges, &given, grads.view_mut().slice(0..len), |m| {
-                expert_unit.has_trained_elements_in(m)
-            });
+            compute_expert_param_gradients(
+                ops,
+                shape,
+                &ranges,
+                &given,
+                grads.view_mut().slice(0..len),
+                |m| expert_unit.has_trained_elements_in(m),
+            );
         };
         if dispatcher.has_every_expert() {
             let trained = expert_unit.has_any_trained();
@@ -277,7 +282,8 @@ impl Trainer {
         };
         let (ops, batch) = (self.ops.as_ref(), &self.batch);
         let g = grad.view_mut().slice(0..self.engine.shards[l + 1].unit.len());
-        let LayerActivations { x, residual_grad: dx, mut buffers, .. } = self.activations.select_layer_buffers(l);
+        let LayerActivations { x, residual_grad: dx, mut buffers, .. } =
+            self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
             moe.route_backward(&input, g, dx, &back, &saved.routing, &mut buffers);

@@ -13,8 +13,9 @@ impl ZeroEngine {
     /// Takes a buffer for the whole gradient of parameter unit `u`, with unspecified content.
     pub fn take_gradient_buffer(&mut self, u: usize) -> Buf {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
-        let is_temporary =
-            self.reduces_gradients_during_backward() || !unit.is_all_trained() || self.adds_next_gradient_in_place(u);
+        let is_temporary = self.reduces_gradients_during_backward()
+            || !unit.is_all_trained()
+            || self.adds_next_gradient_in_place(u);
         match is_temporary {
             true => lock_ignoring_poison(&self.gradient_pool).take(ops, unit.len()),
             false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(ops),
@@ -280,9 +281,7 @@ impl ZeroEngine {
         let whole = match self.policy.shard_gradients {
             // the partial sums of the whole gradient are empty now, so their memory is reused
             false => lock_ignoring_poison(&self.shards[u].grads).take_buffer(self.ops.as_ref()),
-            true => {
-                self.allocate_zeros(self.shards[u].unit.to_trained_range(self.optimizer_range(u)).len())
-            }
+            true => self.allocate_zeros(self.shards[u].unit.to_trained_range(self.optimizer_range(u)).len()),
         };
         self.gather_trained_vector(u, owned, whole)
     }

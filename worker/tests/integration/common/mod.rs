@@ -303,7 +303,8 @@ pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step
     let source = SyntheticSamples { vocab: running.train_spec().model.vocab_size };
     let units = running.trainer.engine.shards.len();
     let positions = (running.trainer.global_batch_size() * running.trainer.batch.seq_len as u64) as f64;
-    let outcome = running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap();
+    let outcome =
+        running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap();
     let scale = (positions / outcome.targets as f64) as f32;
     let gradients: Vec<Vec<f32>> = (0..units)
         .map(|u| {
@@ -333,7 +334,11 @@ pub(crate) fn measure_slope_and_gradient_norm(running: &mut RunningTrainer, step
                 }
             });
         }
-        let found = running.trainer.compute_global_batch_gradients(&source, 0, RankStepReport::default()).unwrap().loss;
+        let found = running
+            .trainer
+            .compute_global_batch_gradients(&source, 0, RankStepReport::default())
+            .unwrap()
+            .loss;
         (0..units).for_each(|u| drop(running.trainer.engine.finish_gradient(u).unwrap()));
         found
     };

@@ -1,7 +1,7 @@
 //! [`ClientOptions`]: builds the command line with which OpenSSH's client (`ssh`) connects to one
 //! host.
-use super::client_requirement::OpenSshRequirement;
-use crate::cluster::ssh::config::SshHostSettings;
+use super::openssh_requirement::OpenSshRequirement;
+use crate::cluster::ssh::ssh_config::SshHostSettings;
 use jobspec::{
     KnownHosts as KnownHostsPolicy, SshSpec,
     hosts::{HostAddress, parse_hosts},
@@ -192,7 +192,7 @@ pub(super) fn read_settings(config: &str, host: &str) -> SshHostSettings {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("config");
     std::fs::write(&file, config).expect("a file");
-    crate::cluster::ssh::config::SshConfigLines::read_files(&[file], true, dir.path())
+    crate::cluster::ssh::ssh_config::SshConfigLines::read_files(&[file], true, dir.path())
         .expect("a configuration")
         .find_settings(host)
 }

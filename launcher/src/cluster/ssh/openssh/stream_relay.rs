@@ -2,7 +2,7 @@
 //! both directions.
 use super::session::{ClientProcess, OpenSshChannel};
 use crate::cluster::ssh::{
-    relay::{RelayBuffer, none_if_would_block},
+    channel_relay::{RelayBuffer, none_if_would_block},
     ssh_error::build_ssh_error,
     target::SshTarget,
 };

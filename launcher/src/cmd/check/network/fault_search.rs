@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 /// The number of bad transfers with different partners, all of which work with other hosts, that
 /// shows that a host is faulty.
-const MIN_CONVICTING_TRANSFERS: usize = 2;
+const MIN_BAD_TRANSFERS_OF_FAULTY_HOST: usize = 2;
 /// How many tests a bad transfer between two hosts needs before it counts, because another load can
 /// disturb one test.
 const TESTS_OF_BAD_TRANSFER: u32 = 2;
@@ -69,11 +69,11 @@ impl FaultSearch {
 
     /// Returns the bad transfers that are evidence against `host` in the role `role` (sender or
     /// receiver), because their other side is known to work.
-    fn list_evidence(&self, host: usize, role: TransferRole) -> Vec<(usize, usize)> {
+    fn list_evidence_against_host(&self, host: usize, role: TransferRole) -> Vec<(usize, usize)> {
         if self.has_good_transfer(host, role) {
             return Vec::new();
         }
-        let other = role.opposite();
+        let other = role.opposite_role();
         let is_evidence = |pair: &(usize, usize), transfer: &TestedTransfer| {
             transfer.is_bad
                 && select_host_by_role(*pair, role) == host
@@ -85,8 +85,8 @@ impl FaultSearch {
 
     /// Returns whether enough bad transfers show that `host` is at fault as the sender or receiver,
     /// as `role` selects.
-    fn is_convicted(&self, host: usize, role: TransferRole) -> bool {
-        self.list_evidence(host, role).len() >= MIN_CONVICTING_TRANSFERS
+    fn is_proven_faulty(&self, host: usize, role: TransferRole) -> bool {
+        self.list_evidence_against_host(host, role).len() >= MIN_BAD_TRANSFERS_OF_FAULTY_HOST
     }
 
     /// Returns all bad transfers, each as a pair of sender and receiver.
@@ -101,7 +101,7 @@ impl FaultSearch {
         let mut faults = Vec::new();
         for (sender, receiver) in self.list_bad_transfers() {
             let convicted = [(sender, Sender), (receiver, Receiver)]
-                .map(|(host, role)| self.is_convicted(host, role).then_some(TransferFault::Host(host, role)));
+                .map(|(host, role)| self.is_proven_faulty(host, role).then_some(TransferFault::Host(host, role)));
             faults.extend(convicted.iter().flatten());
             if convicted.iter().all(Option::is_none) {
                 let both_work =
@@ -120,7 +120,7 @@ impl FaultSearch {
     /// Returns the transfers between hosts to test next, to find out which hosts are at fault, as
     /// pairs of sender and receiver. The result is empty if no further test helps. `is_usable`
     /// returns whether a transfer may be tested.
-    pub(super) fn choose_tests(
+    pub(super) fn choose_test_transfers(
         &self,
         hosts: usize,
         is_usable: impl Fn(usize, usize) -> bool,
@@ -128,7 +128,7 @@ impl FaultSearch {
         let mut chosen = Vec::new();
         for pair in self.list_bad_transfers() {
             for role in [TransferRole::Sender, TransferRole::Receiver] {
-                chosen.extend(self.choose_test_of_host(
+                chosen.extend(self.choose_test_transfer_for_host(
                     select_host_by_role(pair, role),
                     role,
                     hosts,
@@ -137,7 +137,7 @@ impl FaultSearch {
             }
             let is_path_fault = [TransferRole::Sender, TransferRole::Receiver]
                 .into_iter()
-                .all(|role| !self.is_convicted(select_host_by_role(pair, role), role));
+                .all(|role| !self.is_proven_faulty(select_host_by_role(pair, role), role));
             if is_path_fault && self.count_tests(pair) < TESTS_OF_BAD_PATH && is_usable(pair.0, pair.1) {
                 chosen.push(pair);
             }
@@ -150,7 +150,7 @@ impl FaultSearch {
     /// Returns the next transfer to test, to find out whether `host` works in the role `role`
     /// (sender or receiver): a transfer with a new partner that is known to work, or the repetition
     /// of a bad transfer.
-    fn choose_test_of_host(
+    fn choose_test_transfer_for_host(
         &self,
         host: usize,
         role: TransferRole,
@@ -164,8 +164,8 @@ impl FaultSearch {
             TransferRole::Sender => (host, partner),
             TransferRole::Receiver => (partner, host),
         };
-        let evidence = self.list_evidence(host, role);
-        if evidence.len() >= MIN_CONVICTING_TRANSFERS {
+        let evidence = self.list_evidence_against_host(host, role);
+        if evidence.len() >= MIN_BAD_TRANSFERS_OF_FAULTY_HOST {
             // One confirmed transfer suffices: the others agree with it.
             let is_confirmed = evidence.iter().any(|pair| self.count_tests(*pair) >= TESTS_OF_BAD_TRANSFER);
             return evidence.into_iter().find(|pair| !is_confirmed && is_usable(pair.0, pair.1));
@@ -173,7 +173,7 @@ impl FaultSearch {
         let is_new = |partner: &usize| {
             let pair = pair(*partner);
             *partner != host
-                && self.has_good_transfer(*partner, role.opposite())
+                && self.has_good_transfer(*partner, role.opposite_role())
                 && !self.transfers.contains_key(&pair)
                 && is_usable(pair.0, pair.1)
         };
@@ -190,7 +190,7 @@ impl FaultSearch {
 impl TransferRole {
     /// Returns the role of the other host of a transfer: the receiver for a sender, and the sender
     /// for a receiver.
-    fn opposite(self) -> TransferRole {
+    fn opposite_role(self) -> TransferRole {
         match self {
             TransferRole::Sender => TransferRole::Receiver,
             TransferRole::Receiver => TransferRole::Sender,

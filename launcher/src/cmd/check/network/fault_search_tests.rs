@@ -35,7 +35,7 @@ impl FaultyNetwork {
             }
             let round = match rounds.pop() {
                 Some(round) => round,
-                None => select_disjoint_pairs(search.choose_tests(self.hosts, |_, _| true)),
+                None => select_disjoint_pairs(search.choose_test_transfers(self.hosts, |_, _| true)),
             };
             if round.is_empty() || further == MAX_FURTHER_ROUNDS {
                 return (search.find_faults(), tests.values().sum::<u32>() as usize / 2);
@@ -174,7 +174,7 @@ fn a_bad_test_that_does_not_repeat_blames_no_host() {
     let mut search = FaultSearch::default();
     search.add_transfer((0, 1), true, 1);
     search.add_transfer((1, 0), false, 1);
-    assert_eq!(search.choose_tests(2, |_, _| true), [(0, 1)], "the bad transfer is repeated");
+    assert_eq!(search.choose_test_transfers(2, |_, _| true), [(0, 1)], "the bad transfer is repeated");
     search.add_transfer((0, 1), false, 2);
-    assert_eq!((search.find_faults(), search.choose_tests(2, |_, _| true)), (vec![], vec![]));
+    assert_eq!((search.find_faults(), search.choose_test_transfers(2, |_, _| true)), (vec![], vec![]));
 }

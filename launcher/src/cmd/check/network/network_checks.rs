@@ -19,11 +19,11 @@ const MAX_RETRANSMIT_SHARE: f64 = 0.01;
 const MIN_RETRANSMITS: u64 = 20;
 /// The share of another network interface's speed below which an interface counts as the slower
 /// one.
-const SLOWER_LINK_SHARE: f64 = 0.5;
+const MAX_SLOWER_INTERFACE_SPEED_SHARE: f64 = 0.5;
 /// A path between two hosts counts as failed if its transfer rate is below this share of the usual
 /// rate, which is the median of the best rates of all hosts. Above it, other load can be the
 /// reason, because no second path confirms the measurement.
-const FAILED_PATH_SHARE: f64 = 0.25;
+const MAX_FAILED_PATH_RATE_SHARE: f64 = 0.25;
 /// The name of the checks in the report of `launch check --network` that concern several hosts.
 const NETWORK_CHECK_NAME: &str = "network";
 
@@ -36,7 +36,7 @@ pub(in crate::cmd::check) fn add_network_checks(report: &mut CheckReport, networ
         let Some(Some(inspection)) = known.get(index) else { continue };
         host.checks.push(check_interface(inspection, &known, &names));
         host.checks.extend(check_rdma(&inspection.rdma, &known, &names));
-        host.checks.extend(check_ports(index, &network.pairs, &names));
+        host.checks.extend(check_listener_ports_reachable(index, &network.pairs, &names));
         host.checks.extend(check_retransmits(index, &network.pairs));
     }
     for property in ConnectionProperty::ALL {
@@ -58,7 +58,7 @@ pub(in crate::cmd::check) fn add_network_checks(report: &mut CheckReport, networ
         }
     }
     report.checks.push(create_summary_check(network, &names));
-    report.network = Some(to_json(network, &names));
+    report.network = Some(measurements_to_json(network, &names));
 }
 
 /// Formats a rate in bytes per second in the units of networks: `94 Mb/s`, `9.4 Gb/s`.
@@ -131,7 +131,7 @@ fn describe_interface(interface: &NetworkInterface) -> String {
 
 /// Checks that other hosts reach all ports of a host at which its agent listens for test
 /// connections. Hosts that reach no port are not considered.
-fn check_ports(host: usize, pairs: &PairMeasurements, names: &[String]) -> Option<CheckResult> {
+fn check_listener_ports_reachable(host: usize, pairs: &PairMeasurements, names: &[String]) -> Option<CheckResult> {
     let is_partial =
         |direction: &DirectedMeasurement| direction.is_reached == Some(true) && !direction.errors.is_empty();
     let partial: Vec<_> =
@@ -177,14 +177,14 @@ impl PropertyComparison<'_> {
     /// Returns the values of all measured transfers in which `host` has the role `role` (sender or
     /// receiver).
     fn list_values_of_host(&self, host: usize, role: TransferRole) -> Vec<((usize, usize), f64)> {
-        let mut values = self.pairs.list_values(self.property);
+        let mut values = self.pairs.list_values_of_property(self.property);
         values.retain(|((from, to), _)| host == if role == TransferRole::Sender { *from } else { *to });
         values
     }
 
     /// Returns the median of the measured values of all pairs that include no host of `hosts`.
     fn find_median_of_others(&self, hosts: &[usize]) -> Option<f64> {
-        let values = self.pairs.list_values(self.property).into_iter();
+        let values = self.pairs.list_values_of_property(self.property).into_iter();
         let others = values.filter(|((from, to), _)| !hosts.contains(from) && !hosts.contains(to));
         find_median(others.map(|(_, value)| value).collect())
     }
@@ -250,7 +250,7 @@ impl PropertyComparison<'_> {
     /// other hosts.
     fn create_path_fault_check(&self, from: usize, to: usize) -> CheckResult {
         let reason = "both hosts work with other hosts, so the path between them is at fault";
-        self.create_direction_check((from, to), reason)
+        self.create_bad_transfer_check((from, to), reason)
     }
 
     /// Creates the check result of a bad transfer between two hosts if the measurements do not show
@@ -258,8 +258,8 @@ impl PropertyComparison<'_> {
     fn create_undetermined_fault_check(&self, from: usize, to: usize) -> CheckResult {
         let speed = |host: usize| Some(f64::from(self.known[host]?.interface.as_ref()?.speed_mbps?));
         let slower = match (speed(from), speed(to)) {
-            (Some(first), Some(second)) if first < SLOWER_LINK_SHARE * second => Some((from, first)),
-            (Some(first), Some(second)) if second < SLOWER_LINK_SHARE * first => Some((to, second)),
+            (Some(first), Some(second)) if first < MAX_SLOWER_INTERFACE_SPEED_SHARE * second => Some((from, first)),
+            (Some(first), Some(second)) if second < MAX_SLOWER_INTERFACE_SPEED_SHARE * first => Some((to, second)),
             _ => None,
         };
         let reason = match slower {
@@ -269,12 +269,12 @@ impl PropertyComparison<'_> {
             }
             None => "the measurements do not show which of the two hosts is at fault".to_owned(),
         };
-        self.create_direction_check((from, to), &reason)
+        self.create_bad_transfer_check((from, to), &reason)
     }
 
     /// Creates the check result of a bad transfer from one host to another; `reason` states why no
     /// single host is named.
-    fn create_direction_check(&self, pair: (usize, usize), reason: &str) -> CheckResult {
+    fn create_bad_transfer_check(&self, pair: (usize, usize), reason: &str) -> CheckResult {
         let (from, to) = (&self.names[pair.0], &self.names[pair.1]);
         let direction = self.pairs.get(pair);
         let value = |pair| match self.property {
@@ -306,7 +306,7 @@ impl PropertyComparison<'_> {
                 let found = format!("{from} to {to}: {}{compared}; {reason}", value(pair));
                 let rate = direction.and_then(|d| d.transfer).map_or(0.0, |transfer| transfer.bytes_per_second());
                 let usual = self.pairs.find_usual_value(ConnectionProperty::Rate).unwrap_or(0.0);
-                match rate < FAILED_PATH_SHARE * usual || rate == 0.0 {
+                match rate < MAX_FAILED_PATH_RATE_SHARE * usual || rate == 0.0 {
                     true => CheckResult::failed(NETWORK_CHECK_NAME, codes::NETWORK_SLOW, found, SLOW_HELP),
                     false => CheckResult::warn(NETWORK_CHECK_NAME, codes::NETWORK_SLOW, found, SLOW_HELP),
                 }
@@ -359,7 +359,7 @@ fn create_summary_check(network: &NetworkReport, names: &[String]) -> CheckResul
 }
 
 /// Returns all measurements of `launch check --network` as JSON.
-fn to_json(network: &NetworkReport, names: &[String]) -> Value {
+fn measurements_to_json(network: &NetworkReport, names: &[String]) -> Value {
     let hosts = names.iter().zip(&network.inspections).map(|(name, inspection)| {
         json!({
             "host": name,

@@ -92,7 +92,7 @@ impl PairMeasurements {
 
     /// Returns the measured values of a property, each with the pair of hosts (from, to) in whose
     /// direction it was measured. The value of the reachability is 1 or 0.
-    pub(super) fn list_values(&self, property: ConnectionProperty) -> Vec<((usize, usize), f64)> {
+    pub(super) fn list_values_of_property(&self, property: ConnectionProperty) -> Vec<((usize, usize), f64)> {
         let value = |direction: &DirectedMeasurement| match property {
             ConnectionProperty::Reachability => {
                 direction.is_reached.map(|is_reached| f64::from(u8::from(is_reached)))
@@ -112,7 +112,7 @@ impl PairMeasurements {
             ConnectionProperty::RoundTrip => new < old,
             ConnectionProperty::Reachability | ConnectionProperty::Rate => new > old,
         };
-        for ((a, b), value) in self.list_values(property) {
+        for ((a, b), value) in self.list_values_of_property(property) {
             for host in [a, b] {
                 let known = best.entry(host).or_insert(value);
                 if is_better(value, *known) {
@@ -134,7 +134,7 @@ impl PairMeasurements {
     pub(super) fn create_fault_search(&self, property: ConnectionProperty) -> FaultSearch {
         let mut search = FaultSearch::default();
         let usual = self.find_usual_value(property).unwrap_or(0.0);
-        for (pair, value) in self.list_values(property) {
+        for (pair, value) in self.list_values_of_property(property) {
             let is_bad = match property {
                 ConnectionProperty::Reachability => value == 0.0,
                 ConnectionProperty::Rate => value == 0.0 || value < MAX_SLOW_RATE_SHARE * usual,

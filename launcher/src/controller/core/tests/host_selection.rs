@@ -19,7 +19,7 @@ fn start_run(copies: bool) -> CoreHarness {
         ..create_setup(4, true)
     };
     setup.hosts.iter_mut().for_each(|host| host.remote = true);
-    let harness = CoreHarness::with_running_setup(setup, 1);
+    let harness = CoreHarness::new_running_with_setup(setup, 1);
     assert_eq!(harness.core.members, [0, 1]);
     harness
 }

@@ -71,7 +71,7 @@ proptest! {
     /// after a failure, and the run ends exactly once.
     #[test]
     fn every_order_of_events_ends_once(builtin in any::<bool>(), steps in proptest::collection::vec(any_event(), 0..40)) {
-        let mut harness = CoreHarness::with_running_workers(2, 2, builtin);
+        let mut harness = CoreHarness::new_with_running_workers(2, 2, builtin);
         let mut all_actions = Vec::new();
         for step in steps {
             let was_inactive: Vec<bool> = harness.core.hosts.iter().map(|host| !host.active).collect();
@@ -102,7 +102,7 @@ proptest! {
     /// The run ends even if the agents never answer again.
     #[test]
     fn a_run_with_silent_agents_ends(builtin in any::<bool>(), steps in proptest::collection::vec(any_event(), 0..10)) {
-        let mut harness = CoreHarness::with_running_workers(2, 2, builtin);
+        let mut harness = CoreHarness::new_with_running_workers(2, 2, builtin);
         let mut ended = steps.into_iter().any(|step| find_outcome(&apply_event(&mut harness, step)).is_some());
         for _ in 0..200 {
             let now = harness.now + millis(1000);

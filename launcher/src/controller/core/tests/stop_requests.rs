@@ -4,7 +4,7 @@ use super::*;
 #[test]
 fn interrupt_saves_and_stops_built_in_workers() {
     for (stop, code) in [(StopRequest::Interrupt, 130), (StopRequest::Terminate, 143)] {
-        let mut harness = CoreHarness::with_running_workers(1, 2, true);
+        let mut harness = CoreHarness::new_with_running_workers(1, 2, true);
         let actions = harness.feed_input(ControllerInput::Stop(stop));
         assert!(
             actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: None }))
@@ -23,7 +23,7 @@ fn interrupt_saves_and_stops_built_in_workers() {
 
 #[test]
 fn interrupt_gives_programs_a_grace_period_and_accepts_any_exit() {
-    let mut harness = CoreHarness::with_running_workers(1, 3, false);
+    let mut harness = CoreHarness::new_with_running_workers(1, 3, false);
     let actions = harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt));
     assert!(
         actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: Some(3000) }))
@@ -38,7 +38,7 @@ fn interrupt_gives_programs_a_grace_period_and_accepts_any_exit() {
 #[test]
 fn a_second_signal_kills_the_workers() {
     for builtin in [true, false] {
-        let mut harness = CoreHarness::with_running_workers(1, 2, builtin);
+        let mut harness = CoreHarness::new_with_running_workers(1, 2, builtin);
         harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt));
         assert_eq!(
             find_kill_messages(&harness.feed_input(ControllerInput::Stop(StopRequest::Terminate))),
@@ -62,7 +62,7 @@ fn the_time_limit_stops_the_job_and_is_not_a_second_signal() {
     for (then, is_time_limit) in
         [(None, true), (Some(StopRequest::TimeLimit), true), (Some(StopRequest::Terminate), false)]
     {
-        let mut harness = CoreHarness::with_running_workers(1, 2, true);
+        let mut harness = CoreHarness::new_with_running_workers(1, 2, true);
         let actions = harness.feed_input(ControllerInput::Stop(StopRequest::TimeLimit));
         assert!(
             actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: None }))
@@ -81,7 +81,7 @@ fn the_time_limit_stops_the_job_and_is_not_a_second_signal() {
         );
         assert!(!outcome.made_progress, "no step was seen");
     }
-    let mut harness = CoreHarness::with_running_workers(1, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 1, true);
     harness.feed_input(ControllerInput::Stop(StopRequest::TimeLimit));
     assert_eq!(
         find_kill_messages(&harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt))),
@@ -92,7 +92,7 @@ fn the_time_limit_stops_the_job_and_is_not_a_second_signal() {
 
 #[test]
 fn the_first_notice_of_termination_stops_the_job_and_the_others_are_no_second_signal() {
-    let mut harness = CoreHarness::with_running_workers(2, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(2, 1, true);
     let actions = harness.send_from_agent(1, FromAgent::Terminating);
     assert!(actions.contains(&ControllerAction::Send(0, ToAgent::Stop { attempt: 0, deadline_ms: None })));
     assert!(harness.send_from_agent(0, FromAgent::Terminating).is_empty());
@@ -107,7 +107,7 @@ fn the_first_notice_of_termination_stops_the_job_and_the_others_are_no_second_si
 
 #[test]
 fn a_signal_of_the_user_decides_before_a_notice_of_termination() {
-    let mut harness = CoreHarness::with_running_workers(1, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 1, true);
     harness.feed_input(ControllerInput::Stop(StopRequest::Terminate));
     assert!(harness.send_from_agent(0, FromAgent::Terminating).is_empty());
     harness.report_worker_exit(0, ExitStatus::Code(75));
@@ -118,7 +118,7 @@ fn a_signal_of_the_user_decides_before_a_notice_of_termination() {
 
 #[test]
 fn a_signal_after_a_failure_kills_at_once_and_keeps_the_failure() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, false);
+    let mut harness = CoreHarness::new_with_running_workers(1, 2, false);
     harness.report_worker_exit(0, ExitStatus::Code(7));
     assert_eq!(
         find_kill_messages(&harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt))),
@@ -139,7 +139,7 @@ fn a_signal_before_the_workers_started_ends_at_once() {
 
 #[test]
 fn a_save_that_fails_while_stopping_is_a_failure() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 2, true);
     harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt));
     harness.send_final_report(1, WorkerExit::Failed);
     let actions = harness.report_worker_exit(1, ExitStatus::Code(1));
@@ -150,7 +150,7 @@ fn a_save_that_fails_while_stopping_is_a_failure() {
 
 #[test]
 fn workers_that_finished_before_a_stop_request_are_a_success() {
-    let mut harness = CoreHarness::with_running_workers(1, 1, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 1, true);
     harness.feed_input(ControllerInput::Stop(StopRequest::Interrupt));
     harness.report_worker_exit(0, SUCCESS_STATUS);
     assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, 0);
@@ -158,7 +158,7 @@ fn workers_that_finished_before_a_stop_request_are_a_success() {
 
 #[test]
 fn a_kill_request_needs_no_second_signal() {
-    let mut harness = CoreHarness::with_running_workers(1, 2, true);
+    let mut harness = CoreHarness::new_with_running_workers(1, 2, true);
     assert_eq!(find_kill_messages(&harness.feed_input(ControllerInput::Kill)), [(0, 0)]);
     harness.report_worker_exit(0, KILLED_STATUS);
     harness.report_worker_exit(1, KILLED_STATUS);

@@ -7,7 +7,7 @@ use super::{
 use crate::controller::{
     controller_events::ControllerEvents,
     core::{PlannedWorker, RunMemo, StoredMemo},
-    report_id::CONTROLLER_STREAM,
+    report_id::CONTROLLER_REPORT_STREAM,
 };
 use jobspec::ids::Rank;
 use protocol::{
@@ -123,7 +123,7 @@ impl Simulation {
             Event::Placement { attempt, hosts, .. } => Some((*attempt, hosts.clone())),
             _ => None,
         });
-        let core = ControllerCore::new_takeover(setup, placement, false);
+        let core = ControllerCore::new_for_takeover(setup, placement, false);
         let index = self.controllers.len();
         self.controllers.push(SimController::new(core, token));
         let now = self.now;
@@ -269,7 +269,7 @@ impl Simulation {
                 self.schedule_event(at, SimEvent::TakeOverJournal(index));
             }
             ControllerAction::RestoreEvent(event) => {
-                let line = (event.event, (CONTROLLER_STREAM, event.number));
+                let line = (event.event, (CONTROLLER_REPORT_STREAM, event.number));
                 self.queue_journal_item(index, JournalItem::Append(line));
             }
             ControllerAction::ReportTakeover { unattended } => {
@@ -351,7 +351,7 @@ impl Simulation {
         let events = &self.controllers[index].events;
         let stored = StoredMemo {
             memo,
-            newest_event: events.newest_number(),
+            newest_event: events.newest_event_number(),
             unstored: events.collect_unstored(),
             job_file: None,
             directory: "/".into(),

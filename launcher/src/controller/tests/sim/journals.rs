@@ -2,8 +2,8 @@
 //! controller ends before, the events that it has not written are lost.
 use super::{ControllerIndex, ControllerInput, SimEvent, Simulation};
 use crate::controller::{
-    core::TakenJournal,
-    journal::{JournalSummary, is_void_restart},
+    core::TakenOverJournal,
+    journal::{JournalSummary, is_restart_that_never_began},
     report_id::ReportId,
 };
 use protocol::event::Event;
@@ -51,21 +51,21 @@ impl Simulation {
             stored.insert(report.0, report.1);
         }
         let stored: Vec<ReportId> = stored.into_iter().collect();
-        self.controllers[index].events.forget_stored(&stored);
+        self.controllers[index].events.forget_stored_events(&stored);
         self.feed_controller(index, ControllerInput::Stored(stored));
     }
 
     /// Copies the journal for a controller that takes over the run.
     pub(super) fn take_over_journal(&mut self, index: ControllerIndex) {
         let Some(stored) = self.controllers[index].taken_memo.take() else { return };
-        let is_kept = |line: &&JournalLine| !is_void_restart(&line.0, stored.memo.restarts);
+        let is_kept = |line: &&JournalLine| !is_restart_that_never_began(&line.0, stored.memo.restarts);
         let lines: Vec<JournalLine> = self.journal_lines().iter().filter(is_kept).cloned().collect();
         let mut summary = JournalSummary::default();
         for (event, report) in &lines {
             summary.add_event(event, Some(*report));
         }
-        let journaled = summary.newest_controller_event();
-        let journal = TakenJournal::new(summary, stored.unstored, self.now.as_secs_f64());
+        let journaled = summary.newest_controller_event_number();
+        let journal = TakenOverJournal::new(summary, stored.unstored, self.now.as_secs_f64());
         self.journals.push(lines);
         let controller = &mut self.controllers[index];
         controller.journal = self.journals.len() - 1;

@@ -102,7 +102,11 @@ impl FusedExperts {
             let (mut members, mut at) = (Vec::with_capacity(parts.len()), 0u64);
             for (part, shape) in parts {
                 let end = at.checked_add(count_elements(shape)?)?;
-                members.push(SeparateExpertTensor { name: part.to_owned(), shape: shape.to_vec(), elements: at..end });
+                members.push(SeparateExpertTensor {
+                    name: part.to_owned(),
+                    shape: shape.to_vec(),
+                    elements: at..end,
+                });
                 at = end;
             }
             self.members.insert(name.clone(), members);

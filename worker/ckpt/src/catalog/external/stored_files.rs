@@ -199,7 +199,10 @@ impl StoredFiles {
     /// span.
     pub(super) fn crc_mismatch_error(&self, span: SpanIndex, entries: &[ExternalTensor]) -> CkptError {
         let tensors = list_tensors_in_spans(&[span], entries).remove(&span).unwrap_or_default();
-        CkptError::from_damage(self.files[span.0].directory.path(), self.make_crc_mismatch_damage(span, tensors))
+        CkptError::from_damage(
+            self.files[span.0].directory.path(),
+            self.make_crc_mismatch_damage(span, tensors),
+        )
     }
 
     /// Carries out all read requests in the order of the files and offsets from which they read.

@@ -17,8 +17,9 @@ impl ExternalCheckpoint {
         let Some(fused) = FusedExperts::from_separate_experts(&borrow_weight_shapes(weights)) else { return };
         let shapes: HashMap<&str, &[u64]> = borrow_weight_shapes(&fused.weights).into_iter().collect();
         let has = |e: &ExternalTensor| shapes.get(e.info.name.as_str()) == Some(&e.info.shape.as_slice());
-        let twice =
-            |e: &ExternalTensor, m: &SeparateExpertTensor| self.index.contains_key(&(e.info.role, m.name.clone()));
+        let twice = |e: &ExternalTensor, m: &SeparateExpertTensor| {
+            self.index.contains_key(&(e.info.role, m.name.clone()))
+        };
         let members = |e: &ExternalTensor| {
             let members = fused.parts_of_weight(&e.info.name).filter(|_| has(e))?;
             (!members.iter().any(|m| twice(e, m))).then_some(members)

@@ -45,7 +45,12 @@ impl BlockReader {
     }
 
     /// Opens the byte range `range` of a memory file as if it were the file `name` in `directory`.
-    pub(crate) fn from_memory_file(file: File, range: Range<u64>, directory: &Path, name: &str) -> BlockReader {
+    pub(crate) fn from_memory_file(
+        file: File,
+        range: Range<u64>,
+        directory: &Path,
+        name: &str,
+    ) -> BlockReader {
         let (directory, name) = (directory.to_owned(), name.to_owned());
         let size = range.end - range.start;
         BlockReader { file, directory, name, direct: false, size, base: range.start }

@@ -184,8 +184,9 @@ fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<Stri
     let mut paths = HashMap::new();
     for (key, path) in pairs {
         let key = key.as_short_str().ok_or(DcpError::InvalidField("key"))?;
-        let part =
-            |v: PickleView<'_>| v.as_short_str().map(str::to_owned).or_else(|| v.as_int().map(|i| i.to_string()));
+        let part = |v: PickleView<'_>| {
+            v.as_short_str().map(str::to_owned).or_else(|| v.as_int().map(|i| i.to_string()))
+        };
         let path: Option<Vec<String>> =
             path.as_items().map(|p| p.iter().map(part).collect()).unwrap_or_default();
         let path = path.ok_or(DcpError::InvalidField("path"))?;

@@ -70,7 +70,9 @@ fn collect_flat_groups(
     for (g, group) in model.groups.iter().enumerate() {
         let ranks: Vec<FlatGroupShardOfRank<'_>> = optimizer
             .values()
-            .filter_map(|(file, states)| Some(FlatGroupShardOfRank { file: *file, shard: states.shards.get(g)? }))
+            .filter_map(|(file, states)| {
+                Some(FlatGroupShardOfRank { file: *file, shard: states.shards.get(g)? })
+            })
             .collect();
         let entries = match stage {
             3 => partitions::locate_partitioned_params(group, &ranks),

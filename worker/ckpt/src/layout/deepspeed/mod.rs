@@ -20,5 +20,5 @@ pub(crate) use file_names::{TagFiles, UNIVERSAL_SUFFIX};
 pub(crate) use open::open_deepspeed;
 pub(crate) use states::{ALLOWED_GLOBALS, ModelStates, OptimizerStates};
 pub(crate) use tag_directories::{
-    LATEST_FILE, LATEST_UNIVERSAL_FILE, missing_tag_message, is_tag_directory, list_tags, read_latest,
+    LATEST_FILE, LATEST_UNIVERSAL_FILE, is_tag_directory, list_tags, missing_tag_message, read_latest,
 };

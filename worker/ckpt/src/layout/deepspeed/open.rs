@@ -3,7 +3,8 @@ use super::collect_passthrough::collect_passthrough;
 use super::file_names::TagFiles;
 use super::tag::TagContents;
 use super::tag_directories::{
-    LATEST_FILE, LATEST_UNIVERSAL_FILE, stale_latest_warning, has_tags, is_tag_directory, list_tags, read_latest,
+    LATEST_FILE, LATEST_UNIVERSAL_FILE, has_tags, is_tag_directory, list_tags, read_latest,
+    stale_latest_warning,
 };
 use super::{collect, stage0, universal};
 use crate::catalog::ExternalCheckpoint;

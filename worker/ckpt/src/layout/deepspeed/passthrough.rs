@@ -102,7 +102,9 @@ impl OptimizerPassthrough {
         for group in listed.and_then(PickleView::as_items).iter().flat_map(|g| g.iter()) {
             let mut options = Vec::new();
             for (key, value) in group.as_pairs().into_iter().flatten() {
-                if let (Some(key), Some(value)) = (key.as_short_str().filter(|k| *k != "params"), copied(value)) {
+                if let (Some(key), Some(value)) =
+                    (key.as_short_str().filter(|k| *k != "params"), copied(value))
+                {
                     options.push((key.to_owned(), value));
                 }
             }

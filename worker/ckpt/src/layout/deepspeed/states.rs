@@ -177,8 +177,9 @@ impl ModelStates {
         let optional = |key: &str| root.get(key).filter(|v| !v.is_none());
         let count = |key: &str| optional(key).and_then(PickleView::as_count);
         let texts = |v: PickleView<'_>| {
-            v.as_items()
-                .map(|i| i.iter().take(TENSORS_MAX).filter_map(|n| Some(n.as_short_str()?.to_owned())).collect())
+            v.as_items().map(|i| {
+                i.iter().take(TENSORS_MAX).filter_map(|n| Some(n.as_short_str()?.to_owned())).collect()
+            })
         };
         let no_list = DeepSpeedError::InvalidField("param_shapes");
         let groups = match optional("param_shapes").map(|v| v.as_items().ok_or(no_list)) {
@@ -190,7 +191,10 @@ impl ModelStates {
         }
         let ties = optional("shared_params").and_then(PickleView::as_pairs).into_iter().flatten();
         let ties = ties.take(TENSORS_MAX).filter_map(|(alias, target)| {
-            Some(TiedWeight { alias: alias.as_short_str()?.to_owned(), target: target.as_short_str()?.to_owned() })
+            Some(TiedWeight {
+                alias: alias.as_short_str()?.to_owned(),
+                target: target.as_short_str()?.to_owned(),
+            })
         });
         let frozen_shapes = match optional("frozen_param_shapes") {
             Some(v) => read_shapes("frozen_param_shapes", v)?,

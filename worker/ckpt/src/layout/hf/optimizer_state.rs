@@ -4,7 +4,7 @@ use super::param_matching;
 use super::weights::read_pickled_number;
 use crate::catalog::{
     ALLOWED_GLOBALS, BorrowedWeightShape, ExternalCheckpointBuilder, ExternalTensor, FusedExperts,
-    SeparateExpertTensor, ParamGroupInfo, Stborrow_weight_shapesw_weights, convert_step_to_integer,
+    ParamGroupInfo, SeparateExpertTensor, Stborrow_weight_shapesw_weights, convert_step_to_integer,
 };
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};
@@ -175,7 +175,10 @@ impl ParamId {
 /// Parses the number or the name by which `state` or `params` of a `state_dict` identifies a
 /// parameter. Returns `None` if the value is neither a non-negative integer nor text.
 fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
-    value.as_count().map(ParamId::Number).or_else(|| value.as_short_str().map(|s| ParamId::Name(s.to_owned())))
+    value
+        .as_count()
+        .map(ParamId::Number)
+        .or_else(|| value.as_short_str().map(|s| ParamId::Name(s.to_owned())))
 }
 
 /// The names of the parameters of each parameter group.

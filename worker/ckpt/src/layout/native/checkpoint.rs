@@ -1,12 +1,12 @@
 //! [`Checkpoint`]: reads any range of any tensor of a native checkpoint (one in launch's own
 //! format). Every block is verified before its bytes are returned.
-use super::manifest::{FileEntry, Manifest, TensorPieceEntry, TensorEntry};
+use super::manifest::{FileEntry, Manifest, TensorEntry, TensorPieceEntry};
 use super::memory_shard::MemoryShard;
 use super::remote_shards::RemoteShards;
 use super::storage_host::StorageHost;
 use crate::catalog::{
-    PassthroughState, F32ReadRequest, RunFacts, TensorInfo, TensorSource, TextFile, TrainingState, WeightShape,
-    require_same_model,
+    F32ReadRequest, PassthroughState, RunFacts, TensorInfo, TensorSource, TextFile, TrainingState,
+    WeightShape, require_same_model,
 };
 use crate::codec::disk::{BLOCK_BYTES, BlockReader, BlockRequest, Directory, DiskBufferPool, stream_windows};
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard, Result};
@@ -366,7 +366,9 @@ impl Checkpoint {
         // narrower elements are read to the end of the buffer, and are widened in place from there
         let skip = bytes.len() - bytes.len() / 4 * size as usize;
         let mut rest = &mut bytes[skip..];
-        for (i, part) in element_ranges::intersect_ranges(&tensor.pieces, TensorPieceEntry::element_range, range) {
+        for (i, part) in
+            element_ranges::intersect_ranges(&tensor.pieces, TensorPieceEntry::element_range, range)
+        {
             let piece = &tensor.pieces[i];
             let from = piece.offset + (part.start - piece.start) * size;
             let len = (part.end - part.start) * size;

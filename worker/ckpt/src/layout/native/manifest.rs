@@ -400,8 +400,10 @@ impl Manifest {
             tensor: label.clone(),
             shape: tensor.shape.clone(),
         })?;
-        let error =
-            element_ranges::find_coverage_error(total, tensor.pieces.iter().map(TensorPieceEntry::element_range));
+        let error = element_ranges::find_coverage_error(
+            total,
+            tensor.pieces.iter().map(TensorPieceEntry::element_range),
+        );
         if let Some(error) = error {
             return Err(ManifestError::Coverage { tensor: label, error });
         }

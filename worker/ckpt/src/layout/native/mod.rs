@@ -9,7 +9,7 @@ pub(crate) mod step_directories;
 mod storage_host;
 
 pub use checkpoint::{BlockFetcher, BlockRange, BlockSink, Checkpoint};
-pub(crate) use manifest::{FileEntry, Manifest, TensorPieceEntry, ShardPiece, TensorEntry, shard_file_name};
+pub(crate) use manifest::{FileEntry, Manifest, ShardPiece, TensorEntry, TensorPieceEntry, shard_file_name};
 pub use memory_shard::MemoryShard;
 pub(crate) use parity_stripes::{compute_parity_blocks_of_rank, parity_file_name};
 pub(crate) use remote_shards::RemoteShards;

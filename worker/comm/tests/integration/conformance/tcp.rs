@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 use super::checks::{self, CheckFailure};
 use comm::{
-    AbortReason, CallMismatch, CollectiveKind, Comm, CommError, ConnectError, GroupError, RejectReason,
-    TransferUnit,
+    AbortReason, CallMismatch, CollectiveKind, Comm, CommError, ConnectFailureReason, GroupError,
+    RejectReason, TransferUnit,
     shm::ShmLimits as Shm,
     tcp::{AbortHandle, GroupMember, GroupSpec, RankListener, TcpComm, TcpLimits},
 };
@@ -354,7 +354,7 @@ fn another_key_attempt_or_run_is_rejected() {
         panic!("{connector}")
     };
     assert_eq!(missing, [0]);
-    assert_eq!(last_failure.map(|f| f.error), Some(ConnectError::WrongKey));
+    assert_eq!(last_failure.map(|f| f.error), Some(ConnectFailureReason::WrongKey));
     match acceptor {
         CommError::JoinTimeout { rank: 0, missing, .. } => assert_eq!(missing, [1]),
         other => panic!("{other}"),
@@ -422,7 +422,7 @@ fn a_listener_without_the_key_is_not_accepted() {
         let error = honest.listener.join(&group, None, short, &abort_handle).err().unwrap();
         stop.store(true, SeqCst);
         let CommError::JoinTimeout { last_failure: Some(failure), .. } = error else { panic!("{error}") };
-        assert_eq!(failure.error, ConnectError::WrongKey);
+        assert_eq!(failure.error, ConnectFailureReason::WrongKey);
     });
 }
 

@@ -4,7 +4,7 @@ use super::super::error::{CudaError, Result};
 use super::super::gpu::Gpu;
 use super::super::launch_log::log_non_kernel_call;
 use super::super::library_search::LibrarySearchPaths;
-use super::super::profile::Profile;
+use super::super::profile::GpuProfiler;
 use super::attention_graph::{AttentionMask, AttentionOperands, AttentionPass, UnsupportedAttention};
 use super::execution_plan::{ExecutionPlan, PreparedPlan};
 use super::library::Cudnn;
@@ -35,7 +35,7 @@ pub enum AttentionBackend {
 
 /// The key under which the execution plan of an attention pass is stored: sizes, bits of the scale,
 /// mask, and the direction (forward or backward).
-type PassKey = ([usize; 5], u32, AttentionMask, bool);
+type AttentionPassKey = ([usize; 5], u32, AttentionMask, bool);
 
 /// The opened cuDNN library, and the execution plans for attention that were selected so far.
 pub(in super::super) struct CudnnAttention {
@@ -43,7 +43,7 @@ pub(in super::super) struct CudnnAttention {
     cudnn: Arc<Cudnn>,
     /// The selected plan for each pass. The value is `None` for passes that the built-in kernels
     /// compute.
-    plans: Mutex<HashMap<PassKey, Option<Arc<ExecutionPlan>>>>,
+    plans: Mutex<HashMap<AttentionPassKey, Option<Arc<ExecutionPlan>>>>,
     /// Decisions and warnings that have not been reported to the user yet.
     notices: Mutex<VecDeque<BackendNotice>>,
 }
@@ -65,7 +65,7 @@ enum PlanRejection {
 
 /// Returns the key under which the execution plan that was selected for an attention pass is
 /// stored.
-fn compute_pass_key(pass: &AttentionPass) -> PassKey {
+fn compute_pass_key(pass: &AttentionPass) -> AttentionPassKey {
     let s = pass.shape;
     ([s.b, s.t, s.heads, s.kv_heads, s.head_dim], s.scale.to_bits(), pass.mask, pass.is_backward)
 }
@@ -100,7 +100,7 @@ impl CudnnAttention {
     /// ([`AttentionBackend::Cudnn`]).
     pub(in super::super) fn try_enqueue(
         &self,
-        (gpu, profile): (&Arc<Gpu>, &Profile),
+        (gpu, profile): (&Arc<Gpu>, &GpuProfiler),
         pass: std::result::Result<AttentionPass, UnsupportedAttention>,
         at: &AttentionOperands,
         built_in: &dyn Fn(),
@@ -114,7 +114,7 @@ impl CudnnAttention {
         };
         let Some(plan) = self.select_plan(gpu, &pass, at, built_in)? else { return Ok(false) };
         let name = || format!("{} by cuDNN", pass.describe());
-        profile.run(gpu, name, || self.enqueue_plan(gpu, &plan, &pass, at))?;
+        profile.run_profiled(gpu, name, || self.enqueue_plan(gpu, &plan, &pass, at))?;
         Ok(true)
     }
 
@@ -262,7 +262,7 @@ impl CudnnAttention {
             workspace: workspace.address(),
         };
         let direct = prepared.clone();
-        gpu.enqueue(|batch| batch.push_plan(prepared), |stream| direct.issue(stream))
+        gpu.enqueue(|batch| batch.push_cudnn_plan(prepared), |stream| direct.issue(stream))
     }
 
     /// Queues a notice for the user, which [`CudnnAttention::take_notice`] returns later.

@@ -18,7 +18,7 @@ const LONG_CALL_SECONDS: f64 = 100e-6;
 /// Times training steps first without CUDA graphs and then with graphs, to decide whether graphs
 /// are used.
 #[derive(Default)]
-pub(in super::super) struct GraphAutotuner {
+pub(in super::super) struct GraphUseAutotuner {
     step_seconds: Vec<f64>,
     /// Number of GPU calls that were enqueued before the first timed step.
     calls_before: u64,
@@ -37,7 +37,7 @@ pub(in super::super) enum GraphTuningDecision {
     NotNeeded { seconds_per_call: f64 },
 }
 
-impl GraphAutotuner {
+impl GraphUseAutotuner {
     /// Records the duration of a training step, and returns what the backend must do next with CUDA
     /// graphs. `calls` is the number of GPU calls that the process has enqueued so far.
     pub(in super::super) fn record_step(&mut self, duration: Duration, calls: u64) -> GraphTuningDecision {
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn single_long_steps_and_warm_up_steps_do_not_count() {
-        let mut tuner = GraphAutotuner::default();
+        let mut tuner = GraphUseAutotuner::default();
         let mut decisions = Vec::new();
         for step in 0..2 * STEPS_PER_PHASE {
             let has_graphs = step >= STEPS_PER_PHASE;
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn graphs_are_not_tried_if_calls_are_long() {
-        let mut tuner = GraphAutotuner::default();
+        let mut tuner = GraphUseAutotuner::default();
         let decisions: Vec<GraphTuningDecision> = (1..=STEPS_PER_PHASE as u64)
             .map(|step| tuner.record_step(Duration::from_millis(60), 5000 + 300 * step))
             .collect();

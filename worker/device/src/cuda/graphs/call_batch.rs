@@ -97,7 +97,7 @@ impl CallBatch {
     }
 
     /// Records one execution of a cuDNN plan.
-    pub(in super::super) fn push_plan(&mut self, plan: PreparedPlan) {
+    pub(in super::super) fn push_cudnn_plan(&mut self, plan: PreparedPlan) {
         self.calls.push(RecordedCall::CudnnPlan(plan));
     }
 
@@ -118,7 +118,7 @@ impl CallBatch {
 
     /// Issues every recorded call to the main stream, and calls `f` after each one. The argument of
     /// `f` is true if the call was a kernel.
-    pub(super) fn issue_each(&self, gpu: &GpuContext, mut f: impl FnMut(bool)) -> Result<()> {
+    pub(super) fn issue_all_with_callback(&self, gpu: &GpuContext, mut f: impl FnMut(bool)) -> Result<()> {
         for call in &self.calls {
             self.issue_call(gpu, call)?;
             f(matches!(call, RecordedCall::Kernel { .. }));

@@ -28,7 +28,7 @@ impl ExecutableGraph {
         }?;
         let mut nodes = Vec::with_capacity(batch.len());
         let node = |is_kernel: bool| if is_kernel { get_last_captured_node(gpu) } else { ptr::null_mut() };
-        let issued = batch.issue_each(gpu, |is_kernel| nodes.push(node(is_kernel)));
+        let issued = batch.issue_all_with_callback(gpu, |is_kernel| nodes.push(node(is_kernel)));
         let mut graph = ExecutableGraph { executable: ptr::null_mut(), source: ptr::null_mut(), nodes };
         // SAFETY: the stream is capturing; writes one handle, which is null after an error.
         let ended = unsafe { driver.cuStreamEndCapture(gpu.main_stream, &mut graph.source) };
@@ -54,7 +54,7 @@ impl ExecutableGraph {
 
     /// Returns whether the graph nodes of the recorded calls with the indices `calls` are known, so
     /// that they can be updated.
-    pub(super) fn has_nodes(&self, calls: &[usize]) -> bool {
+    pub(super) fn has_nodes_of_calls(&self, calls: &[usize]) -> bool {
         calls.iter().all(|call| self.nodes.get(*call).is_some_and(|node| !node.is_null()))
     }
 

@@ -12,24 +12,24 @@ use std::{ffi::c_void, ptr, sync::Arc};
 
 /// A handle of the cuBLASLt library (`cublasLtHandle_t`) for one GPU. Dropping it closes the
 /// handle.
-pub(super) struct LtHandle {
+pub(super) struct CublasLtHandle {
     pub(super) library: Arc<CublasLtApi>,
     pub(super) handle: cublasLtHandle_t,
 }
 
 // SAFETY: several threads may use the handle at once, because cuBLASLt keeps no state in it.
-unsafe impl Send for LtHandle {}
+unsafe impl Send for CublasLtHandle {}
 // SAFETY: as for Send.
-unsafe impl Sync for LtHandle {}
+unsafe impl Sync for CublasLtHandle {}
 
-impl Drop for LtHandle {
+impl Drop for CublasLtHandle {
     fn drop(&mut self) {
         // SAFETY: created by this library, destroyed once.
         let _ = unsafe { (self.library.cublasLtDestroy)(self.handle) };
     }
 }
 
-impl LtHandle {
+impl CublasLtHandle {
     /// Issues a matmul to `stream` immediately, without recording it for a CUDA graph. The last
     /// argument is the algorithm, and the address and the size in bytes of its workspace.
     pub(super) fn issue_matmul(
@@ -135,7 +135,7 @@ impl Drop for MatrixLayouts {
 /// to a stream immediately or recorded.
 #[derive(Clone)]
 pub(in super::super) struct PreparedMatmul {
-    pub(super) lt: Arc<LtHandle>,
+    pub(super) lt: Arc<CublasLtHandle>,
     pub(super) matmul: Matmul,
     pub(super) plan: Arc<MatmulPlan>,
     /// The layouts of the plan, or those of this matmul if a size varies.

@@ -34,7 +34,7 @@ pub(in super::super) struct Matmul {
     pub(in super::super) a: MatrixRef,
     pub(in super::super) b: MatrixRef,
     pub(in super::super) c: MatrixRef,
-    pub(in super::super) inputs: InputFormat,
+    pub(in super::super) inputs: OperandFormat,
     pub(in super::super) output: Dtype,
     /// True if the matmul is added to `c`, false if it overwrites `c`.
     pub(in super::super) add: bool,
@@ -64,7 +64,7 @@ fn choose_size_bucket(size: usize) -> usize {
 
 /// Element types of the two operands of a matmul, with the scales of fp8 operands.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(in super::super) enum InputFormat {
+pub(in super::super) enum OperandFormat {
     /// Both operands have this type.
     Same(Dtype),
     /// fp8 format and GPU address of the scale, for each operand. Both operands must be contiguous
@@ -143,8 +143,8 @@ impl Matmul {
             Dtype::Bf16 => cudaDataType::CUDA_R_16BF,
         };
         let [a, b] = match self.inputs {
-            InputFormat::Same(dtype) => [cuda_type(dtype); 2],
-            InputFormat::Fp8(operands) => operands.map(|(kind, _)| match kind {
+            OperandFormat::Same(dtype) => [cuda_type(dtype); 2],
+            OperandFormat::Fp8(operands) => operands.map(|(kind, _)| match kind {
                 Fp8Format::E4M3 => cudaDataType::CUDA_R_8F_E4M3,
                 Fp8Format::E5M2 => cudaDataType::CUDA_R_8F_E5M2,
             }),
@@ -158,13 +158,13 @@ impl Matmul {
     }
 }
 
-impl InputFormat {
+impl OperandFormat {
     /// Returns the GPU addresses of the scales of fp8 operands, or `None` if the operands are not
     /// fp8.
     fn scales(self) -> Option<[Address; 2]> {
         match self {
-            InputFormat::Same(_) => None,
-            InputFormat::Fp8(operands) => Some(operands.map(|(_, scale)| scale)),
+            OperandFormat::Same(_) => None,
+            OperandFormat::Fp8(operands) => Some(operands.map(|(_, scale)| scale)),
         }
     }
 }
@@ -207,7 +207,7 @@ mod tests {
             a: matrix(at),
             b: matrix(4096),
             c: matrix(8192),
-            inputs: InputFormat::Same(Dtype::Bf16),
+            inputs: OperandFormat::Same(Dtype::Bf16),
             output: Dtype::Bf16,
             add: false,
             bias: None,

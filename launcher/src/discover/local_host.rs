@@ -1,6 +1,6 @@
 //! [`discover_local_host`]: reads the inventory of this machine (its CPUs, accelerators, memory and
 //! network) from /proc, /sys, /dev and the environment.
-use super::{accelerators, addresses::list_interface_addresses, cgroup, cpu_list::parse_cpu_list, topology};
+use super::{accelerators, interface_addresses::list_interface_addresses, cgroup, cpu_list::parse_cpu_list, topology};
 use jobspec::env;
 use protocol::{control::HostInventory, host_name::read_host_name_below};
 use std::{fs, io, net::IpAddr, path::Path};

@@ -8,7 +8,7 @@ const LINES_PER_SECOND: f64 = 200.0;
 /// The largest number of output lines of workers that may be shown at once.
 const BURST_LINES: f64 = 2000.0;
 /// The least time between two reports of omitted output lines while no line is shown.
-const REPORT_INTERVAL: Duration = Duration::from_secs(1);
+const OMISSION_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Limits how many output lines of workers are shown per second (a token bucket), and counts the
 /// omitted lines.
@@ -51,7 +51,7 @@ impl LineRateLimit {
         self.refilled_at = self.refilled_at.max(now);
         if self.tokens >= 1.0 {
             self.tokens -= 1.0;
-            return match self.take_omitted() {
+            return match self.take_omitted_count() {
                 0 => LineDecision::Show,
                 n => LineDecision::ShowAfterReport(n),
             };
@@ -60,16 +60,16 @@ impl LineRateLimit {
             self.reported_at = now;
         }
         self.omitted += 1;
-        if now >= self.reported_at + REPORT_INTERVAL {
+        if now >= self.reported_at + OMISSION_REPORT_INTERVAL {
             self.reported_at = now;
-            return LineDecision::OmitAndReport(self.take_omitted());
+            return LineDecision::OmitAndReport(self.take_omitted_count());
         }
         LineDecision::Omit
     }
 
     /// Returns the number of output lines that were omitted and not yet reported, and resets the
     /// number to 0.
-    pub(super) fn take_omitted(&mut self) -> u64 {
+    pub(super) fn take_omitted_count(&mut self) -> u64 {
         std::mem::take(&mut self.omitted)
     }
 }
@@ -110,7 +110,7 @@ mod tests {
                     LineDecision::Omit => {}
                 }
             }
-            prop_assert_eq!(shown + reported + limit.take_omitted(), pauses.len() as u64);
+            prop_assert_eq!(shown + reported + limit.take_omitted_count(), pauses.len() as u64);
             prop_assert!(shown as f64 <= BURST_LINES + now.as_secs_f64() * LINES_PER_SECOND + 1.0);
         }
     }

@@ -2,7 +2,7 @@
 //! OpenSSH's client supports, and not launch's built-in client.
 use super::supervised_child::SupervisedChild;
 use crate::cluster::ssh::{
-    config::SshHostSettings,
+    ssh_config::SshHostSettings,
     known_hosts::{KnownHosts, decode_base64},
 };
 use std::{

@@ -33,45 +33,45 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
             )]
         }
         HangKind::DifferentOrder => {
-            vec![format!("ranks have called different collectives: {}", list_calls(verdict))]
+            vec![format!("ranks have called different collectives: {}", format_calls(verdict))]
         }
         HangKind::DifferentShapes => {
             vec![format!(
                 "ranks have called {collective} with different shapes or types: {}",
-                list_calls(verdict)
+                format_calls(verdict)
             )]
         }
         HangKind::AllEntered => vec![format!("all ranks have entered {collective}, which does not complete")],
         HangKind::Unknown => vec!["no rank is known to wait in a collective".to_owned()],
     };
-    clauses.extend(join_items(&verdict.not_entered, |place| place.to_string()));
+    clauses.extend(join_first_items(&verdict.not_entered, |place| place.to_string()));
     if verdict.kind == HangKind::NotEntered && !not_entered.is_empty() && !undetermined.is_empty() {
         clauses.push(format!(
             "unknown whether {} {undetermined_has} entered it",
             format_ranks_with_noun(&undetermined)
         ));
     }
-    clauses.extend(join_items(&verdict.undetermined, |place| place.to_string()));
-    let faults = join_items(&verdict.gpu_faults, RankGpuFault::to_string);
+    clauses.extend(join_first_items(&verdict.undetermined, |place| place.to_string()));
+    let faults = join_first_items(&verdict.gpu_faults, RankGpuFault::to_string);
     clauses.extend(faults.map(|faults| format!("GPU errors: {faults}")));
-    let warnings = join_items(&verdict.nccl_warnings, |w| format!("rank {}: {}", w.rank, w.text));
+    let warnings = join_first_items(&verdict.nccl_warnings, |w| format!("rank {}: {}", w.rank, w.text));
     clauses.extend(warnings.map(|warnings| format!("NCCL warnings: {warnings}")));
     clauses.join("; ")
 }
 
 /// Formats the different calls of one collective by the ranks of a job that hangs.
-fn list_calls(verdict: &HangVerdict) -> String {
+fn format_calls(verdict: &HangVerdict) -> String {
     let describe = |call: &CollectiveCallOfRanks| {
         let CollectiveCallOfRanks { ranks, group, operation, inputs, dtypes, frame } = call;
         let place = frame.as_ref().map_or_else(String::new, |frame| format!(" in {frame}"));
         format!("{} {operation} {inputs} {dtypes} of group {group}{place}", format_ranks_with_noun(ranks))
     };
-    join_items(&verdict.calls, describe).unwrap_or_default()
+    join_first_items(&verdict.calls, describe).unwrap_or_default()
 }
 
 /// Joins the first [`MAX_LISTED_ITEMS`] items of a list with commas, followed by the number of the
 /// others. Returns `None` if the list is empty.
-fn join_items<T>(items: &[T], format: impl Fn(&T) -> String) -> Option<String> {
+fn join_first_items<T>(items: &[T], format: impl Fn(&T) -> String) -> Option<String> {
     let mut texts: Vec<String> = items.iter().take(MAX_LISTED_ITEMS).map(format).collect();
     if items.len() > MAX_LISTED_ITEMS {
         texts.push(format!("and {} more", items.len() - MAX_LISTED_ITEMS));

@@ -12,7 +12,7 @@ impl ControllerCore {
     /// Applies a change of the job's hostfile while the job runs: starts agents on new hosts, and
     /// ends the use of hosts that are no longer listed. `added` are the new hosts. `listed` states
     /// for each known host whether the new list contains it.
-    pub(super) fn update_roster(&mut self, now: Duration, added: Vec<HostSetup>, listed: &[bool]) {
+    pub(super) fn update_host_list(&mut self, now: Duration, added: Vec<HostSetup>, listed: &[bool]) {
         for (id, listed) in (0..self.hosts.len()).zip(listed) {
             let host = &mut self.hosts[id];
             match (host.unlisted, *listed) {
@@ -25,7 +25,7 @@ impl ControllerCore {
             self.any_remote |= setup.remote;
             self.setup.hosts.push(setup);
             self.hosts.push(HostState::default());
-            self.start_listed_agent(now, self.hosts.len() - 1);
+            self.start_agent_of_listed_host(now, self.hosts.len() - 1);
         }
         self.unlisted = self.hosts.iter().filter(|host| host.unlisted && !host.excluded).count();
         if self.setup.use_all_listed {
@@ -46,13 +46,13 @@ impl ControllerCore {
         let host = &mut self.hosts[id];
         (host.unlisted, host.excluded, host.failures) = (false, false, 0);
         if host.agent == AgentConnectionState::NotStarted {
-            self.start_listed_agent(now, id);
+            self.start_agent_of_listed_host(now, id);
         }
     }
 
     /// Starts the agent of a host that was added to the hostfile while the job runs. Does nothing
     /// if the attempt is ending, because the next attempt then starts the agent.
-    fn start_listed_agent(&mut self, now: Duration, id: HostIndex) {
+    fn start_agent_of_listed_host(&mut self, now: Duration, id: HostIndex) {
         let ending =
             matches!(self.state, AttemptState::Stopping(_) | AttemptState::Ending | AttemptState::Finished);
         if !ending {
@@ -129,7 +129,7 @@ impl ControllerCore {
         self.unlisted -= 1;
         let host = &mut self.hosts[id];
         host.excluded = true;
-        if host.is_connected() {
+        if host.is_starting_or_joined() {
             host.agent = AgentConnectionState::NotStarted;
             self.actions.push(ControllerAction::ReleaseAgent(id));
         }

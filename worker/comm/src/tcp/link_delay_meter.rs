@@ -29,12 +29,12 @@ struct LinkCounters {
 /// Measures how long data is in flight over a rank's TCP connections, by comparing the kernel's
 /// counters with those of the previous measurement.
 #[derive(Debug, Default)]
-pub(super) struct LinkClock {
+pub(super) struct LinkDelayMeter {
     /// By rank.
     counters: Vec<LinkCounters>,
 }
 
-impl LinkClock {
+impl LinkDelayMeter {
     /// Measures how long data of this rank was in flight on its fastest and on its slowest
     /// connection since the previous call. `streams` has the rank and the stream of each
     /// connection. Returns `None` if nothing was sent, or if the kernel does not measure the time.
@@ -110,7 +110,7 @@ mod tests {
             (stream, listener.accept().expect("a connection").0)
         };
         let [(mut used, mut peer), (idle, _idle_peer)] = [connect(), connect()];
-        let mut clock = LinkClock::default();
+        let mut clock = LinkDelayMeter::default();
         assert_eq!(clock.take_delays([(3, &used), (5, &idle)].into_iter()), None, "nothing was sent");
         let reader = thread::spawn(move || {
             let mut received = vec![0; 1 << 20];

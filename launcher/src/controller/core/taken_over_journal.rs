@@ -7,7 +7,7 @@ use std::time::Duration;
 /// The journal of a run (its file of events) that this controller has taken over: its summary, and
 /// the events that it lacks.
 #[derive(Clone, Debug)]
-pub(crate) struct TakenJournal {
+pub(crate) struct TakenOverJournal {
     /// The summary of the journal and of the missing events, which are added to the journal.
     pub(super) summary: JournalSummary,
     /// The events of the lost controllers that the journal lacks, oldest first.
@@ -22,11 +22,11 @@ pub(crate) struct MissingEvent {
     pub(super) age: Duration,
 }
 
-impl TakenJournal {
+impl TakenOverJournal {
     /// Finds which of the events `unstored`, which agents kept for a later controller, the journal
     /// with the summary `summary` lacks. `time` is the present time in seconds since 1970.
-    pub(crate) fn new(mut summary: JournalSummary, unstored: Vec<UnstoredEvent>, time: f64) -> TakenJournal {
-        let journaled = summary.newest_controller_event();
+    pub(crate) fn new(mut summary: JournalSummary, unstored: Vec<UnstoredEvent>, time: f64) -> TakenOverJournal {
+        let journaled = summary.newest_controller_event_number();
         let is_missing = |event: &UnstoredEvent| event.number > journaled;
         let missing: Vec<MissingEvent> = unstored
             .into_iter()
@@ -39,7 +39,7 @@ impl TakenJournal {
         for MissingEvent { event, .. } in &missing {
             summary.add_controller_event(&event.event, event.number);
         }
-        TakenJournal { summary, missing }
+        TakenOverJournal { summary, missing }
     }
 
     /// Returns the events that the journal (the run's file of events) lacks.

@@ -34,7 +34,7 @@ const THROTTLE_REASONS: [(u64, &str); 9] = [
 /// Clocks, temperature and power of a GPU at one moment, and why its clocks are below their
 /// maximum. Values that NVML does not report are `None`.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct GpuState {
+pub struct GpuSensorReadings {
     /// Clock of the multiprocessors in MHz.
     pub sm_mhz: Option<u32>,
     /// Clock of the memory in MHz.
@@ -49,7 +49,7 @@ pub struct GpuState {
 
 /// Why a GPU's clocks, temperature and power cannot be queried.
 #[derive(Debug, thiserror::Error)]
-pub enum GpuStateError {
+pub enum GpuSensorError {
     /// NVML is not installed.
     #[error("{NVML_LIBRARY} was not found")]
     NotFound,
@@ -78,7 +78,7 @@ type GetNumberedUintFn = unsafe extern "C" fn(*mut c_void, c_uint, *mut c_uint) 
 impl Cuda {
     /// Queries the GPU's clocks, temperature and power from NVML, NVIDIA's management library.
     /// Fails if NVML is not usable.
-    pub fn query_state(&self) -> std::result::Result<GpuState, GpuStateError> {
+    pub fn query_sensor_readings(&self) -> std::result::Result<GpuSensorReadings, GpuSensorError> {
         let bus_id = self.query_pci_bus_id()?;
         let next_to_driver = self.properties().driver_path.with_file_name(NVML_LIBRARY);
         [Path::new(NVML_LIBRARY), &next_to_driver]
@@ -87,8 +87,8 @@ impl Cuda {
                 // SAFETY: NVML's initializers have no preconditions.
                 unsafe { libloading::Library::new(path) }.ok()
             })
-            .ok_or(GpuStateError::NotFound)
-            .and_then(|nvml| query_nvml(&nvml, &bus_id))
+            .ok_or(GpuSensorError::NotFound)
+            .and_then(|nvml| query_readings_from_nvml(&nvml, &bus_id))
     }
 
     /// Returns the address of the GPU on the PCI bus, such as `00000000:0F:00.0`.
@@ -137,7 +137,10 @@ impl Cuda {
 }
 
 /// Queries clocks, temperature and power of the GPU with the PCI address `bus_id` from NVML.
-fn query_nvml(nvml: &libloading::Library, bus_id: &CStr) -> std::result::Result<GpuState, GpuStateError> {
+fn query_readings_from_nvml(
+    nvml: &libloading::Library,
+    bus_id: &CStr,
+) -> std::result::Result<GpuSensorReadings, GpuSensorError> {
     // SAFETY: the functions have these types in nvml.h, and get valid pointers.
     unsafe {
         let init = nvml.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0")?;
@@ -147,13 +150,13 @@ fn query_nvml(nvml: &libloading::Library, bus_id: &CStr) -> std::result::Result<
         )?;
         let status = init();
         if status != 0 {
-            return Err(GpuStateError::Call { function: "nvmlInit_v2", status });
+            return Err(GpuSensorError::Call { function: "nvmlInit_v2", status });
         }
         let mut device = ptr::null_mut();
         let status = find(bus_id.as_ptr(), &mut device);
-        let state = (status == 0).then(|| read_state(nvml, device));
+        let state = (status == 0).then(|| read_device_readings(nvml, device));
         shutdown();
-        state.ok_or(GpuStateError::Call { function: "nvmlDeviceGetHandleByPciBusId_v2", status })
+        state.ok_or(GpuSensorError::Call { function: "nvmlDeviceGetHandleByPciBusId_v2", status })
     }
 }
 
@@ -162,7 +165,7 @@ fn query_nvml(nvml: &libloading::Library, bus_id: &CStr) -> std::result::Result<
 /// # Safety
 ///
 /// `device` must be a device of the library.
-unsafe fn read_state(nvml: &libloading::Library, device: *mut c_void) -> GpuState {
+unsafe fn read_device_readings(nvml: &libloading::Library, device: *mut c_void) -> GpuSensorReadings {
     let numbered = |name: &[u8], number| {
         let mut value = 0;
         // SAFETY: the function has this type in nvml.h, and writes one integer.
@@ -188,7 +191,7 @@ unsafe fn read_state(nvml: &libloading::Library, device: *mut c_void) -> GpuStat
         let reasons = THROTTLE_REASONS.iter().filter(|(bit, _)| bits & bit != 0).map(|(_, name)| *name);
         (status == 0).then(|| reasons.collect())
     };
-    GpuState {
+    GpuSensorReadings {
         sm_mhz: numbered(b"nvmlDeviceGetClockInfo\0", NVML_CLOCK_SM),
         memory_mhz: numbered(b"nvmlDeviceGetClockInfo\0", NVML_CLOCK_MEMORY),
         temperature: numbered(b"nvmlDeviceGetTemperature\0", NVML_TEMPERATURE_GPU),

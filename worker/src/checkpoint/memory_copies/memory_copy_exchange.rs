@@ -26,7 +26,8 @@ pub(super) fn exchange_memory_copies(
     if keepers.iter().all(Vec::is_empty) {
         return Ok(0);
     }
-    let size = store.copy_image_size_in_bytes(rank as u32, sequence).map_err(to_unreadable_checkpoint_error)?;
+    let size =
+        store.copy_image_size_in_bytes(rank as u32, sequence).map_err(to_unreadable_checkpoint_error)?;
     let sizes = queue.run_and_wait(move |c| c.all_gather_u64(&[size]))?;
     let sizes: Vec<u64> = sizes.iter().map(|sizes| sizes.first().copied().unwrap_or(0)).collect();
     let kept: Vec<usize> = (0..world).filter(|sender| keepers[*sender].contains(&rank)).collect();

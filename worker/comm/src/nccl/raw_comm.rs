@@ -70,7 +70,7 @@ unsafe impl Send for CommunicatorState {}
 
 /// Wrapper of an `ncclComm_t`, NCCL's communicator of one rank, whose calls do not block longer
 /// than a timeout. Its collectives enqueue work on a CUDA stream and return.
-pub struct NcclGroup {
+pub struct RawNcclComm {
     nccl: NcclLibrary,
     state: Mutex<CommunicatorState>,
     rank: usize,
@@ -78,7 +78,7 @@ pub struct NcclGroup {
     timeout: Duration,
 }
 
-impl NcclGroup {
+impl RawNcclComm {
     /// Creates this rank's NCCL communicator, of the group of ranks that use the unique id `id`,
     /// and returns when all ranks have joined. Fails if `host_comm` is aborted first, or after
     /// `timeout`.
@@ -87,7 +87,7 @@ impl NcclGroup {
         id: [u8; ID_BYTES],
         host_comm: &dyn Comm,
         timeout: Duration,
-    ) -> Result<NcclGroup> {
+    ) -> Result<RawNcclComm> {
         let (rank, world) = (host_comm.rank(), host_comm.world_size());
         let mut comm = ptr::null_mut();
         let mut config = create_non_blocking_config();
@@ -103,7 +103,7 @@ impl NcclGroup {
         };
         let state = Mutex::new(CommunicatorState { comm, aborted: None });
         // from here on a failure aborts the communicator
-        let group = NcclGroup { nccl: nccl.clone(), state, rank, world, timeout };
+        let group = RawNcclComm { nccl: nccl.clone(), state, rank, world, timeout };
         nccl.check_status("ncclCommInitRankConfig", status, comm)?;
         let operation = format!("joining a group of {world} ranks");
         let check_abort =
@@ -121,7 +121,7 @@ impl NcclGroup {
     /// Either all ranks get a communicator or none does. `timeout` applies to this call and to
     /// every later wait, until [`NcclGroup::set_timeout`]. The rank uses the GPU of the calling
     /// thread's CUDA context.
-    pub fn connect(nccl: &NcclLibrary, host_comm: &dyn Comm, timeout: Duration) -> Result<NcclGroup> {
+    pub fn connect(nccl: &NcclLibrary, host_comm: &dyn Comm, timeout: Duration) -> Result<RawNcclComm> {
         // The first byte distinguishes an id from an error message.
         let announcement = match host_comm.rank() {
             0 => match nccl.create_unique_id() {
@@ -139,7 +139,7 @@ impl NcclGroup {
             let message = announcements.first().and_then(|a| a.get(1..)).unwrap_or_default();
             NcclError::PeerFailed { rank: 0, message: String::from_utf8_lossy(message).into_owned() }
         })?;
-        let joined = NcclGroup::join(nccl, id, host_comm, timeout);
+        let joined = RawNcclComm::join(nccl, id, host_comm, timeout);
         let error = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let errors = host_comm.all_gather_bytes(error.as_bytes())?;
         let group = joined?;
@@ -378,7 +378,7 @@ impl NcclGroup {
     }
 }
 
-impl Drop for NcclGroup {
+impl Drop for RawNcclComm {
     fn drop(&mut self) {
         let mut state = self.lock_communicator();
         let comm = std::mem::replace(&mut state.comm, ptr::null_mut());

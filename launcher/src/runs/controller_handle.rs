@@ -12,13 +12,13 @@ use std::{
 
 /// How long a controller may take after writing `run.json` until it has opened the journal, by
 /// which it is recognized.
-const PROOF_TIMEOUT: Duration = Duration::from_secs(2);
+const JOURNAL_OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 /// The interval at which the open files of a process are checked, to find out whether it is the
 /// controller of a run.
-const PROOF_POLL_INTERVAL: Duration = Duration::from_millis(50);
+const OPEN_FILES_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The largest number of open files of a process that are checked to find out whether it is the
 /// controller of a run.
-const MAX_OPEN_FILES: usize = 1 << 17;
+const MAX_CHECKED_OPEN_FILES: usize = 1 << 17;
 
 /// Opens a handle of the process that controls a run, by which it can be signalled and awaited.
 /// Returns `None` if the controller has ended.
@@ -26,14 +26,14 @@ const MAX_OPEN_FILES: usize = 1 << 17;
 /// # Errors
 /// Fails if the process in the record does not have the run's journal open. Every user can write a
 /// `run.json` that names any process, but only the controller has the journal open.
-pub(crate) fn open_controller(record: &RunRecord) -> io::Result<Option<ProcessHandle>> {
+pub(crate) fn open_controller_handle(record: &RunRecord) -> io::Result<Option<ProcessHandle>> {
     let began = Instant::now();
     loop {
         let Some(handle) = record.controller.open_handle()? else { return Ok(None) };
         let proof = has_journal_open(record);
         match proof {
             Ok(true) => return Ok(Some(handle)),
-            _ if began.elapsed() < PROOF_TIMEOUT => thread::sleep(PROOF_POLL_INTERVAL),
+            _ if began.elapsed() < JOURNAL_OPEN_TIMEOUT => thread:OPEN_FILES_POLL_INTERVALNTERVAL),
             Ok(false) => return Err(io::Error::other("the process is not the controller of this run")),
             Err(error) => return Err(error),
         }
@@ -50,7 +50,7 @@ fn has_journal_open(record: &RunRecord) -> io::Result<bool> {
         let metadata = entry.and_then(|entry| fs::metadata(entry.path()));
         metadata.is_ok_and(|metadata| identify_file(&metadata) == identify_file(&journal))
     };
-    Ok(files.take(MAX_OPEN_FILES).any(is_journal))
+    Ok(files.take(MAX_CHECKED_OPEN_FILES).any(is_journal))
 }
 
 #[cfg(test)]
@@ -73,13 +73,13 @@ mod tests {
             controller_timeout_ms: None,
             controller: this.clone(),
         };
-        open_controller(&record).expect_err("there is no journal");
+        open_controller_handle(&record).expect_err("there is no journal");
         fs::write(dir.path().join(JOURNAL_FILE), "").expect("a journal");
-        let error = open_controller(&record).expect_err("the journal is not open");
+        let error = open_controller_handle(&record).expect_err("the journal is not open");
         assert_eq!(error.to_string(), "the process is not the controller of this run");
         let _open = fs::File::open(dir.path().join(JOURNAL_FILE)).expect("open");
-        assert!(open_controller(&record).expect("proved").is_some());
+        assert!(open_controller_handle(&record).expect("proved").is_some());
         record.controller = this.with_other_start();
-        assert!(open_controller(&record).expect("no error").is_none(), "the controller has ended");
+        assert!(open_controller_handle(&record).expect("no error").is_none(), "the controller has ended");
     }
 }

@@ -5,10 +5,10 @@
 //! rule in [`super::reconcile`], DeepSpeed's state is resharded, and counters of processes are
 //! rescaled. The original is never modified.
 use super::link_tree::{self, ScratchDir};
-use super::rank_files::{self, RngRecord, AllRankRngStates};
+use super::rank_files::{self, AllRankRngStates, RngRecord};
 use super::reconcile::{ReconcileOptions, ReconcilePolicy, RngDecision, reconcile_rng_states};
 use super::streams::{RankRngStates, RngFormat};
-use super::{reshard, scheduler};
+use super::{deepspeed_reshard, scheduler};
 use crate::catalog::ExternalCheckpoint;
 use crate::codec::disk::{self, Directory, path_exists};
 use crate::error::{CkptError, Diagnosis, MissingPart, OutputProblem, Result};
@@ -103,18 +103,19 @@ pub fn prepare_resume_directory(dir: &Path, options: &ReconcileOptions) -> Resul
         }
         return Ok(PreparedCheckpoint::from_unchanged_original(dir, lines));
     };
-    let resharded = checkpoint.state.as_ref().filter(|s| reshard::needs_deepspeed_reshard(s, options.world));
+    let resharded =
+        checkpoint.state.as_ref().filter(|s| deepspeed_reshard::needs_deepspeed_reshard(s, options.world));
     if resharded.is_none() && old_world == options.world && options.policy != ReconcilePolicy::Reseed {
         return Ok(PreparedCheckpoint::from_unchanged_original(dir, Vec::new()));
     }
-    let record = reshard::PreparedRecord::new(
+    let record = deepspeed_reshard::PreparedRecord::new(
         dir,
         &checkpoint.name,
         options.world,
         format!("{:?}, seed {:?}, GPUs {:?}", options.policy, options.run_seed, options.gpus),
     )?;
     if let Some(state) = resharded {
-        reshard::check_loadable_by_deepspeed(dir, state)?;
+        deepspeed_reshard::check_loadable_by_deepspeed(dir, state)?;
         // resharding takes long, so a result that an earlier start made from equal files is reused
         if let Some((path, earlier)) =
             checkpoint.find_earlier_prepared_dir(options.world).filter(|(_, e)| e.has_same_request(&record))
@@ -136,7 +137,7 @@ fn rewrite_for_world_size(
     old_world: u32,
     options: &ReconcileOptions,
     resharded: Option<&ExternalCheckpoint>,
-    mut record: reshard::PreparedRecord,
+    mut record: deepspeed_reshard::PreparedRecord,
 ) -> Result<PreparedCheckpoint> {
     let mut lines = vec![format!(
         "{} was saved by {}, resuming with {}",
@@ -161,13 +162,13 @@ fn rewrite_for_world_size(
     lines.extend(scheduler.iter().map(|s| s.summary.clone()));
     let skip = |name: &str| {
         rank_files::is_rng_file(name)
-            || name == reshard::PREPARED_RECORD_FILE
+            || name == deepspeed_reshard::PREPARED_RECORD_FILE
             || scheduler.as_ref().is_some_and(|s| s.name == name)
-            || resharded.is_some_and(|state| reshard::is_replaced_entry(state, name))
+            || resharded.is_some_and(|state| deepspeed_reshard::is_replaced_entry(state, name))
     };
     let fill = &mut |staged: &Path| {
         if let Some(state) = resharded {
-            lines.insert(1, reshard::write_resharded_state(state, options.world, staged)?);
+            lines.insert(1, deepspeed_reshard::write_resharded_state(state, options.world, staged)?);
         }
         if let Some(s) = &scheduler {
             disk::write_file(staged.join(s.name), &s.bytes)?;
@@ -300,9 +301,9 @@ impl HfCheckpoint {
     /// Finds the directory that an earlier start of a job prepared from this checkpoint for `world`
     /// ranks, with its record. Returns `None` if no such directory has a valid record. The caller
     /// must check that the record matches the original checkpoint and the options.
-    fn find_earlier_prepared_dir(&self, world: u32) -> Option<(PathBuf, reshard::PreparedRecord)> {
+    fn find_earlier_prepared_dir(&self, world: u32) -> Option<(PathBuf, deepspeed_reshard::PreparedRecord)> {
         let path = prepared_sibling_path(&self.parent, world, &self.name);
-        let record = reshard::PreparedRecord::read(&path)?;
+        let record = deepspeed_reshard::PreparedRecord::read(&path)?;
         Some((path, record))
     }
 
@@ -362,7 +363,7 @@ fn prepared_sibling_path(parent: &Path, world: u32, name: &str) -> PathBuf {
 /// Returns true if `launch` created the directory `target` by preparing the checkpoint named `name`
 /// for another number of ranks.
 fn was_prepared_from(target: &Path, name: &str) -> Result<bool> {
-    let prepared = reshard::PreparedRecord::read(target).is_some_and(|r| r.from == name);
+    let prepared = deepspeed_reshard::PreparedRecord::read(target).is_some_and(|r| r.from == name);
     Ok(prepared || RngRecord::read(target)?.is_some_and(|r| r.from == name))
 }
 
