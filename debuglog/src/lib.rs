@@ -1,7 +1,7 @@
 //! Crate `debuglog`: a log for developers that explains the decisions of a process.
 //!
 //! Modules record events and spans with the macros of crate `tracing`. [`start`] selects which of
-//! them are logged, and [`open_file`] opens the file of the process. Logging never blocks the
+//! them are logged, and [`open_log_file`] opens the file of the process. Logging never blocks the
 //! process: a full queue drops lines, and the file then contains the number of dropped lines.
 //!
 //! An event has a target, such as `controller::transport`, whose first part is the role of the
@@ -23,7 +23,7 @@ use tracing_subscriber::{Layer, fmt, layer::SubscriberExt};
 static LOG: OnceLock<(Filter, LineSink)> = OnceLock::new();
 
 /// Starts the debug log of this process with a filter of events. Lines are collected until
-/// [`open_file`]. With `print`, each line is also printed. Does nothing if the log was started
+/// [`open_log_file`]. With `print`, each line is also printed. Does nothing if the log was started
 /// before.
 pub fn start(filter: &Filter, print: Option<PrintLineFn>) {
     let sink = LineSink::new();

@@ -5,6 +5,7 @@
 //! state machine. Only module `process` starts processes, and only module `descendants` searches
 //! for processes that workers left.
 mod activity;
+mod agent_relay;
 mod attach_socket;
 mod connect_back;
 mod container;
@@ -26,7 +27,6 @@ mod probe;
 mod process;
 mod progress;
 mod rank_log;
-mod agent_relay;
 mod stacks;
 mod startup;
 mod tree_node;

@@ -19,10 +19,10 @@ pub(crate) use batch_job::{BatchJob, Preemption, Submission, SubmitRequest};
 pub(crate) use host_list::{ClusterHost, parse_hostfile_entries, read_hostfile, resolve_hostfile_text};
 pub(crate) use host_target::HostTarget;
 pub(crate) use join::{NodeEnvironment, is_own_address, join_run};
-pub(crate) use provider::{Cluster, ClusterError, ClusterCheckSettings};
+pub(crate) use provider::{Cluster, ClusterCheckSettings, ClusterError};
 pub(crate) use slurm::parse_untrusted_variables as parse_allocation_variables;
 pub(crate) use transport::{
-    AgentHandle, AgentOutput, AgentProcess, ArrivalLimits, ConnectionStage, RemoteConnection, AgentStartStep,
+    AgentHandle, AgentOutput, AgentProcess, AgentStartStep, ArrivalLimits, ConnectionStage, RemoteConnection,
     Transport,
 };
 
@@ -56,7 +56,10 @@ pub(crate) fn detect_node_environment() -> diagnostic::Result<Option<NodeEnviron
 
 /// Returns the first of `providers` (of hosts, such as Slurm or SSH) from which the hosts of a job
 /// come.
-fn select_first_matching_provider<'a>(providers: &[&'a dyn Cluster], job: &JobSpec) -> Result<&'a dyn Cluster, ClusterError> {
+fn select_first_matching_provider<'a>(
+    providers: &[&'a dyn Cluster],
+    job: &JobSpec,
+) -> Result<&'a dyn Cluster, ClusterError> {
     for provider in providers {
         if provider.detect(job)? {
             return Ok(*provider);
@@ -148,13 +151,15 @@ mod tests {
         let providers: &[&dyn Cluster] = &[&FakeCluster, &local::LocalCluster];
         let mut job = sample_job();
         let names = |job: &JobSpec| -> Vec<String> {
-            let cluster = select_first_matching_provider(providers, job).unwrap_or_else(|error| panic!("{error:?}"));
+            let cluster =
+                select_first_matching_provider(providers, job).unwrap_or_else(|error| panic!("{error:?}"));
             cluster.hosts(job, "here").expect("hosts").into_iter().map(|host| host.name).collect()
         };
         assert_eq!(names(&job), ["here"]);
         job.name = "pod".to_owned();
         assert_eq!(names(&job), ["pod-0.here", "pod-1.here", "pod-2.here"]);
-        let pods = select_first_matching_provider(providers, &job).unwrap_or_else(|error| panic!("{error:?}"));
+        let pods =
+            select_first_matching_provider(providers, &job).unwrap_or_else(|error| panic!("{error:?}"));
         assert_eq!(pods.preflight().stages.len(), 1, "the defaults of the trait are enough");
         assert!(pods.requeue(&job).expect("no queue").is_none() && pods.submit_command().is_none());
         job.name = "pod-quota".to_owned();

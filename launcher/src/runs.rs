@@ -13,7 +13,7 @@ mod registry;
 mod select;
 
 pub(crate) use atomic_file::{
-    read_private_file, replace_output_file, replace_file_without_sync, write_atomically,
+    read_private_file, replace_file_without_sync, replace_output_file, write_atomically,
 };
 pub(crate) use controller_handle::open_controller_handle;
 pub(crate) use controller_socket::{bind_controller_socket, connect_to_controller, is_peer_own_or_root};

@@ -226,7 +226,8 @@ mod tests {
         let env = [("TOKEN", "t"), ("HF_TOKEN", "h"), ("RANK", "0"), ("OTHER", "x")];
         let env = env.map(|(name, value)| (name.to_owned(), value.to_owned()));
         let secrets = SecretVariables::from_worker_env(&run, &env);
-        let pairs: Vec<_> = secrets.names_and_values().map(|(name, value)| format!("{name}={value}")).collect();
+        let pairs: Vec<_> =
+            secrets.names_and_values().map(|(name, value)| format!("{name}={value}")).collect();
         assert_eq!(pairs, ["HF_TOKEN=h", "TOKEN=t"]);
     }
 

@@ -1,4 +1,4 @@
-//! [`WorkerContainer`]: the command that starts a worker in a container (`run.container`), and the
+//! [`ContainerCommandBuilder`]: the command that starts a worker in a container (`run.container`), and the
 //! command that ends the container of a worker whose process was killed.
 use crate::secrets::select_passed_variables;
 use diagnostic::{Diagnostic, codes::host};
@@ -173,7 +173,8 @@ impl<'a> ContainerCommandBuilder<'a> {
             let options = if mount.read_only { "x-create=auto,rbind,ro" } else { "x-create=auto,rbind" };
             words.extend(["--mount".to_owned(), format!("{}:{}:none:{options}", mount.source, mount.target)]);
         }
-        if self.gpus == ContainerGpuVendor::Nvidia && !plan_sets_variable(worker, env::NVIDIA_VISIBLE_DEVICES) {
+        if self.gpus == ContainerGpuVendor::Nvidia && !plan_sets_variable(worker, env::NVIDIA_VISIBLE_DEVICES)
+        {
             // The hook of enroot mounts the driver of the host because of this variable.
             worker.env.push((env::NVIDIA_VISIBLE_DEVICES.to_owned(), "all".to_owned()));
         }

@@ -406,8 +406,9 @@ impl AgentCore {
     fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {
-            return self
-                .fail_and_exit(build_protocol_error("the controller started workers while others are running"));
+            return self.fail_and_exit(build_protocol_error(
+                "the controller started workers while others are running",
+            ));
         }
         if ranks.len() != plan.workers.len() || ranks.last().is_some_and(|r| *r >= plan.world) {
             return self.fail_and_exit(build_protocol_error(
@@ -495,8 +496,11 @@ impl AgentCore {
         if self.state == AgentState::Running && self.kill_at.is_some_and(|at| now >= at) {
             // The kill is repeated, so that a worker that was being started meanwhile is killed,
             // too.
-            let kills: Vec<_> =
-                self.running_ranks().into_iter().map(|r| AgentAction::Signal(r, ProcessGroupSignal::Kill)).collect();
+            let kills: Vec<_> = self
+                .running_ranks()
+                .into_iter()
+                .map(|r| AgentAction::Signal(r, ProcessGroupSignal::Kill))
+                .collect();
             self.out.extend(kills);
             self.kill_at =
                 (self.spawning || !self.running_ranks().is_empty()).then_some(now + HEARTBEAT_INTERVAL);

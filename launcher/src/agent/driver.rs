@@ -434,7 +434,9 @@ impl AgentDriver {
                     tokio::spawn(attach_socket::reject_request(connection.output, rejection));
                 }
             }
-            AgentAction::PrepareWorkers { plan, kept } => return self.prepare_shared_worker_resources(plan, &kept),
+            AgentAction::PrepareWorkers { plan, kept } => {
+                return self.prepare_shared_worker_resources(plan, &kept);
+            }
             AgentAction::Spawn(index) => return self.spawn_worker(index),
             AgentAction::Rejoin(index) => return self.rejoin_worker(index),
             AgentAction::SendToWorker(rank, message) => {

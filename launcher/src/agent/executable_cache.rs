@@ -4,7 +4,7 @@
 //! The cache may be in a home directory that many hosts share, so that no host can find out which
 //! executables run on the others. Therefore an agent sets the modification time of its executable
 //! when it starts, and then every [`TOUCH_INTERVAL`]. An executable counts as used if its time is
-//! at most [`MIN_UNUSED_TIME`] older than that of the agent's executable. Both times come from the clock
+//! at most [`UNUSED_AFTER`] older than that of the agent's executable. Both times come from the clock
 //! of the file system, so clocks of hosts do not matter.
 use std::{
     fs, io,
@@ -78,8 +78,8 @@ fn mark_as_used(file: &Path) -> io::Result<()> {
 }
 
 /// Removes old executables from the cache directory that contains `executable`, which was just
-/// marked as used. An executable is old if it is unused for longer than [`MAX_UNUSED_TIME`] or, while
-/// the cache has more than [`KEPT_EXECUTABLES`], for longer than [`MIN_UNUSED_TIME`]. Also removes
+/// marked as used. An executable is old if it is unused for longer than [`REMOVED_AFTER`] or, while
+/// the cache has more than [`MIN_KEPT_EXECUTABLES`], for longer than [`UNUSED_AFTER`]. Also removes
 /// unused incomplete copies. Several agents may do so at the same time.
 fn remove_old_executables(executable: &Path) -> io::Result<()> {
     let Some(directory) = executable.parent() else { return Ok(()) };

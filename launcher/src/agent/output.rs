@@ -54,7 +54,7 @@ pub(crate) enum PumpEvent {
         /// The error that the program recorded in its error file, if any.
         error: Option<String>,
     },
-    /// A line contains the progress pattern. Reported at most once per [`PROGRESS_INTERVAL`].
+    /// A line contains the progress pattern. Reported at most once per [`MIN_PROGRESS_REPORT_INTERVAL`].
     Progress,
     /// The log cannot be written. Contains the warning for the user. The worker continues.
     LogFailed(Diagnostic),
@@ -147,7 +147,10 @@ impl OutputPump {
             progress_reported_at: None,
         };
         let thread = PumpThread { command: command.clone(), streams, sink };
-        thread::Builder::new().name("output".into()).stack_size(256 << 10).spawn(move || thread.copy_until_quit())?;
+        thread::Builder::new()
+            .name("output".into())
+            .stack_size(256 << 10)
+            .spawn(move || thread.copy_until_quit())?;
         Ok(OutputPump { command, show })
     }
 
@@ -351,7 +354,7 @@ impl OutputDestinations {
     }
 
     /// Reports to the agent that the worker makes progress, if the output in `bytes` contains
-    /// `run.progress_pattern`. Reports at most once per [`PROGRESS_INTERVAL`].
+    /// `run.progress_pattern`. Reports at most once per [`MIN_PROGRESS_REPORT_INTERVAL`].
     fn detect_progress(&mut self, bytes: &[u8]) {
         let Some(pattern) = self.options.progress_pattern.as_ref().map(String::as_bytes) else { return };
         let is_due = self.progress_reported_at.is_none_or(|at| at.elapsed() >= MIN_PROGRESS_REPORT_INTERVAL);

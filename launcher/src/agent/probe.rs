@@ -107,7 +107,9 @@ impl Prober {
             ProbeRequest::Network(request) => ProbeAnswer::Network(Box::new(
                 self.network.inspect_and_listen(&request, discover_local_host().ok()),
             )),
-            ProbeRequest::Measure(request) => ProbeAnswer::Measure(Box::new(self.network.measure_connection_to_agent(&request))),
+            ProbeRequest::Measure(request) => {
+                ProbeAnswer::Measure(Box::new(self.network.measure_connection_to_agent(&request)))
+            }
         }
     }
 

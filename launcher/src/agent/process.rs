@@ -167,15 +167,15 @@ pub(super) fn spawn_worker_process(
     let affinity = build_cpu_set(plan)?;
     let (control, worker_end) = match plan.command {
         Some(_) => (None, None),
-        None => {
-            UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| build_worker_start_error(plan, &e))?
-        }
+        None => UnixStream::pair()
+            .map(|(a, b)| (Some(a), Some(b)))
+            .map_err(|e| build_worker_start_error(plan, &e))?,
     };
     // Only workers with copies of their states in memory outlive an attempt.
     let (attempts, attempts_end) = match memory.copies {
-        Some(_) if control.is_some() => {
-            UnixStream::pair().map(|(a, b)| (Some(a), Some(b))).map_err(|e| build_worker_start_error(plan, &e))?
-        }
+        Some(_) if control.is_some() => UnixStream::pair()
+            .map(|(a, b)| (Some(a), Some(b)))
+            .map_err(|e| build_worker_start_error(plan, &e))?,
         _ => (None, None),
     };
     let mut command = build_worker_command(plan, inherited_env);

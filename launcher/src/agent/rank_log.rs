@@ -3,7 +3,7 @@
 use super::{log_thread::LogThread, log_times::LogTimesWriter};
 use crate::{
     background_thread::{WriteRetrySwitch, is_transient, write_persistently},
-    private_files::{open_private_file_for_appending, create_private_dir},
+    private_files::{create_private_dir, open_private_file_for_appending},
 };
 use diagnostic::{Diagnostic, codes::host::WORKER_LOG_UNWRITABLE};
 use std::{

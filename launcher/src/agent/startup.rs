@@ -1,6 +1,6 @@
 //! [`main`]: prepares the process and the control connection of an agent, and runs its driver.
 use super::{
-    connect_back, driver::AgentDriver, executable_cache, probe::Prober, process, agent_relay::relay_to_agent,
+    agent_relay::relay_to_agent, connect_back, driver::AgentDriver, executable_cache, probe::Prober, process,
     tree_node,
 };
 use crate::{

@@ -275,7 +275,9 @@ impl TreeNode {
         if let Some(controller) = controller {
             silent.retain(|link| *link != controller);
             let tolerated = lease * SILENT_CONTROLLER_LEASE_FRACTION.0 / SILENT_CONTROLLER_LEASE_FRACTION.1;
-            self.report_controller_silence_below(self.links.list_silent_links(tolerated).contains(&controller));
+            self.report_controller_silence_below(
+                self.links.list_silent_links(tolerated).contains(&controller),
+            );
         }
         if self.silence_heard_at.is_some_and(|heard_at| heard_at.elapsed() > lease) {
             self.end_parent_search();
@@ -327,7 +329,9 @@ impl TreeNode {
                     local.deliver_to_reader(bytes);
                 }
             }
-            RouterAction::AddSpace(_, count) => self.local.iter().for_each(|local| local.permit_writing(count)),
+            RouterAction::AddSpace(_, count) => {
+                self.local.iter().for_each(|local| local.permit_writing(count))
+            }
             // The agent reads the end of the stream, and may still write.
             RouterAction::End(_, StreamEnd::Finished) => {
                 self.local.iter_mut().for_each(LocalStream::end_reading);

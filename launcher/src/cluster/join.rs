@@ -3,23 +3,25 @@
 //!
 //! The nodes share a key, know the address of node 0, and have numbers. Pods, mpirun and batch
 //! systems without a provider start launch in this way.
-mod node_0_connection;
-mod node_environment;
 mod job_hashes;
 mod join_key;
 mod join_transport;
-mod node_listener;
 mod joined_node;
+mod mpi_process_variables;
+mod node_0_connection;
+mod node_environment;
+mod node_listener;
 mod node_name;
 mod node_relay;
 mod node_signals;
 mod node_table;
-mod mpi_process_variables;
 mod rendezvous;
 
-pub(crate) use node_environment::NodeEnvironment;
-pub(super) use node_environment::{ProcessEnvironment, SchedulerVariables, StepVariables, find_node_environment};
 pub(crate) use joined_node::join_run;
+pub(crate) use node_environment::NodeEnvironment;
+pub(super) use node_environment::{
+    ProcessEnvironment, SchedulerVariables, StepVariables, find_node_environment,
+};
 
 use super::{
     host_list::resolve_hosts,

@@ -1,4 +1,4 @@
-//! [`OpenHandshakes`]: tracks the connections whose other side has not yet proved that it has the
+//! [`UnauthenticatedConnections`]: tracks the connections whose other side has not yet proved that it has the
 //! job's key, and closes some of them if there are too many.
 use std::{collections::VecDeque, net::IpAddr};
 use tokio::task::AbortHandle;
@@ -25,7 +25,10 @@ impl UnauthenticatedConnections {
     /// Creates an empty set of unauthenticated connections, with space for one from each of
     /// `agents` agents and for [`MAX_UNAUTHENTICATED_CONNECTIONS`] more.
     pub(super) fn new(agents: usize) -> UnauthenticatedConnections {
-        UnauthenticatedConnections { connections: VecDeque::new(), limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS }
+        UnauthenticatedConnections {
+            connections: VecDeque::new(),
+            limit: agents + MAX_UNAUTHENTICATED_CONNECTIONS,
+        }
     }
 
     /// Makes space for a new unauthenticated connection from `peer`, by closing another such

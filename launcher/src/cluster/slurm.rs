@@ -3,11 +3,11 @@
 mod allocation;
 mod batch_script;
 mod slurm_commands;
-mod step_listener;
 mod slurm_transport;
 mod srun;
 mod step;
 mod step_connection;
+mod step_listener;
 mod step_variables;
 mod task_variables;
 

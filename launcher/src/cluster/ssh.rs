@@ -1,10 +1,10 @@
 //! [`SshCluster`]: the provider of the hosts that `cluster.hosts` names, which launch reaches over
 //! SSH.
-mod auth;
 mod agent_bootstrap;
+mod auth;
 mod bootstrap_scripts;
+mod channel_relay;
 mod client_notice;
-mod ssh_config;
 mod connect;
 mod connection_progress;
 mod connection_threads;
@@ -12,7 +12,7 @@ mod copy_failure;
 mod happy_eyeballs;
 mod known_hosts;
 mod openssh;
-mod channel_relay;
+mod ssh_config;
 mod ssh_error;
 mod ssh_session;
 mod ssh_transport;
@@ -22,7 +22,7 @@ mod tree;
 use super::{
     host_list::{ClusterHost, resolve_hosts},
     host_target::HostTarget,
-    provider::{Cluster, ClusterError, ClusterCheckSettings},
+    provider::{Cluster, ClusterCheckSettings, ClusterError},
     transport::{ConnectionStage, Transport},
 };
 use jobspec::{JobSpec, hosts::HostAddress};

@@ -167,7 +167,9 @@ fn start_detached_takeover(args: &AttachArgs, run: &Run, context: &CommandContex
             output::print_line(name)
         }
         DetachedStart::Ended(status) => {
-            command_output::write_message(&read_file_from_offset(&console, earlier_bytes).unwrap_or_default());
+            command_output::write_message(
+                &read_file_from_offset(&console, earlier_bytes).unwrap_or_default(),
+            );
             Ok(match status {
                 ExitStatus::Code(code) => code,
                 ExitStatus::Signal(..) => protocol::exit::FAILED,

@@ -105,7 +105,10 @@ enum ExecError {
 
 /// Sends the request of `launch exec` to the controller, and writes the output of the command to
 /// stdout and stderr. Returns the last reply.
-async fn request_command_and_copy_output(stream: StdStream, request: ExecRequest) -> Result<ExecReply, ExecError> {
+async fn request_command_and_copy_output(
+    stream: StdStream,
+    request: ExecRequest,
+) -> Result<ExecReply, ExecError> {
     stream.set_nonblocking(true).map_err(|_| ExecError::Connection)?;
     let (mut reader, mut writer) =
         UnixStream::from_std(stream).map_err(|_| ExecError::Connection)?.into_split();

@@ -333,8 +333,9 @@ mod tests {
             topology: protocol::hardware::CpuTopology::with_one_core_per_cpu(&(0..8).collect::<Vec<_>>()),
             ..Default::default()
         };
-        let hosts =
-            crate::cluster::find_host_provider(&job).and_then(|c| c.hosts(&job, &inventory.host)).expect("hosts");
+        let hosts = crate::cluster::find_host_provider(&job)
+            .and_then(|c| c.hosts(&job, &inventory.host))
+            .expect("hosts");
         let planning: Vec<_> =
             hosts.iter().map(|h| super::super::prepare::build_planning_host(h, &inventory)).collect();
         let attempt = crate::plan::Attempt::default();

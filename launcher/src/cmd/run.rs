@@ -9,7 +9,7 @@ use crate::{
     cluster::{self, Cluster, ClusterError},
     controller,
     detached_controller::{DetachedStart, StartNotifier, start_detached_controller},
-    private_files::{open_private_file_for_appending, create_private_dir},
+    private_files::{create_private_dir, open_private_file_for_appending},
     report::command_output,
 };
 use clap::Args;
@@ -37,7 +37,8 @@ use std::{
 
 /// The function by which `launch run` prepares the checkpoint from which the program of a job
 /// resumes.
-pub(super) const PREPARE_PROGRAM_RESUME_FN: controller::ResumePreparer = super::ckpt::resume::prepare_program_resume;
+pub(super) const PREPARE_PROGRAM_RESUME_FN: controller::ResumePreparer =
+    super::ckpt::resume::prepare_program_resume;
 
 /// Arguments of `launch run`.
 #[derive(Debug, Default, Args)]

@@ -169,8 +169,10 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
     fn decrypt_record(&mut self) -> io::Result<()> {
         let ciphertext = &self.record[HEADER_BYTES..self.filled];
         self.text.resize(ciphertext.len(), 0);
-        let length =
-            self.keys.read_message(self.next, ciphertext, &mut self.text).map_err(|_| build_altered_record_error());
+        let length = self
+            .keys
+            .read_message(self.next, ciphertext, &mut self.text)
+            .map_err(|_| build_altered_record_error());
         self.text.truncate(*length.as_ref().unwrap_or(&0));
         length?;
         (self.next, self.taken, self.filled) = (self.next + 1, 0, 0);

@@ -23,7 +23,8 @@ fn run_handshake(
     block_on(async {
         let (agent_end, controller_end) = duplex(64);
         let agent = async {
-            let stream = authenticate_controller(agent_end, &agent_key, name).await?.send_proof_of_key().await?;
+            let stream =
+                authenticate_controller(agent_end, &agent_key, name).await?.send_proof_of_key().await?;
             let (_input, mut output) = stream.into_halves(tokio::io::split);
             output.write_all(b"then").await?;
             output.flush().await.map_err(HandshakeError::from)

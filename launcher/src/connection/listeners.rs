@@ -20,7 +20,8 @@ pub(crate) fn open_listeners(
     agents: usize,
 ) -> io::Result<(Vec<TcpListener>, Vec<SocketAddr>)> {
     let open = |address: &IpAddr| {
-        let listener = ports.bind_first_free_port(|port| open_listener(SocketAddr::new(*address, port), agents))?;
+        let listener =
+            ports.bind_first_free_port(|port| open_listener(SocketAddr::new(*address, port), agents))?;
         let local = listener.local_addr()?;
         Ok((listener, local))
     };

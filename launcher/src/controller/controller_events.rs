@@ -58,7 +58,8 @@ impl ControllerEvents {
     /// Removes the events that the journal (the file of the run's events) contains. `reports`
     /// contains the newest stored report of each stream.
     pub(crate) fn forget_stored_events(&mut self, reports: &[ReportId]) {
-        let stored = reports.iter().filter(|(stream, _)| *stream == CONTROLLER_REPORT_STREAM).map(|(_, seq)| *seq);
+        let stored =
+            reports.iter().filter(|(stream, _)| *stream == CONTROLLER_REPORT_STREAM).map(|(_, seq)| *seq);
         let Some(newest) = stored.max() else { return };
         while self.unstored.front().is_some_and(|(event, _)| event.number <= newest) {
             self.unstored.pop_front();

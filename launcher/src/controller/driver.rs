@@ -18,7 +18,7 @@ mod status;
 mod takeover;
 
 use super::{
-    attempt_preparation::{AttemptPreparation, HostInventories, AttemptPlanningResult},
+    attempt_preparation::{AttemptPlanningResult, AttemptPreparation, HostInventories},
     controller_events::ControllerEvents,
     controller_identity::ControllerIdentity,
     core::{
@@ -38,7 +38,7 @@ use super::{
 };
 use crate::{
     clock::RunningClock,
-    cluster::{AgentHandle, BatchJob, HostTarget, AgentStartStep, Transport},
+    cluster::{AgentHandle, AgentStartStep, BatchJob, HostTarget, Transport},
     connection::{FrameError, Outbox},
     core_dumps::disable_core_dumps,
     detached_controller::StartNotifier,
@@ -420,8 +420,11 @@ impl ControllerDriver {
         }
         // A requested port of this machine is checked before any process is started.
         if self.plan.master_address.is_some_and(|address| address.is_loopback()) {
-            let preparation =
-                AttemptPreparation::new(&self.job, self.plan.clone(), &self.inventories.collect_host_addresses());
+            let preparation = AttemptPreparation::new(
+                &self.job,
+                self.plan.clone(),
+                &self.inventories.collect_host_addresses(),
+            );
             drop(preparation.bind_rendezvous(&self.lines.0)?);
         }
         self.prepare_process()

@@ -1,4 +1,4 @@
-//! [`find_verdict`]: finds out which ranks of a job that hangs hold up the others, from what agents
+//! [`find_hang_verdict`]: finds out which ranks of a job that hangs hold up the others, from what agents
 //! have collected (stacks, counters of collectives, GPU errors). This module does no I/O.
 //! [`describe_verdict`](super::hang_text::describe_verdict) formats the result.
 //!
@@ -8,7 +8,7 @@
 //! answered, and whose stack is unknown, is undetermined.
 use jobspec::ids::Rank;
 use protocol::hang::{
-    CollectiveEntry, HangKind, HangVerdict, RankActivity, CollectiveCallOfRanks, RankEvidence, RankGpuFault,
+    CollectiveCallOfRanks, CollectiveEntry, HangKind, HangVerdict, RankActivity, RankEvidence, RankGpuFault,
     RankNcclWarning, RankPosition, StackFrame, ThreadState, WaitKind, WaitingCollective,
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -81,7 +81,9 @@ fn find_pending_collectives<'a>(ranks: &BTreeMap<Rank, &'a RankEvidence>) -> Vec
     let mut groups: BTreeMap<(&str, &[Rank]), i64> = BTreeMap::new();
     for evidence in ranks.values().filter(|e| e.answered) {
         for group in &evidence.groups {
-            if let Some(seq) = find_pending_collective_seq(evidence, &group.name, group.completed, group.enqueued) {
+            if let Some(seq) =
+                find_pending_collective_seq(evidence, &group.name, group.completed, group.enqueued)
+            {
                 let first = groups.entry((&group.name, &group.ranks)).or_insert(seq);
                 *first = seq.min(*first);
             }
@@ -132,7 +134,12 @@ fn find_pending_builtin_collectives<'a>(
 
 /// Returns the sequence number of the first collective of a process group that a rank has entered
 /// and not completed.
-fn find_pending_collective_seq(evidence: &RankEvidence, group: &str, completed: i64, enqueued: i64) -> Option<i64> {
+fn find_pending_collective_seq(
+    evidence: &RankEvidence,
+    group: &str,
+    completed: i64,
+    enqueued: i64,
+) -> Option<i64> {
     let entries = evidence.entries.iter().filter(|e| e.group == group && !e.p2p);
     if entries.clone().next().is_some() {
         return entries.filter(|e| !e.retired).map(|e| e.seq).min();
@@ -224,7 +231,8 @@ fn build_collective_call(
     let first = callers.first().and_then(|rank| ranks.get(rank));
     // The stack of a rank that has left the call, or waits in a later one, does not show the call.
     let is_in_call = |e: &&&RankEvidence| {
-        is_in_collective(e) && find_last_entered_collective_seq(e, &entry.group).is_some_and(|last| last == entry.seq)
+        is_in_collective(e)
+            && find_last_entered_collective_seq(e, &entry.group).is_some_and(|last| last == entry.seq)
     };
     CollectiveCallOfRanks {
         frame: first.filter(is_in_call).and_then(|e| find_program_frame(e)),
@@ -238,7 +246,10 @@ fn build_collective_call(
 
 /// Describes the call with which ranks have entered a pending collective. Returns `None` if no
 /// flight recorder has recorded it.
-fn build_entered_call(p: &PendingCollective<'_>, ranks: &BTreeMap<Rank, &RankEvidence>) -> Option<CollectiveCallOfRanks> {
+fn build_entered_call(
+    p: &PendingCollective<'_>,
+    ranks: &BTreeMap<Rank, &RankEvidence>,
+) -> Option<CollectiveCallOfRanks> {
     let entry = p.entered.iter().find_map(|rank| find_flight_recorder_entry(p, ranks.get(rank)?))?;
     Some(build_collective_call(p.entered.iter().copied().collect(), entry, ranks))
 }

@@ -2,7 +2,7 @@
 //! and where they are.
 use crate::format::format_ranks;
 use jobspec::ids::Rank;
-use protocol::hang::{HangKind, HangVerdict, CollectiveCallOfRanks, RankGpuFault, RankPosition};
+use protocol::hang::{CollectiveCallOfRanks, HangKind, HangVerdict, RankGpuFault, RankPosition};
 
 /// The largest number of ranks, calls or errors that the line about a hang lists.
 const MAX_LISTED_ITEMS: usize = 8;

@@ -72,7 +72,11 @@ impl JobFileWatch {
     /// can be reloaded, which the caller must apply, and notices for the user. Each changed key
     /// that is not reloadable is reported in a notice once. A file that cannot be read or is not
     /// valid results in a notice and no values.
-    pub(super) fn evaluate_change(&mut self, running: &JobSpec, content: WatchedFileContent) -> JobFileChange {
+    pub(super) fn evaluate_change(
+        &mut self,
+        running: &JobSpec,
+        content: WatchedFileContent,
+    ) -> JobFileChange {
         let Some((file, _)) = &self.file else { return JobFileChange::default() };
         let name = file.path.display();
         let notice = |notice: String| JobFileChange { notices: vec![notice], values: None };

@@ -4,7 +4,7 @@
 
 /// Identifies the report from which a line of the journal was written: the number of the agent's
 /// (or controllers') sequence of reports, and the number of the report in it. Each agent has a
-/// sequence. The controllers of a run share the sequence [`CONTROLLER_STREAM`].
+/// sequence. The controllers of a run share the sequence [`CONTROLLER_REPORT_STREAM`].
 pub(crate) type ReportId = (u64, u64);
 
 /// The number under which the controllers of a run report events, in place of the number of an

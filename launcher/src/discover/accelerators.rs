@@ -44,7 +44,9 @@ pub(super) fn discover_accelerators(
     /// The UUIDs of MIG instances, which `nvidia-smi` has printed at the first call.
     static MIG_UUIDS: OnceLock<MigUuids> = OnceLock::new();
     let tree = DeviceFiles::new(root, &is_device_permitted);
-    discover_in_device_files(&tree, variable, &|| MIG_UUIDS.get_or_init(|| read_mig_uuids("nvidia-smi")).clone())
+    discover_in_device_files(&tree, variable, &|| {
+        MIG_UUIDS.get_or_init(|| read_mig_uuids("nvidia-smi")).clone()
+    })
 }
 
 /// Finds the accelerators of the machine whose device files are below the root directory of `tree`.

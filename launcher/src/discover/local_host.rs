@@ -1,6 +1,8 @@
 //! [`discover_local_host`]: reads the inventory of this machine (its CPUs, accelerators, memory and
 //! network) from /proc, /sys, /dev and the environment.
-use super::{accelerators, interface_addresses::list_interface_addresses, cgroup, cpu_list::parse_cpu_list, topology};
+use super::{
+    accelerators, cgroup, cpu_list::parse_cpu_list, interface_addresses::list_interface_addresses, topology,
+};
 use jobspec::env;
 use protocol::{control::HostInventory, host_name::read_host_name_below};
 use std::{fs, io, net::IpAddr, path::Path};
@@ -23,7 +25,10 @@ pub fn discover_local_host() -> io::Result<HostInventory> {
 /// Reads the inventory of the machine whose root directory is `root`: its CPUs, accelerators and
 /// memory. The addresses, the size of /dev/shm and the environment are missing in the result.
 /// `variable` returns environment variables of this process.
-fn discover_host_in_root(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> io::Result<HostInventory> {
+fn discover_host_in_root(
+    root: &Path,
+    variable: &dyn Fn(&str) -> Option<String>,
+) -> io::Result<HostInventory> {
     let host = read_host_name_below(root)?;
     let status = read_file_below_root(root, "proc/self/status")?;
     let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or("");

@@ -10,7 +10,7 @@ mod merged_config;
 mod worker_environment;
 
 use super::{
-    import_options::{ImportErrors, ImportOptions, set_slurm_nodes_with_note, set_command, set_hostfile},
+    import_options::{ImportErrors, ImportOptions, set_command, set_hostfile, set_slurm_nodes_with_note},
     job_draft::{ImportedJob, JobDraft},
     remaining_keys::RemainingKeys,
 };
@@ -153,7 +153,9 @@ fn set_processes(
     // -1 means that the number was given on Accelerate's command line.
     let total = keys.take_integer("num_processes", -1).filter(|n| *n > 0);
     match total {
-        _ if kind == DistributedType::Single && !named => draft.set_required_key("cluster.workers_per_host", "1"),
+        _ if kind == DistributedType::Single && !named => {
+            draft.set_required_key("cluster.workers_per_host", "1")
+        }
         None => draft.add_key_note(
             "cluster.workers_per_host",
             "`num_processes` is not given: one worker per GPU, or one per host without GPUs",

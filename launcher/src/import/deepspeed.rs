@@ -148,7 +148,11 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
             }
         }
         (None, Some(n)) if micro.is_some() => {
-            draft.set_imported_key(BATCH_SIZE_KEYS[1], "train.batch.global", (each * i128::from(n)).to_string());
+            draft.set_imported_key(
+                BATCH_SIZE_KEYS[1],
+                "train.batch.global",
+                (each * i128::from(n)).to_string(),
+            );
         }
         (None, _) if micro.is_some() => {
             draft.set_imported_key(BATCH_SIZE_KEYS[1], "train.batch.global", each.to_string());
@@ -209,11 +213,19 @@ fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
     for (name, least) in [("initial_scale_power", 0), ("loss_scale_window", 1)] {
         if let Some(n) = part.take_integer(name, least) {
-            draft.set_imported_key(&part.full_path_of_key(name), &format!("train.loss_scale.{name}"), n.to_string());
+            draft.set_imported_key(
+                &part.full_path_of_key(name),
+                &format!("train.loss_scale.{name}"),
+                n.to_string(),
+            );
         }
     }
     if let Some(n) = part.take_number("min_loss_scale").filter(|n| *n > 0.0) {
-        draft.set_imported_key(&part.full_path_of_key("min_loss_scale"), "train.loss_scale.min_loss_scale", format!("{n:?}"));
+        draft.set_imported_key(
+            &part.full_path_of_key("min_loss_scale"),
+            "train.loss_scale.min_loss_scale",
+            format!("{n:?}"),
+        );
     }
 }
 
@@ -227,7 +239,9 @@ fn convert_clipping(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
         return draft.add_not_converted_note(CLIPPING_KEY, AUTO_VALUE_REASON, "set `train.clip_norm`");
     }
     match keys.take_number(CLIPPING_KEY) {
-        Some(norm) if norm > 0.0 => draft.set_imported_key(CLIPPING_KEY, "train.clip_norm", format!("{norm:?}")),
+        Some(norm) if norm > 0.0 => {
+            draft.set_imported_key(CLIPPING_KEY, "train.clip_norm", format!("{norm:?}"))
+        }
         _ => draft.set_imported_key(CLIPPING_KEY, "train.clip_norm", "off"),
     }
 }

@@ -262,7 +262,10 @@ fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
 /// Sets `OMP_NUM_THREADS` in the environment of the workers, unless the user has set the variable.
 pub(super) fn set_thread_count(draft: &mut JobDraft, context: &DropInContext<'_>, threads: i64) {
     if context.variable(env::OMP_NUM_THREADS).is_none() {
-        draft.set_required_key(&format!("run.env.{}", env::OMP_NUM_THREADS), &quote_yaml(&threads.to_string()));
+        draft.set_required_key(
+            &format!("run.env.{}", env::OMP_NUM_THREADS),
+            &quote_yaml(&threads.to_string()),
+        );
     }
 }
 

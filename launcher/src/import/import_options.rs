@@ -44,9 +44,8 @@ pub(super) fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, con
             let reason = format!("{config} does not name the program; `[python, train.py]` is a placeholder");
             draft.add_key_note("run.command", reason, "replace it, or give the program after `--`");
         }
-        program => {
-            draft.set_required_key("run.command", &value_text::format_yaml_list(&build_python_command(program)))
-        }
+        program => draft
+            .set_required_key("run.command", &value_text::format_yaml_list(&build_python_command(program))),
     }
 }
 

@@ -38,7 +38,8 @@ impl<'d> RemainingKeys<'d> {
     /// Creates the error that the value of the imported key `key` is not what `expected` describes.
     /// An empty `key` stands for the whole file.
     fn type_error(&self, key: &str, item: &DocumentItem, expected: &str) -> Diagnostic {
-        let path = if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.full_path_of_key(key)) };
+        let path =
+            if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.full_path_of_key(key)) };
         let message = format!("{path} must be {expected}, found {}", item.describe());
         Diagnostic::error(command::IMPORT_VALUE_INVALID, message)
             .with_subject(self.full_path_of_key(key))

@@ -4,7 +4,7 @@ pub(super) mod drop_in;
 
 use super::command_line::{CommandLine, CommandLineError};
 use super::{
-    import_options::{ImportErrors, ImportOptions, set_slurm_nodes_with_note, set_hostfile},
+    import_options::{ImportErrors, ImportOptions, set_hostfile, set_slurm_nodes_with_note},
     job_draft::{ImportedJob, JobDraft},
     value_text,
 };
@@ -204,13 +204,21 @@ fn set_numa_binding(draft: &mut JobDraft, given: &mut CommandLine) {
 /// the job.
 fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(restarts) = given.take_last_value("max-restarts").filter(|n| n != "0") {
-        draft.set_imported_key("--max-restarts", "run.restarts", value_text::format_yaml_whole_number(&restarts));
+        draft.set_imported_key(
+            "--max-restarts",
+            "run.restarts",
+            value_text::format_yaml_whole_number(&restarts),
+        );
     }
     if let Some(seconds) = given.take_last_value("shutdown-timeout") {
         draft.set_imported_key("--shutdown-timeout", "run.grace_period", quote_yaml(&format!("{seconds}s")));
     }
     if let Some(port) = given.take_last_value("master-port").filter(|port| port != "0") {
-        draft.set_imported_key("--master-port", "cluster.master_port", value_text::format_yaml_whole_number(&port));
+        draft.set_imported_key(
+            "--master-port",
+            "cluster.master_port",
+            value_text::format_yaml_whole_number(&port),
+        );
     }
     let Some(signals) = given.take_last_value("signals-to-handle").filter(|s| s != DEFAULT_SIGNALS) else {
         return;
@@ -251,7 +259,11 @@ fn set_logs(draft: &mut JobDraft, given: &mut CommandLine) {
         Some(ranks) => {
             let ranks: Vec<String> =
                 ranks.split(',').map(|rank| value_text::format_yaml_whole_number(rank.trim())).collect();
-            draft.set_imported_key("--local-ranks-filter", "run.logs.show", format!("[{}]", ranks.join(", ")));
+            draft.set_imported_key(
+                "--local-ranks-filter",
+                "run.logs.show",
+                format!("[{}]", ranks.join(", ")),
+            );
         }
         None => draft.add_key_note("run.logs.show", "the console shows rank 0; torchrun shows all ranks", ""),
     }

@@ -263,7 +263,12 @@ fn send_part(client: &RestClient, request: &Value) -> Result<Option<String>, Rec
 }
 
 /// Sets the state (such as `FINISHED`) and the end time of a run on the MLflow server.
-fn update_mlflow_run_state(client: &RestClient, run: &str, state: &str, end: Option<u64>) -> Result<(), RecordError> {
+fn update_mlflow_run_state(
+    client: &RestClient,
+    run: &str,
+    state: &str,
+    end: Option<u64>,
+) -> Result<(), RecordError> {
     let mut request = json!({"run_id": run, "status": state});
     if let Some(end) = end {
         request["end_time"] = end.into();

@@ -412,7 +412,12 @@ impl AcceleratorSelection {
     /// Returns the number of the GPU that a process of JAX uses, counted among the GPUs that the
     /// process sees. Returns `None` if the process is to use all of them: if it is the only one of
     /// its host, sees a single GPU, or has no GPU for itself.
-    pub(super) fn jax_device_of_worker(&self, policy: VisibleDevices, local_rank: u32, workers: u32) -> Option<u32> {
+    pub(super) fn jax_device_of_worker(
+        &self,
+        policy: VisibleDevices,
+        local_rank: u32,
+        workers: u32,
+    ) -> Option<u32> {
         let is_gpu = matches!(self.kind, AcceleratorKind::Cuda | AcceleratorKind::Rocm);
         let has_own = workers > 1 && workers as usize <= self.count();
         (is_gpu && has_own && policy == VisibleDevices::All).then_some(local_rank)

@@ -93,7 +93,8 @@ fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<Wo
     }
     let units: Vec<&CpuCore> = split.iter().collect();
     let has_gpu = gpu_nodes.iter().any(Option::is_some);
-    let within = divide_cores_within_nodes(&units, gpu_nodes).filter(|s| has_gpu || s[0].len() * 4 >= share * 3);
+    let within =
+        divide_cores_within_nodes(&units, gpu_nodes).filter(|s| has_gpu || s[0].len() * 4 >= share * 3);
     let shares =
         within.unwrap_or_else(|| units.chunks(share).take(gpu_nodes.len()).map(<[_]>::to_vec).collect());
     let slot = |cores: Vec<&CpuCore>| WorkerCpus { cpus: collect_cpus(&cores), threads: cores.len() as u32 };

@@ -107,7 +107,8 @@ fn build_framework_defaults(
 ) -> Vec<(&'static str, String)> {
     let policy = job_env.job.run.visible_devices;
     let mut defaults = vec![(env::JAX_COORDINATOR_ADDRESS, UNBOUND_ADDRESS_PLACEHOLDER.to_owned())];
-    let device = position.accelerators.jax_device_of_worker(policy, position.local_rank, position.local_world);
+    let device =
+        position.accelerators.jax_device_of_worker(policy, position.local_rank, position.local_world);
     defaults.extend(device.map(|device| (env::JAX_LOCAL_DEVICE_IDS, device.to_string())));
     if job_env.on_cpus && !uses_deepspeed(&job_env.job.run, inventory) {
         defaults.push((env::ACCELERATE_USE_CPU, "true".to_owned()));
@@ -163,7 +164,8 @@ fn build_interface_defaults(job_env: &SharedEnvValues<'_>, host: &JobHost) -> Ve
 /// Inserts `MASTER_ADDR` and `MASTER_PORT` into the environment `env`, after the variables with the
 /// worker's ranks, and replaces the address of JAX's coordinator unless the user has set it.
 pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String, port: String) {
-    let coordinator = env.iter_mut().find(|(n, v)| n == env::JAX_COORDINATOR_ADDRESS && v == UNBOUND_ADDRESS_PLACEHOLDER);
+    let coordinator =
+        env.iter_mut().find(|(n, v)| n == env::JAX_COORDINATOR_ADDRESS && v == UNBOUND_ADDRESS_PLACEHOLDER);
     if let (Some((_, value)), Ok(ip), Ok(port)) = (coordinator, address.parse::<IpAddr>(), port.parse()) {
         *value = SocketAddr::new(ip, RendezvousRequest::compute_jax_coordinator_port(port)).to_string();
     }

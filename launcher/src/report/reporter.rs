@@ -139,7 +139,7 @@ impl Reporter {
     }
 
     /// Shows the final messages at the end of the run. Blocks until all queued items are written,
-    /// or until stdout and stderr have accepted no output for [`STUCK_TIMEOUT`].
+    /// or until stdout and stderr have accepted no output for [`STUCK_OUTPUT_TIMEOUT`].
     pub(crate) fn finish(mut self, summary: RunSummary) {
         self.enqueue(ReportItem::Message(String::new())); // reports dropped lines
         let mut item = ReportItem::Finish(summary);

@@ -4,8 +4,8 @@ use super::{
     console::Console,
     deduplicator::{Deduplicator, MergedLine},
     event_text::{format_event, format_failure, format_restart},
-    loss_curve::LossCurve,
     line_rate_limit::{LineDecision, LineRateLimit},
+    loss_curve::LossCurve,
     report_item::{ReportConfig, ReportItem, RunSummary},
 };
 use crate::{
@@ -268,8 +268,11 @@ impl RunView {
         if let Some((before, at)) = self.last_step {
             let elapsed = (now - at).as_secs_f64();
             let per_step = elapsed / step.saturating_sub(before).max(1) as f64;
-            let weight =
-                if self.step_seconds == 0.0 { 1.0 } else { 1.0 - (-elapsed / STEP_TIME_AVERAGING_SECONDS).exp() };
+            let weight = if self.step_seconds == 0.0 {
+                1.0
+            } else {
+                1.0 - (-elapsed / STEP_TIME_AVERAGING_SECONDS).exp()
+            };
             self.step_seconds += weight * (per_step - self.step_seconds);
         }
         self.last_step = Some((*step, now));

@@ -1,4 +1,4 @@
-//! [`open_controller`]: opens a handle of the process that controls a run, if its open files prove
+//! [`open_controller_handle`]: opens a handle of the process that controls a run, if its open files prove
 //! that the process with the recorded pid is the controller.
 use super::{
     process_identity::ProcessHandle,
@@ -33,7 +33,7 @@ pub(crate) fn open_controller_handle(record: &RunRecord) -> io::Result<Option<Pr
         let proof = has_journal_open(record);
         match proof {
             Ok(true) => return Ok(Some(handle)),
-            _ if began.elapsed() < JOURNAL_OPEN_TIMEOUT => thread:OPEN_FILES_POLL_INTERVALNTERVAL),
+            _ if began.elapsed() < JOURNAL_OPEN_TIMEOUT => thread::sleep(OPEN_FILES_POLL_INTERVAL),
             Ok(false) => return Err(io::Error::other("the process is not the controller of this run")),
             Err(error) => return Err(error),
         }

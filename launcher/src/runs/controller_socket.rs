@@ -22,7 +22,10 @@ const SOCKET_NAME_COUNT: u32 = 16;
 
 /// Returns the addresses that the Unix socket of a run's controller may have, in the order in which
 /// they are tried.
-fn list_socket_addresses(run: &str, controller: &ProcessIdentity) -> impl Iterator<Item = io::Result<SocketAddr>> {
+fn list_socket_addresses(
+    run: &str,
+    controller: &ProcessIdentity,
+) -> impl Iterator<Item = io::Result<SocketAddr>> {
     let mut hasher = blake3::Hasher::new();
     for part in ["launch controller socket", run] {
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());

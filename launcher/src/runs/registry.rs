@@ -4,7 +4,7 @@ use super::{atomic_file::write_atomically, process_identity::ProcessIdentity};
 use crate::{
     clock::read_unix_time_ms,
     plan::{MAX_WORKERS, Plan},
-    private_files::{create_private_dir, identify_file, open_own_file, create_or_truncate_private_file},
+    private_files::{create_or_truncate_private_file, create_private_dir, identify_file, open_own_file},
 };
 use jobspec::env;
 use protocol::event::Event;
@@ -310,7 +310,7 @@ pub(crate) fn record_run_end(run: &str, exit_code: u8, seconds: f64) -> io::Resu
     create_or_truncate_private_file(&file)?.write_all(&serde_json::to_vec(&(exit_code, seconds))?)
 }
 
-/// Reads the exit code and duration of a run that [`record_end`] has stored in the state directory.
+/// Reads the exit code and duration of a run that [`record_run_end`] has stored in the state directory.
 fn read_recorded_run_end(run: &str) -> Option<(u8, f64)> {
     let mut bytes = Vec::new();
     open_own_file(&resolve_run_end_path(run)?).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;

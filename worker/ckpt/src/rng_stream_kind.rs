@@ -1,4 +1,4 @@
-//! [`StreamKind`]: a random generator whose state is saved: Python's, NumPy's, or torch's on CPU or
+//! [`RngStreamKind`]: a random generator whose state is saved: Python's, NumPy's, or torch's on CPU or
 //! GPU.
 use serde::Serialize;
 use std::fmt;

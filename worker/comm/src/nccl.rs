@@ -1,11 +1,11 @@
-//! NCCL, loaded at run time: [`NcclComm`] runs collectives through an [`NcclGroup`], which calls
+//! NCCL, loaded at run time: [`NcclComm`] runs collectives through an [`RawNcclComm`], which calls
 //! the [`NcclLibrary`].
 //!
 //! Every communicator is non-blocking. A call never waits inside the library. Every wait is a loop
 //! in this module that polls the communicator for errors, aborts and the timeout. So a peer that
 //! died or never joined is an error, not a hang. A watchdog polls while work runs on the GPU.
 //!
-//! Functions enqueue work on a CUDA stream and return; [`NcclGroup::wait_until_done`] waits for it.
+//! Functions enqueue work on a CUDA stream and return; [`RawNcclComm::wait_until_done`] waits for it.
 //! The caller passes device addresses and streams.
 mod binding;
 mod comm;

@@ -14,7 +14,7 @@ use serde_json::json;
 use std::{path::Path, sync::Arc};
 
 /// Trains a model on the GPU and on the CPU, compares the losses, and reports a row of the result
-/// table for each number of ranks. With [`CurveTransport::NcclTwoRanks`], `second_rank` is the
+/// table for each number of ranks. With [`CurveRanks::NcclTwoRanks`], `second_rank` is the
 /// other rank.
 pub(super) fn compare_curves(
     output: &PartOutput,

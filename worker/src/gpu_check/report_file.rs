@@ -1,4 +1,4 @@
-//! [`Report`]: all results of a `launch gpu-check`, as the JSON file of `--json`.
+//! [`GpuCheckReport`]: all results of a `launch gpu-check`, as the JSON file of `--json`.
 use super::message::{Row, RowResult};
 use diagnostic::{Diagnostic, codes};
 use serde::{Deserialize, Serialize};

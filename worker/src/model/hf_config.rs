@@ -173,13 +173,13 @@ impl<'a> HfConfigFields<'a> {
     }
 
     /// Reads the integer at the key `key` of config.json, which is required. Fails if the key is
-    /// absent, or the value is not from 1 to [`SIZE_MAX`].
+    /// absent, or the value is not from 1 to [`MAX_SIZE_VALUE`].
     pub(super) fn read_size(&self, key: &'static str) -> Result<u32> {
         self.read_optional_size(key)?.ok_or_else(|| ModelError::KeyMissing { key: key.into() })
     }
 
     /// Reads the optional integer at `key`, or returns `None` if the key is absent. Fails if the
-    /// value is not from 1 to [`SIZE_MAX`].
+    /// value is not from 1 to [`MAX_SIZE_VALUE`].
     pub(super) fn read_optional_size(&self, key: &'static str) -> Result<Option<u32>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_u64().filter(|n| (1..=MAX_SIZE_VALUE).contains(n)).and_then(|n| u32::try_from(n).ok()) {
@@ -220,7 +220,7 @@ impl<'a> HfConfigFields<'a> {
     }
 
     /// Reads the number of layers at `key`, which is required. Fails if the number is above
-    /// [`LAYERS_MAX`].
+    /// [`MAX_LAYERS`].
     pub(super) fn read_layer_count(&self, key: &'static str) -> Result<usize> {
         let layers = self.read_size(key)?;
         if layers as usize > MAX_LAYERS {

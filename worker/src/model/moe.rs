@@ -238,7 +238,7 @@ pub fn compute_expert_activation(ops: &dyn Ops, shape: ExpertShape, gate_up: Vie
 /// which the router multiplies each expert output (`b.dweights`).
 ///
 /// Does not compute gradients of parameters. The caller must then pass `b.act` and `b.dgate_up` to
-/// [`compute_expert_gradients`], which computes those of the experts' parameters.
+/// [`compute_expert_param_gradients`], which computes those of the experts' parameters.
 pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: ExpertBackwardBuffers) {
     let (d, f) = (shape.hidden, shape.intermediate);
     let n = b.dweights.len();
@@ -266,7 +266,7 @@ pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: 
     );
 }
 
-/// The inputs of [`compute_expert_gradients`], which computes the gradients of the experts'
+/// The inputs of [`compute_expert_param_gradients`], which computes the gradients of the experts'
 /// parameters. A row belongs to one token that was dispatched to one expert.
 pub struct ExpertGradInputs<'a> {
     /// The experts' inputs, `[rows, hidden]`.

@@ -46,7 +46,7 @@ pub struct UnitShard {
     params: RwLock<Buf>,
     /// The 16-bit parameters for computation: the owned shard or the whole unit, according to the
     /// policy. `None` if there are no master weights, or if parameters are cast for each use
-    /// ([`casts_on_gather`]).
+    /// ([`casts_params_on_gather`]).
     compute_copy: Option<RwLock<Buf>>,
     /// If the ranks share memory: the shards that all ranks have of the unit's parameters for
     /// forward and backward passes. Parameters are then read from this memory and not gathered.
@@ -173,7 +173,7 @@ pub struct ZeroEngine {
     /// weights.
     cast_buffer: Arc<Mutex<Buf>>,
     gradient_pool: Arc<Mutex<BufferPool>>,
-    /// Reusable sums for [`ZeroEngine::take_partial_sums`], each with the event after which it may
+    /// Reusable sums for [`ZeroEngine::begin_partial_sums`], each with the event after which it may
     /// be written.
     micro_batch_sums_pool: Arc<Mutex<Vec<(MicroBatchSums, Event)>>>,
     exchange: Arc<Mutex<ExchangeBuffers>>,
@@ -508,7 +508,7 @@ impl ZeroEngine {
     }
 
     /// Starts to distribute the updated shards of parameter unit `u` to every rank that stores the
-    /// unit. [`ZeroEngine::wait_param_gather`] waits for the result.
+    /// unit. [`ZeroEngine::wait_for_updated_param_gathers`] waits for the result.
     ///
     /// Collective: every rank must call it.
     pub fn start_updated_param_gather(&mut self, u: usize) {
@@ -539,7 +539,7 @@ impl ZeroEngine {
     }
 
     /// Waits until the updated parameters of all units are distributed, for which
-    /// [`ZeroEngine::start_param_gather`] was called.
+    /// [`ZeroEngine::start_updated_param_gather`] was called.
     pub fn wait_for_updated_param_gathers(&mut self) -> Result<()> {
         self.pending_param_gathers.drain(..).try_for_each(PendingCollective::wait)
     }

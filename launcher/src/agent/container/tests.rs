@@ -79,7 +79,8 @@ fn each_runtime_gets_its_options() {
     }
     assert!(words(Podman, ContainerGpuVendor::Amd).contains(" --device /dev/kfd --device /dev/dri "));
     let (text, _) =
-        build_command_line(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpuVendor::Nvidia).unwrap();
+        build_command_line(Charliecloud, &[mount("/usr", "/data", false)], ContainerGpuVendor::Nvidia)
+            .unwrap();
     assert_eq!(text, "ch-run --bind /usr:/data --bind /:/ --cd / --option 1 image --");
 }
 
@@ -94,15 +95,16 @@ fn variables_that_a_runtime_replaces_are_passed() {
 
 #[test]
 fn directories_of_the_job_are_mounted_once() {
-    let (text, _) = build_command_line(Charliecloud, &[mount("/", "/", false)], ContainerGpuVendor::None).unwrap();
+    let (text, _) =
+        build_command_line(Charliecloud, &[mount("/", "/", false)], ContainerGpuVendor::None).unwrap();
     assert_eq!(text, "ch-run --bind /:/ --cd / --option 1 image --");
 }
 
 #[test]
 fn unusable_mounts_are_rejected() {
     for (runtime, path, read_only) in [(Podman, "/no/such/path", false), (Charliecloud, "/usr", true)] {
-        let error =
-            build_command_line(runtime, &[mount(path, path, read_only)], ContainerGpuVendor::None).unwrap_err();
+        let error = build_command_line(runtime, &[mount(path, path, read_only)], ContainerGpuVendor::None)
+            .unwrap_err();
         assert_eq!((error.code(), error.subject()), (host::CONTAINER_MOUNT_UNUSABLE, Some(path)));
     }
 }

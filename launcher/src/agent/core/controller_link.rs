@@ -1,8 +1,8 @@
 //! The part of the agent's state machine that decides which controller the agent obeys, and what
 //! the agent does without one.
 use super::{
-    AgentAction, AgentCore, AgentState, kill_request::KillRequest, previous_controller::PreviousController,
-    build_protocol_error,
+    AgentAction, AgentCore, AgentState, build_protocol_error, kill_request::KillRequest,
+    previous_controller::PreviousController,
 };
 use crate::leases::HEARTBEAT_INTERVAL;
 use diagnostic::{Diagnostic, codes::run};
@@ -31,7 +31,9 @@ impl AgentCore {
                     self.send_if_connected(FromAgent::Hello { version, pid, stream, inventory });
                 }
                 ToAgent::Hello { version, .. } => self.fail_and_exit(build_protocol_version_error(version)),
-                _ => self.fail_and_exit(build_protocol_error("the controller's first message was not a hello")),
+                _ => {
+                    self.fail_and_exit(build_protocol_error("the controller's first message was not a hello"))
+                }
             };
         }
         // Every message proves that the controller is alive.

@@ -41,7 +41,8 @@ impl AgentCore {
     /// which is killed after the grace period.
     pub(super) fn on_worker_left(&mut self, rank: Rank, attempt: u32) {
         let may_leave = self.may_leave && attempt == self.attempt;
-        let may_leave = |worker: &SupervisedWorker| may_leave && worker.is_alive() && !worker.silence_reported;
+        let may_leave =
+            |worker: &SupervisedWorker| may_leave && worker.is_alive() && !worker.silence_reported;
         let Some(worker) = self.workers.get_mut(&rank).filter(|worker| may_leave(worker)) else { return };
         worker.has_left = true;
         if let Some(pid) = worker.pid {

@@ -354,9 +354,15 @@ fn a_worker_hello_with_another_version_or_pid_is_a_failure() {
 fn stop_is_a_message_to_the_runtime_and_a_signal_to_programs() {
     let mut agent = TestAgent::start(&[false, false]);
     let commands = agent.receive_message(ToAgent::Stop { attempt: 0, deadline_ms: Some(500) });
-    assert_eq!(select_signals(&commands), [(0, ProcessGroupSignal::Terminate), (1, ProcessGroupSignal::Terminate)]);
+    assert_eq!(
+        select_signals(&commands),
+        [(0, ProcessGroupSignal::Terminate), (1, ProcessGroupSignal::Terminate)]
+    );
     assert!(select_signals(&agent.advance_to(ms(499))).is_empty());
-    assert_eq!(select_signals(&agent.advance_to(ms(500))), [(0, ProcessGroupSignal::Kill), (1, ProcessGroupSignal::Kill)]);
+    assert_eq!(
+        select_signals(&agent.advance_to(ms(500))),
+        [(0, ProcessGroupSignal::Kill), (1, ProcessGroupSignal::Kill)]
+    );
 
     let mut agent = TestAgent::start(&[true]);
     agent.feed_input(AgentInput::Worker {
@@ -394,7 +400,10 @@ fn kill_aborts_or_terminates_at_once_and_kills_after_the_grace_period() {
     );
     agent.end_worker(2, ExitStatus::Signal(15, false));
     assert!(select_signals(&agent.advance_to(ms(209))).is_empty());
-    assert_eq!(select_signals(&agent.advance_to(ms(210))), [(0, ProcessGroupSignal::Kill), (1, ProcessGroupSignal::Kill)]);
+    assert_eq!(
+        select_signals(&agent.advance_to(ms(210))),
+        [(0, ProcessGroupSignal::Kill), (1, ProcessGroupSignal::Kill)]
+    );
     // A second kill request with a shorter grace period takes effect immediately.
     let mut agent = TestAgent::start(&[false]);
     agent.receive_message(ToAgent::Kill {

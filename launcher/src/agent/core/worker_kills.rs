@@ -1,6 +1,8 @@
 //! The part of the agent's state machine that ends the workers of an attempt on request of the
 //! controller.
-use super::{AgentAction, AgentCore, AgentState, ProcessGroupSignal, STACKS_TIMEOUT, kill_request::KillRequest};
+use super::{
+    AgentAction, AgentCore, AgentState, ProcessGroupSignal, STACKS_TIMEOUT, kill_request::KillRequest,
+};
 use protocol::{
     control::{FromAgent, ToWorker},
     hang::RankEvidence,

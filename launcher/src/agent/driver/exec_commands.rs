@@ -63,7 +63,8 @@ impl AgentDriver {
             return Err(Diagnostic::error(codes::command::EXEC_UNAVAILABLE, message));
         }
         if self.exec.commands.len() >= MAX_EXEC_COMMANDS_PER_HOST {
-            let message = format!("{MAX_EXEC_COMMANDS_PER_HOST} commands of `launch exec` already run on the host");
+            let message =
+                format!("{MAX_EXEC_COMMANDS_PER_HOST} commands of `launch exec` already run on the host");
             return Err(Diagnostic::error(codes::command::EXEC_UNAVAILABLE, message));
         }
         let environment = InheritedEnvironment {
@@ -79,7 +80,12 @@ impl AgentDriver {
         let container = ContainerCommandBuilder::for_worker(&plan, planned, Some(id));
         container.as_ref().map_or(Ok(()), |container| container.wrap_command(&mut worker))?;
         let removal = container.and_then(|container| container.build_removal_command());
-        self.spawner.begin_exec_command_start(ExecSpawnRequest { id, worker, environment, file_limit: self.file_limit });
+        self.spawner.begin_exec_command_start(ExecSpawnRequest {
+            id,
+            worker,
+            environment,
+            file_limit: self.file_limit,
+        });
         let command = ExecCommand {
             pid: None,
             status: None,
@@ -183,7 +189,7 @@ impl AgentDriver {
     }
 
     /// Terminates a command of `launch exec` whose client (the user's `launch exec` process) has
-    /// ended. The command gets SIGTERM, and SIGKILL after [`CANCEL_GRACE_PERIOD`]. Its output is no
+    /// ended. The command gets SIGTERM, and SIGKILL after [`EXEC_CANCEL_GRACE_PERIOD`]. Its output is no
     /// longer read.
     fn cancel_exec_command(&mut self, id: ExecId) {
         let Some(command) = self.exec.commands.get_mut(&id) else { return };

@@ -32,7 +32,11 @@ impl AgentDriver {
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the shared memory or the thread is not available.
     /// Keeps the connections to the processes of the ranks `kept`.
-    pub(super) fn prepare_shared_worker_resources(&mut self, plan: Rc<HostPlan>, kept: &[Rank]) -> Option<AgentInput> {
+    pub(super) fn prepare_shared_worker_resources(
+        &mut self,
+        plan: Rc<HostPlan>,
+        kept: &[Rank],
+    ) -> Option<AgentInput> {
         self.workers.retain(|rank, _| kept.contains(rank));
         (self.shm, self.logs) = (None, OpenedLogs::default());
         // The store serves until the next start, because ranks of other hosts may need the store
@@ -238,7 +242,9 @@ impl AgentDriver {
         let Some((plan, worker)) = plan.as_ref().and_then(|plan| Some((plan, plan.workers.get(index)?)))
         else {
             // No attempt begins while a worker is being started. Such a process must not run.
-            spawned.iter().for_each(|spawned| process::signal_worker_process_group(spawned.pid, ProcessGroupSignal::Kill));
+            spawned.iter().for_each(|spawned| {
+                process::signal_worker_process_group(spawned.pid, ProcessGroupSignal::Kill)
+            });
             return AgentInput::Tick;
         };
         let rank = worker.rank;
@@ -262,7 +268,8 @@ impl AgentDriver {
     ) -> diagnostic::Result<u32> {
         let (rank, pid) = (worker.rank, spawned.pid);
         self.leaders.insert(pid, rank);
-        let removal = ContainerCommandBuilder::for_worker(plan, worker, None).and_then(|c| c.build_removal_command());
+        let removal =
+            ContainerCommandBuilder::for_worker(plan, worker, None).and_then(|c| c.build_removal_command());
         self.container_removals.extend(removal.map(|words| (pid, words)));
         let Some(log) = self.logs.logs.as_mut().ok().and_then(|logs| logs.remove(&rank)) else {
             process::signal_worker_process_group(pid, ProcessGroupSignal::Kill);

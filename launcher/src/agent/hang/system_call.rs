@@ -79,7 +79,9 @@ impl SystemCall {
     /// Returns whether the system call waits for data of a file, pipe or socket, or for a disk.
     fn waits_for_io(&self) -> bool {
         let number = &self.number;
-        DESCRIPTOR_SYSTEM_CALLS.contains(number) || PATH_CALLS.contains(number) || OLD_PATH_CALLS.contains(number)
+        DESCRIPTOR_SYSTEM_CALLS.contains(number)
+            || PATH_CALLS.contains(number)
+            || OLD_PATH_CALLS.contains(number)
     }
 
     /// Returns the path of the file on which this system call of the process `pid` operates.

@@ -54,8 +54,9 @@ impl NetworkProber {
         let interface: NetworkInterface = inspect_interface(Path::new("/"), selected);
         let key = HandshakeKey::derive_from_secret(MEASUREMENT_KEY_CONTEXT, &request.key.0);
         let end = MeasurementEndpoint { key, address: selected.address };
-        let opened = open_listeners(request, selected.address)
-            .and_then(|(listeners, addresses)| start_measurement_servers(listeners, &end.key).map(|()| addresses));
+        let opened = open_listeners(request, selected.address).and_then(|(listeners, addresses)| {
+            start_measurement_servers(listeners, &end.key).map(|()| addresses)
+        });
         *self.end.lock().unwrap_or_else(PoisonError::into_inner) = Some(end);
         let (listeners, error) = match opened {
             Ok(addresses) => (addresses, None),

@@ -171,8 +171,9 @@ impl Nvml {
         report.driver = self.query_driver_version().ok();
         match self.query_device_count() {
             Ok(count) => {
-                let devices: Vec<_> =
-                    (0..count.min(MAX_QUERIED_GPUS)).filter_map(|i| self.query_device_handle(i).ok()).collect();
+                let devices: Vec<_> = (0..count.min(MAX_QUERIED_GPUS))
+                    .filter_map(|i| self.query_device_handle(i).ok())
+                    .collect();
                 report.gpus = devices.iter().filter_map(|d| self.query_gpu(*d, &devices).ok()).collect();
             }
             Err(error) => report.error = Some(error.into()),

@@ -1,4 +1,4 @@
-//! [`WorkerCounters`]: measures the resource usage of workers from the kernel's counters of their
+//! [`WorkerUsageMeter`]: measures the resource usage of workers from the kernel's counters of their
 //! processes.
 use super::sampled_worker::SampledWorker;
 use crate::{agent::activity::list_process_trees, discover::read_throttled_us};

@@ -62,7 +62,10 @@ mod tests {
         other.cluster.join.timeout_ms = 7;
         assert!(find_differing_job_keys(&hash_job_settings(&job), &hash_job_settings(&other)).is_empty());
         other.cluster.join.checks_hosts = true;
-        assert_eq!(find_differing_job_keys(&hash_job_settings(&job), &hash_job_settings(&other)), ["launch check"]);
+        assert_eq!(
+            find_differing_job_keys(&hash_job_settings(&job), &hash_job_settings(&other)),
+            ["launch check"]
+        );
         other.cluster.join.checks_hosts = false;
         other.run.restarts = 3;
         other.run.env = vec![("A".to_owned(), "b".to_owned())];

@@ -5,9 +5,9 @@
 //! node 0. So it ends with this process. This process handles the signals of the node, kills what
 //! the agent leaves, and exits with the exit code of the run.
 use super::{
-    node_0_connection::{JoinAttemptError, JoinTarget, JoinedNode, try_join_once},
     job_hashes::hash_job_settings,
     join_key::read_join_key,
+    node_0_connection::{JoinAttemptError, JoinTarget, JoinedNode, try_join_once},
     node_relay::{NodeEndReason, NodeRelay},
     node_signals::NodeSignals,
 };

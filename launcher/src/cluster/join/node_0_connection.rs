@@ -58,8 +58,8 @@ impl From<io::Error> for JoinAttemptError {
 pub(super) async fn try_join_once(target: &JoinTarget) -> Result<JoinedNode, JoinAttemptError> {
     let RendezvousAddress { host: name, port } = &target.address;
     let resolved = timeout(RESOLVE_TIMEOUT, lookup_host((name.as_str(), *port))).await;
-    let resolved =
-        resolved.map_err(|_| JoinAttemptError::Unreachable(format!("no answer to the DNS query for {name}")))?;
+    let resolved = resolved
+        .map_err(|_| JoinAttemptError::Unreachable(format!("no answer to the DNS query for {name}")))?;
     let addresses: Vec<SocketAddr> =
         resolved.map_err(|error| JoinAttemptError::Unreachable(error.to_string()))?.collect();
     let mut last = JoinAttemptError::Unreachable(format!("{name} has no address"));
@@ -80,7 +80,8 @@ async fn join_at_address(address: SocketAddr, target: &JoinTarget) -> Result<Joi
     let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(io::Error::from)??;
     set_control_options(&stream)?;
     let name = &target.request.host;
-    let handshake = async { authenticate_controller(stream, &target.key, name).await?.send_proof_of_key().await };
+    let handshake =
+        async { authenticate_controller(stream, &target.key, name).await?.send_proof_of_key().await };
     let stream = match timeout(HANDSHAKE_TIMEOUT, handshake).await {
         Err(_) => return Err(JoinAttemptError::Unreachable(HandshakeError::Timeout.to_string())),
         Ok(Err(HandshakeError::WrongKey(_))) => {
@@ -95,7 +96,8 @@ async fn join_at_address(address: SocketAddr, target: &JoinTarget) -> Result<Joi
         Ok(Ok(stream)) => stream,
     };
     let (mut reader, mut writer) = stream.into_halves(TcpStream::into_split);
-    let frame = encode_frame(&target.request).map_err(|error| JoinAttemptError::Unreachable(error.to_string()))?;
+    let frame =
+        encode_frame(&target.request).map_err(|error| JoinAttemptError::Unreachable(error.to_string()))?;
     writer.write_all(&frame).await?;
     writer.flush().await?;
     match read_frame(&mut reader).await {

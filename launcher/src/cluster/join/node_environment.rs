@@ -188,7 +188,9 @@ impl ProcessEnvironment<'_> {
         Ok(Some(NodeEnvironment {
             source: env::LAUNCH_NODES.to_owned(),
             nodes: Some(nodes),
-            node_rank: self.parse_variable(env::LAUNCH_NODE_RANK)?.or(self.parse_variable("JOB_COMPLETION_INDEX")?),
+            node_rank: self
+                .parse_variable(env::LAUNCH_NODE_RANK)?
+                .or(self.parse_variable("JOB_COMPLETION_INDEX")?),
             rendezvous: self.parse_variable(env::LAUNCH_RENDEZVOUS)?,
         }))
     }
@@ -196,7 +198,8 @@ impl ProcessEnvironment<'_> {
     /// Fails if this process is one of several workers that another launcher, or launch, has
     /// started.
     fn check_not_a_worker(&self) -> diagnostic::Result<()> {
-        let [rank, local, world] = [env::RANK, env::LOCAL_RANK, env::WORLD_SIZE].map(|name| self.find_nonempty_variable(name));
+        let [rank, local, world] =
+            [env::RANK, env::LOCAL_RANK, env::WORLD_SIZE].map(|name| self.find_nonempty_variable(name));
         match (rank, local, world.and_then(|world| world.trim().parse::<u32>().ok())) {
             (Some(rank), Some(_), Some(world)) if world > 1 => {
                 let message = format!(

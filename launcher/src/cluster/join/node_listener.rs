@@ -257,7 +257,8 @@ impl SlotClaimGuard<'_> {
         node_rank: u32,
         node: &str,
     ) {
-        if send_answer(&mut connection, &JoinAnswer::Accepted { node_rank }).await && slot.connect(connection) {
+        if send_answer(&mut connection, &JoinAnswer::Accepted { node_rank }).await && slot.connect(connection)
+        {
             self.context.lock_table().release_claims(self.number, Some(node));
         }
     }

@@ -18,7 +18,8 @@ const OTHER_JOB_QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 /// this machine. Blocks for the resolution of the name. A name that cannot be resolved has no
 /// addresses.
 pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr> {
-    let known: Vec<IpAddr> = list_interface_addresses().into_iter().map(|interface| interface.address).collect();
+    let known: Vec<IpAddr> =
+        list_interface_addresses().into_iter().map(|interface| interface.address).collect();
     let resolved = (address.host.as_str(), address.port).to_socket_addrs().into_iter().flatten();
     let mut found = Vec::new();
     for candidate in
@@ -107,7 +108,8 @@ fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
 /// answers.
 fn find_job_at_rendezvous_address(target: &JoinTarget) -> Option<Diagnostic> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
-    let dial = runtime.block_on(async { tokio::time::timeout(OTHER_JOB_QUERY_TIMEOUT, try_join_once(target)).await });
+    let dial = runtime
+        .block_on(async { tokio::time::timeout(OTHER_JOB_QUERY_TIMEOUT, try_join_once(target)).await });
     match dial {
         Ok(Err(JoinAttemptError::Rejected(error))) => {
             let message = format!("another job uses the rendezvous address {}", target.address);

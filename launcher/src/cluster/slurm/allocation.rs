@@ -163,7 +163,10 @@ fn check_single_task_step(get: &dyn Fn(&str) -> Option<String>) -> diagnostic::R
 /// Reads the nodes of the whole Slurm job, or of one component of a heterogeneous job, from Slurm's
 /// environment variables. `het` is the number of the group in a heterogeneous job; `None` in other
 /// jobs.
-fn read_node_group(get: &dyn Fn(&str) -> Option<String>, het: Option<u32>) -> diagnostic::Result<SlurmNodeGroup> {
+fn read_node_group(
+    get: &dyn Fn(&str) -> Option<String>,
+    het: Option<u32>,
+) -> diagnostic::Result<SlurmNodeGroup> {
     let full_name = |name: &str| het.map_or_else(|| name.to_owned(), |n| format!("{name}_HET_GROUP_{n}"));
     let variable = |name: &str| get(&full_name(name));
     let list = variable("SLURM_JOB_NODELIST").ok_or_else(|| {

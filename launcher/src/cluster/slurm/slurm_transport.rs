@@ -10,9 +10,10 @@
 //! to the first group only.
 use super::{
     allocation::SlurmAllocation,
-    step_listener, srun,
+    srun,
     step::SrunProcess,
     step_connection::{SlurmAgentConnection, SlurmAgentReader},
+    step_listener,
 };
 use crate::{
     cluster::{
@@ -85,7 +86,8 @@ impl SlurmTransport {
                 } else {
                     srun::StepGpuRequest::Total
                 });
-                let single = srun::StepNodesAndGpus { het_group: group.het, gpus, names: vec![node.name.clone()] };
+                let single =
+                    srun::StepNodesAndGpus { het_group: group.het, gpus, names: vec![node.name.clone()] };
                 match &mut current {
                     Some(current) if one_step => current.names.push(node.name.clone()),
                     _ => steps.extend(current.replace(single)),
@@ -100,7 +102,10 @@ impl SlurmTransport {
     /// agents connect. Returns the agents, which have not connected yet, with the names of their
     /// nodes. The `stderr` of the first agent carries the output of the whole step; the others have
     /// none.
-    fn start_step(&mut self, nodes: &srun::StepNodesAndGpus) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
+    fn start_step(
+        &mut self,
+        nodes: &srun::StepNodesAndGpus,
+    ) -> diagnostic::Result<Vec<(String, AgentProcess)>> {
         let cannot_listen = |error: io::Error| {
             Diagnostic::error(slurm::SLURM_LISTEN_FAILED, "cannot open a TCP port for the agents")
                 .with_cause(&error)

@@ -224,8 +224,11 @@ mod tests {
 
     #[test]
     fn het_groups_gpus_and_copies_become_options_of_srun() {
-        let nodes =
-            StepNodesAndGpus { het_group: Some(1), gpus: Some(StepGpuRequest::Total(3)), names: vec!["a".into()] };
+        let nodes = StepNodesAndGpus {
+            het_group: Some(1),
+            gpus: Some(StepGpuRequest::Total(3)),
+            names: vec!["a".into()],
+        };
         let executable = StepExecutable { path: "/x/launch".into(), copy: Some("/tmp/l-7".into()) };
         let arguments = build_srun_arguments(&nodes, &executable, &[]);
         for argument in ["--het-group=1", "--gpus=3", "--bcast=/tmp/l-7", "--remove-own-file"] {

@@ -1,4 +1,4 @@
-//! [`SlurmStep`]: a running `srun` whose tasks are the agents on the nodes, from its start to its
+//! [`SrunProcess`]: a running `srun` whose tasks are the agents on the nodes, from its start to its
 //! exit status.
 use super::{
     slurm_commands::build_start_error,

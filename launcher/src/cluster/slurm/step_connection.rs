@@ -1,4 +1,4 @@
-//! [`SlurmConnection`]: the connection to an agent in a Slurm step, and [`StepAgentOutput`], which
+//! [`SlurmAgentConnection`]: the connection to an agent in a Slurm step, and [`SlurmAgentReader`], which
 //! delays the end of the agent's stream until srun has ended.
 use super::{srun, step::SrunProcess};
 use crate::cluster::{

@@ -58,11 +58,13 @@ pub(super) async fn accept_agents(
             continue;
         };
         if let Some(closed) = handshakes.close_one_if_full(peer.ip()) {
-            warnings.warn_about_rejected_peer(closed, "too many connections from there have not proved the key");
+            warnings
+                .warn_about_rejected_peer(closed, "too many connections from there have not proved the key");
         }
         let (key, slots, warnings) = (key.clone(), slots.clone(), warnings.clone());
         let handshake = tokio::spawn(async move {
-            let accepted = timeout(HANDSHAKE_TIMEOUT, authenticate_and_connect_agent(stream, &key, &slots)).await;
+            let accepted =
+                timeout(HANDSHAKE_TIMEOUT, authenticate_and_connect_agent(stream, &key, &slots)).await;
             match accepted.unwrap_or(Err(HandshakeError::Timeout)) {
                 // An agent tries several addresses, and closes all connections but one.
                 Ok(()) | Err(HandshakeError::Io(_)) => {}

@@ -1,4 +1,4 @@
-//! [`read_scheduler_variables`]: determines from Slurm's environment variables whether launch runs
+//! [`read_slurm_variables`]: determines from Slurm's environment variables whether launch runs
 //! in an allocation, and whether srun has started launch once for each of several tasks.
 use super::allocation::expand_node_list;
 use crate::cluster::join::{SchedulerVariables, StepVariables};
@@ -6,9 +6,7 @@ use crate::cluster::join::{SchedulerVariables, StepVariables};
 /// Determines from Slurm's environment variables in which Slurm allocation and step this process
 /// runs. `get` returns the value of a variable. Malformed variables are ignored here, because
 /// [`read_allocation`](super::allocation::read_allocation) reports them.
-pub(in crate::cluster) fn read_slurm_variables(
-    get: &dyn Fn(&str) -> Option<String>,
-) -> SchedulerVariables {
+pub(in crate::cluster) fn read_slurm_variables(get: &dyn Fn(&str) -> Option<String>) -> SchedulerVariables {
     if get("SLURM_JOB_ID").is_none() {
         return SchedulerVariables::default();
     }

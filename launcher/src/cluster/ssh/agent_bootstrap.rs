@@ -7,7 +7,8 @@
 //! on a line with a random marker. Everything before that line is output of the login shell.
 use super::{
     bootstrap_scripts::{
-        FETCH_TIMEOUT_S, MAX_FETCH_ADDRESSES, build_executable_copy_script, build_executable_fetch_script, build_agent_start_script,
+        FETCH_TIMEOUT_S, MAX_FETCH_ADDRESSES, build_agent_start_script, build_executable_copy_script,
+        build_executable_fetch_script,
     },
     connection_progress::ConnectionProgress,
     copy_failure::{classify_copy_failure, make_printable_excerpt},
@@ -17,7 +18,7 @@ use super::{
     tree::{ExecutableSource, TreeHub},
 };
 use crate::{
-    cluster::transport::{ConnectionStage, AgentStartStep},
+    cluster::transport::{AgentStartStep, ConnectionStage},
     connection::{
         encode_frame,
         tree::{TreeFrame, TreeSetup},

@@ -186,7 +186,8 @@ mod tests {
             (program, program.len(), &[closed], "fail fetch"),
         ] {
             _ = std::fs::remove_dir_all(&cache);
-            let script = build_executable_fetch_script("MARK", ("HASH", &hash, size as u64), addresses, "token");
+            let script =
+                build_executable_fetch_script("MARK", ("HASH", &hash, size as u64), addresses, "token");
             let (answer, stderr) = run_script(home.path(), &script, "");
             assert!(answer.starts_with(expected), "{served}: {answer}, {stderr}");
             let files = std::fs::read_dir(&cache).map_or(0, Iterator::count);

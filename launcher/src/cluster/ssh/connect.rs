@@ -1,11 +1,10 @@
 //! Opens an SSH session with the built-in client: a TCP connection (possibly through jump hosts),
 //! the key exchange, the check of the host key, and the login.
 use super::{
-    auth,
+    auth, channel_relay,
     connection_progress::ConnectionProgress,
     happy_eyeballs::connect_to_any,
     known_hosts::{self, HostKeyStatus, KnownHosts, encode_base64, format_fingerprint},
-    channel_relay,
     ssh_error::build_ssh_error,
     target::{HostKeyPolicy, SshTarget},
 };

@@ -1,6 +1,6 @@
 //! [`ConnectionProgress`]: which stage the SSH connection to one host has reached and how it ended,
 //! shared by the connection's thread and the controller.
-use crate::cluster::transport::{ConnectionStage, RemoteConnection, AgentStartStep};
+use crate::cluster::transport::{AgentStartStep, ConnectionStage, RemoteConnection};
 use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{Shutdown, shutdown};
 use protocol::control::ExitStatus;

@@ -1,4 +1,4 @@
-//! [`ConnectionThreads`]: a thread pool that sets up and serves SSH connections.
+//! [`ConnectionThreadPool`]: a thread pool that sets up and serves SSH connections.
 use super::connect::THREAD_STACK_BYTES;
 use std::{
     collections::VecDeque,
@@ -8,7 +8,7 @@ use std::{
     thread,
 };
 
-/// A blocking task of the thread pool [`ConnectionThreads`], such as an SSH connection.
+/// A blocking task of the thread pool [`ConnectionThreadPool`], such as an SSH connection.
 pub(super) trait ThreadTask: Send + 'static {
     /// Prepares the task immediately before a thread executes it. Must not block.
     fn prepare(&mut self);
@@ -20,17 +20,17 @@ pub(super) trait ThreadTask: Send + 'static {
 /// A pool of threads that execute blocking tasks in the order of their submission.
 #[derive(Debug)]
 pub(super) struct ConnectionThreadPool<T> {
-    /// The largest number of threads, without those in [`ConnectionThreads::run_without_thread_limit`].
+    /// The largest number of threads, without those in [`ConnectionThreadPool::run_without_thread_limit`].
     limit: usize,
     state: Mutex<ThreadPoolState<T>>,
 }
 
-/// The waiting tasks and the number of threads of the thread pool [`ConnectionThreads`].
+/// The waiting tasks and the number of threads of the thread pool [`ConnectionThreadPool`].
 #[derive(Debug)]
 struct ThreadPoolState<T> {
     /// The tasks that wait for a thread.
     waiting: VecDeque<T>,
-    /// The number of threads, and how many of them are in [`ConnectionThreads::run_without_thread_limit`].
+    /// The number of threads, and how many of them are in [`ConnectionThreadPool::run_without_thread_limit`].
     threads: usize,
     long: usize,
 }

@@ -16,7 +16,7 @@ mod stream_relay;
 mod supervised_child;
 
 pub(super) use client_options::ClientOptions;
-pub(super) use openssh_requirement::{OpenSshRequirement, HostSshFiles, find_openssh_requirement};
+pub(super) use openssh_requirement::{HostSshFiles, OpenSshRequirement, find_openssh_requirement};
 pub(super) use session::{OpenSshChannel, OpenSshSession};
 pub(super) use stream_relay::relay_streams;
 pub(super) use supervised_child::{SupervisedChild, list_unreaped_children, record_child_exit};

@@ -2,10 +2,10 @@
 //! OpenSSH's client.
 use super::{
     bootstrap_scripts::wrap_in_shell_command,
+    channel_relay::{STDERR_STREAM_ID, relay_channel},
     connect,
     connection_progress::ConnectionProgress,
     openssh::{OpenSshChannel, OpenSshSession, relay_streams},
-    channel_relay::{STDERR_STREAM_ID, relay_channel},
     ssh_error::build_ssh_error,
     target::SshTarget,
 };

@@ -7,7 +7,7 @@
 //! another one.
 use super::{
     agent_bootstrap::{self, AgentStartInputs, LaunchExecutable, RemoteAgent},
-    client_notice::{StderrAfterNotice, OpenSshNotice, describe_external_client},
+    client_notice::{OpenSshNotice, StderrAfterNotice, describe_external_client},
     connection_progress::ConnectionProgress,
     connection_threads::{ConnectionThreadPool, ThreadTask},
     openssh::{list_unreaped_children, record_child_exit},
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     cluster::transport::{
-        AgentHandle, AgentProcess, ArrivalLimits, DESCRIPTORS_PER_CONNECTION, AgentStartStep, Transport,
+        AgentHandle, AgentProcess, AgentStartStep, ArrivalLimits, DESCRIPTORS_PER_CONNECTION, Transport,
     },
     connection::tree::StreamId,
 };
@@ -116,7 +116,9 @@ impl SshTransport {
             fanout: spec.fanout,
             connection_descriptors: match spec.client {
                 SshClient::Builtin => DESCRIPTORS_PER_CONNECTION,
-                SshClient::Auto | SshClient::OpenSsh => DESCRIPTORS_PER_CONNECTION + DESCRIPTORS_PER_OPENSSH_CLIENT,
+                SshClient::Auto | SshClient::OpenSsh => {
+                    DESCRIPTORS_PER_CONNECTION + DESCRIPTORS_PER_OPENSSH_CLIENT
+                }
             },
             notice: Arc::default(),
         })
@@ -344,7 +346,12 @@ impl SshConnection {
                 })?;
                 tree.add_root(tree.build_first_message(stream, &target.name, Vec::new()), control, stderr);
                 self.threads.run_without_thread_limit(|| {
-                    session.relay_agent_streams(target, agent.channel, agent.leftover, (&control_end, &stderr_end))
+                    session.relay_agent_streams(
+                        target,
+                        agent.channel,
+                        agent.leftover,
+                        (&control_end, &stderr_end),
+                    )
                 })
             }
         }

@@ -1,11 +1,9 @@
 //! [`TargetResolver`]: determines how a host is reached over SSH. The settings come from the job,
 //! then from the SSH configuration, then from OpenSSH's defaults.
 use super::{
-    ssh_config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
     known_hosts::{self, KnownHosts, format_known_hosts_name},
-    openssh::{
-        ClientOptions, OpenSshRequirement, HostSshFiles, SupervisedChild, find_openssh_requirement,
-    },
+    openssh::{ClientOptions, HostSshFiles, OpenSshRequirement, SupervisedChild, find_openssh_requirement},
+    ssh_config::{SshConfigLines, SshHostSettings, UnsupportedSshKeyword, expand_tilde},
 };
 use diagnostic::{Diagnostic, codes::ssh};
 use jobspec::{
@@ -189,7 +187,7 @@ impl TargetResolver {
 
     /// Resolves the comma-separated jump hosts in `text`, in the order in which the connection
     /// passes through them. Leaves out the target itself. Fails if there are more than
-    /// [`MAX_JUMPS`].
+    /// [`MAX_JUMP_HOSTS`].
     fn resolve_jumps(&self, target: &SshTarget, text: &str) -> Result<Vec<SshTarget>, TargetResolveError> {
         let text = text.strip_prefix("ssh://").unwrap_or(text);
         let invalid = |reason: String| {
@@ -216,13 +214,20 @@ impl TargetResolver {
     fn find_host_settings(&self, host: &HostAddress) -> diagnostic::Result<SshHostSettings> {
         match &self.config.unsupported {
             None => Ok(self.config.find_settings(&host.host)),
-            Some(keyword) => query_settings_with_ssh_g(host, self.config_file.as_deref(), &self.spec, keyword),
+            Some(keyword) => {
+                query_settings_with_ssh_g(host, self.config_file.as_deref(), &self.spec, keyword)
+            }
         }
     }
 
     /// Determines the address, the user and the limits of one host, without keys and known_hosts
     /// files.
-    fn build_target_without_keys(&self, host: &HostAddress, settings: &SshHostSettings, spec: &SshSpec) -> SshTarget {
+    fn build_target_without_keys(
+        &self,
+        host: &HostAddress,
+        settings: &SshHostSettings,
+        spec: &SshSpec,
+    ) -> SshTarget {
         let hostname = settings.hostname.clone().unwrap_or_else(|| host.host.clone());
         let hostname = hostname.replace("%h", &host.host).replace("%%", "%");
         let user = host.user.clone().or_else(|| spec.user.clone()).or_else(|| settings.user.clone());
@@ -276,7 +281,9 @@ impl TargetResolver {
         let has_default_keys = spec.key.is_none() && settings.identity_files.is_empty();
         target.keys = match &spec.key {
             Some(key) => vec![key.clone()],
-            None if has_default_keys => DEFAULT_KEY_FILES.iter().map(|k| self.home.join(".ssh").join(k)).collect(),
+            None if has_default_keys => {
+                DEFAULT_KEY_FILES.iter().map(|k| self.home.join(".ssh").join(k)).collect()
+            }
             None => paths(&settings.identity_files)?,
         };
         target.agent = match settings.identity_agent.as_deref() {
@@ -415,7 +422,8 @@ impl SshTarget {
     /// Returns the content of the known_hosts files that apply to this host. Returns the cached
     /// content if the files have not changed since they were read.
     pub(super) fn load_known_hosts(&self) -> diagnostic::Result<Arc<KnownHosts>> {
-        known_hosts::read_known_hosts_cached(&self.known_hosts_files).map_err(|error| error.with_subject(&self.name))
+        known_hosts::read_known_hosts_cached(&self.known_hosts_files)
+            .map_err(|error| error.with_subject(&self.name))
     }
 }
 

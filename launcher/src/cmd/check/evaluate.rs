@@ -146,7 +146,7 @@ fn check_host(
 /// have enough free space. Returns one result for each directory.
 ///
 /// A missing working directory is a failure. A log or checkpoint directory that is not writable is
-/// also a failure. Less free space than [`MIN_DISK_BYTES`] is a warning.
+/// also a failure. Less free space than [`MIN_FREE_DISK_BYTES`] is a warning.
 fn check_directories(job: &JobSpec, host: &HostInspection) -> Vec<CheckResult> {
     let mut checks = Vec::new();
     let names = ["workdir", "logs", "checkpoints"];

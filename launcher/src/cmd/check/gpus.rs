@@ -107,7 +107,10 @@ fn check_cuda_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckRe
             CHECK_NAME,
             codes::CUDA_LIBRARY_MISSING,
             format!("{name}: {error}"),
-            join_help_texts(error, "install the library, or name its directory in `cluster.cuda_library_paths`"),
+            join_help_texts(
+                error,
+                "install the library, or name its directory in `cluster.cuda_library_paths`",
+            ),
         ),
         Err(error) => CheckResult::warn(
             CHECK_NAME,

@@ -144,7 +144,7 @@ pub(super) fn split_sessions(sessions: Vec<ProbeSession>) -> (Vec<ProbeResult>, 
 }
 
 /// Informs all agents that `launch check` has ended with an exit code, and waits until they have
-/// ended, at most for [`END_TIMEOUT`].
+/// ended, at most for [`JOINED_AGENT_END_TIMEOUT`].
 pub(super) async fn end_probed_agents(mut agents: Vec<ProbedAgent>, exit_code: u8) {
     for (_, connection) in &mut agents {
         if let Some(connection) = connection {
@@ -342,7 +342,7 @@ fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
 /// agents listen.
 ///
 /// These are all other hosts or, if the job has more than [`MAX_FULL_MESH_HOSTS`] hosts, the first
-/// host and the [`NEIGHBOUR_COUNT`] hosts after host `index`. Omits hosts that have no listener.
+/// host and the [`NEIGHBOURS_PER_HOST`] hosts after host `index`. Omits hosts that have no listener.
 fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<PeerListener> {
     let count = listeners.len();
     let is_near =

@@ -3,7 +3,7 @@
 use super::{
     gather::{self, DtypeOption},
     open::open_checkpoint,
-    output::{write_stderr_line, report_to_json, run_with_progress},
+    output::{report_to_json, run_with_progress, write_stderr_line},
 };
 use crate::cmd::{
     option_value::{OptionValueError, parse_size},

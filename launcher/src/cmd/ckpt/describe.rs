@@ -99,7 +99,10 @@ pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
     lines.push(("ties", format_ties(&facts.model.ties)));
     lines.push(("cursor", facts.cursor.to_string()));
     lines.push(("rng", facts.rng.to_string()));
-    lines.push(("missing", replace_empty_with_none_text(list_missing_parts(checkpoint).join(", "), "nothing")));
+    lines.push((
+        "missing",
+        replace_empty_with_none_text(list_missing_parts(checkpoint).join(", "), "nothing"),
+    ));
     join_properties_and_tables(&lines, &facts.groups, &tensors)
 }
 
@@ -134,7 +137,8 @@ pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> Stri
     if !facts.lost.is_empty() {
         lines.push(("lost", facts.lost.join(", ")));
     }
-    join_properties_and_tables(&lines, &json!(facts.state.groups), &tensors) + &format_rng_stream_table(checkpoint)
+    join_properties_and_tables(&lines, &json!(facts.state.groups), &tensors)
+        + &format_rng_stream_table(checkpoint)
 }
 
 /// Formats the number of optimizer updates that the weights of a checkpoint had: one number or, if
@@ -307,7 +311,12 @@ fn format_tensor_table(tensors: &[TensorInfo]) -> String {
     let shape = |t: &TensorInfo| t.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(" × ");
     let mut rows = vec![["ROLE", "DTYPE", "SHAPE", "NAME"].map(str::to_owned).to_vec()];
     rows.extend(tensors.iter().map(|t| {
-        vec![t.role.to_string(), t.dtype.to_string(), replace_empty_with_none_text(shape(t), "scalar"), filter_line(&t.name)]
+        vec![
+            t.role.to_string(),
+            t.dtype.to_string(),
+            replace_empty_with_none_text(shape(t), "scalar"),
+            filter_line(&t.name),
+        ]
     }));
     format_table(&rows)
 }

@@ -1,7 +1,7 @@
 //! `launch ckpt diff`: compares two checkpoints of any format.
 use super::{
     open::open_checkpoint,
-    output::{write_stderr_line, report_to_json, run_with_progress},
+    output::{report_to_json, run_with_progress, write_stderr_line},
 };
 use crate::cmd::output::{print_json, print_text};
 use ckpt::{DiffOptions, DiffReport, DiffSide, FloatTensorDiff, OpenedCheckpoint, RoundingCast, TiedWeight};

@@ -1,7 +1,7 @@
 //! `launch ckpt gather`: writes full weights as a Hugging Face directory.
 use super::{
     open::open_checkpoint,
-    output::{write_stderr_line, report_to_json, run_with_progress},
+    output::{report_to_json, run_with_progress, write_stderr_line},
 };
 use crate::cmd::{
     option_value::parse_size,

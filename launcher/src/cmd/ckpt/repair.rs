@@ -1,6 +1,6 @@
 //! `launch ckpt repair`: rebuilds the parts of a damaged checkpoint that can be derived from other
 //! parts, and reports the remaining damage as lost.
-use super::output::{write_stderr_line, report_to_json};
+use super::output::{report_to_json, write_stderr_line};
 use crate::cmd::output::{print_json, print_line};
 use ckpt::RepairOptions;
 use clap::Args;
@@ -37,16 +37,18 @@ pub(super) fn run(args: RepairArgs, json: bool) -> diagnostic::Result<u8> {
             (false, true) => {
                 write_stderr_line(format_args!("error: the checkpoint cannot be repaired; use another one"))
             }
-            (false, false) => {
-                write_stderr_line(format_args!("error: the repaired checkpoint is not complete; use another one"))
-            }
+            (false, false) => write_stderr_line(format_args!(
+                "error: the repaired checkpoint is not complete; use another one"
+            )),
         }
         if let Some(newest) = &report.newest {
             write_stderr_line(format_args!("the newest complete checkpoint is {newest}"));
         }
         if let Some(kept) = &report.kept {
             let kept = kept.display();
-            write_stderr_line(format_args!("the original is in {kept}; remove it when it is not needed any more"));
+            write_stderr_line(format_args!(
+                "the original is in {kept}; remove it when it is not needed any more"
+            ));
         }
         if let Some(path) = &report.path {
             print_line(path.display())?;

@@ -2,8 +2,8 @@
 //! of the job, before any worker starts.
 use crate::plan::Plan;
 use ckpt::rng_files::{
-    resume_preparation,
     reconcile::{ReconcileOptions, ReconcilePolicy},
+    resume_preparation,
 };
 use diagnostic::{
     Diagnostic,

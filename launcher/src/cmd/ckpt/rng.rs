@@ -3,8 +3,8 @@
 use super::output::write_stderr_line;
 use crate::cmd::output::{print_json, print_line};
 use ckpt::rng_files::{
-    resume_preparation::{self, PrepareDestination},
     reconcile::{ReconcileOptions, ReconcilePolicy, RngStreamScope},
+    resume_preparation::{self, PrepareDestination},
     streams::RngStreamKind,
 };
 use clap::{Args, ValueEnum};

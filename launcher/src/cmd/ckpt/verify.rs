@@ -1,5 +1,5 @@
 //! `launch ckpt verify`: checks every byte of checkpoints.
-use super::output::{write_stderr_line, report_to_json};
+use super::output::{report_to_json, write_stderr_line};
 use crate::cmd::output::{print_json, print_text};
 use ckpt::{CheckpointReport, VerifyReport};
 use clap::Args;

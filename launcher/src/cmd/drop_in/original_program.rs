@@ -37,8 +37,10 @@ pub(super) fn exec_original_program(launcher: OtherLauncher, arguments: &[OsStri
 /// original program, `python` or `python3` of PATH. If there is no Python, returns `python` for a
 /// command line with `--no-python`, and fails for any other.
 pub(super) fn find_python(launcher: OtherLauncher, words: &[String]) -> diagnostic::Result<String> {
-    let interpreter = find_program_in_path(launcher.name()).and_then(|program| read_script_interpreter(&program));
-    let python = interpreter.or_else(|| find_program_in_path("python")).or_else(|| find_program_in_path("python3"));
+    let interpreter =
+        find_program_in_path(launcher.name()).and_then(|program| read_script_interpreter(&program));
+    let python =
+        interpreter.or_else(|| find_program_in_path("python")).or_else(|| find_program_in_path("python3"));
     let is_optional = words.iter().any(|word| word.replace('_', "-") == "--no-python")
         || launcher == OtherLauncher::Torchrun && std::env::var_os(env::PYTHON_EXEC).is_some();
     match python {

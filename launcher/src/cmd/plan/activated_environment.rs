@@ -32,7 +32,10 @@ pub(super) fn format_env_changes(changes: &EnvironmentChanges, host: &str) -> St
 /// are redacted.
 pub(super) fn env_changes_to_json(changes: &EnvironmentChanges) -> Value {
     let object = |variables: &BTreeMap<OsString, OsString>| -> Map<String, Value> {
-        variables.iter().map(|(name, value)| (to_printable_text(name), redact_if_secret(name, value).into())).collect()
+        variables
+            .iter()
+            .map(|(name, value)| (to_printable_text(name), redact_if_secret(name, value).into()))
+            .collect()
     };
     let removed: Vec<String> = changes.removed.iter().map(|name| to_printable_text(name)).collect();
     json!({"added": object(&changes.added), "changed": object(&changes.changed), "removed": removed})

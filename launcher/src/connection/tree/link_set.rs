@@ -269,7 +269,10 @@ mod tests {
         let minutes = |count: u64| Duration::from_secs(60 * count);
         links.links.get_mut(&link).expect("the link").last_heard = Instant::now() - minutes(30);
         links.exclude_pause_from_silence(minutes(20));
-        assert_eq!((links.list_silent_links(minutes(11)), links.list_silent_links(minutes(9))), (vec![], vec![link]));
+        assert_eq!(
+            (links.list_silent_links(minutes(11)), links.list_silent_links(minutes(9))),
+            (vec![], vec![link])
+        );
         // The pause is longer than the silence.
         links.exclude_pause_from_silence(minutes(60));
         assert!(links.list_silent_links(minutes(1)).is_empty());

@@ -176,7 +176,8 @@ impl TreeRouter {
 
     /// Sends all frames of a stream of this process that are ready to be sent.
     fn send_pending_frames(&mut self, stream: StreamId) {
-        while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_next_frame(stream)) {
+        while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_next_frame(stream))
+        {
             self.send_towards_other_end(stream, frame);
         }
     }

@@ -1,7 +1,7 @@
 //! The part of the controller's state machine that waits for what agents find out about the ranks
 //! of a job that hangs, and derives which ranks hold up the job.
 use super::{ABORT_GRACE, ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause};
-use crate::controller::{hang_verdict_text::describe_verdict, hang_verdict::find_hang_verdict};
+use crate::controller::{hang_verdict::find_hang_verdict, hang_verdict_text::describe_verdict};
 use protocol::{
     control::ToAgent,
     hang::{HangFile, HangVerdict, RankEvidence},

@@ -122,8 +122,9 @@ impl ControllerCore {
         });
         for id in failing.collect::<Vec<_>>() {
             let others = (0..self.hosts.len()).filter(|o| *o != id && !self.hosts[*o].excluded);
-            let usable =
-                |o: &HostIndex| self.hosts[*o].is_starting_or_joined() || self.hosts[*o].failures < MAX_HOST_FAILURES;
+            let usable = |o: &HostIndex| {
+                self.hosts[*o].is_starting_or_joined() || self.hosts[*o].failures < MAX_HOST_FAILURES
+            };
             if others.filter(usable).count() >= self.setup.min_hosts {
                 self.hosts[id].excluded = true;
                 let label = self.format_host_label(id);

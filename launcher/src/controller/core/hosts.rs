@@ -8,7 +8,7 @@ use super::{
 use crate::{
     cluster::AgentStartStep,
     controller::{peer_exchange::PeerExchange, root_cause::AgentLabel},
-    leases::{LOCAL_AGENT_LEASE, ATTACH_TIMEOUT, HEARTBEAT_INTERVAL},
+    leases::{ATTACH_TIMEOUT, HEARTBEAT_INTERVAL, LOCAL_AGENT_LEASE},
 };
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::ids::Rank;

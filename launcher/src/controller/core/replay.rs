@@ -44,7 +44,9 @@ impl ControllerCore {
             reports.into_iter().partition(is_event);
         for line in merge_missing_lines(now, missing, events) {
             match line {
-                MissingJournalLine::Controller(event) => self.actions.push(ControllerAction::RestoreEvent(event)),
+                MissingJournalLine::Controller(event) => {
+                    self.actions.push(ControllerAction::RestoreEvent(event))
+                }
                 MissingJournalLine::Worker(replayed) => {
                     let report = (self.hosts[replayed.host].stream, replayed.seq);
                     if summary.contains_report(report) {

@@ -1,4 +1,4 @@
-//! [`TakenJournal`]: the journal of a run (its file of events), which a controller has taken over
+//! [`TakenOverJournal`]: the journal of a run (its file of events), which a controller has taken over
 //! from a lost one.
 use super::run_memo::UnstoredEvent;
 use crate::controller::journal::JournalSummary;
@@ -25,7 +25,11 @@ pub(crate) struct MissingEvent {
 impl TakenOverJournal {
     /// Finds which of the events `unstored`, which agents kept for a later controller, the journal
     /// with the summary `summary` lacks. `time` is the present time in seconds since 1970.
-    pub(crate) fn new(mut summary: JournalSummary, unstored: Vec<UnstoredEvent>, time: f64) -> TakenOverJournal {
+    pub(crate) fn new(
+        mut summary: JournalSummary,
+        unstored: Vec<UnstoredEvent>,
+        time: f64,
+    ) -> TakenOverJournal {
         let journaled = summary.newest_controller_event_number();
         let is_missing = |event: &UnstoredEvent| event.number > journaled;
         let missing: Vec<MissingEvent> = unstored

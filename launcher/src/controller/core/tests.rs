@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     cluster::AgentStartStep,
-    leases::{LOCAL_AGENT_LEASE, HELLO_TIMEOUT},
+    leases::{HELLO_TIMEOUT, LOCAL_AGENT_LEASE},
     worker_end::WorkerEnd,
 };
 use diagnostic::codes::{self, run};

@@ -1,5 +1,5 @@
 //! [`LoopEvent`]: an event that the controller's event loop processes.
-use super::{AgentId, EvictionAnswer, AttemptPlanningResult};
+use super::{AgentId, AttemptPlanningResult, EvictionAnswer};
 use crate::{
     cluster::AgentStartStep,
     connection::FrameError,

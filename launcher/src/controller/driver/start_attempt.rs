@@ -4,7 +4,7 @@ use super::ControllerDriver;
 use crate::{
     connection::encode_frame,
     controller::{
-        attempt_preparation::{AttemptPreparation, AttemptPlanningRegroup_workers_by_hosty_host},
+        attempt_preparation::{AttemptPlanningRegroup_workers_by_hosty_host, AttemptPreparation},
         controller_identity::draw_random_bytes,
         core::{ControllerInput, HostIndex},
         root_cause::AgentEnd,
@@ -86,7 +86,8 @@ impl ControllerDriver {
         for warning in new.collect::<Vec<_>>() {
             self.emit_event(Event::new_diagnostic_notice(None, format_notice(&warning), &warning));
         }
-        let mut preparation = AttemptPreparation::new(&self.job, plan, &self.inventories.collect_host_addresses());
+        let mut preparation =
+            AttemptPreparation::new(&self.job, plan, &self.inventories.collect_host_addresses());
         preparation.hosts = hosts;
         let (workers, bind) = (group_workers_by_host(&preparation.plan), preparation.bind.clone());
         self.preparation = Some(preparation);

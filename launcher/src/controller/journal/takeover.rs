@@ -6,7 +6,7 @@
 use super::journal_files::{EVENTS_FILE, JournalFiles, METRICS_FILE, format_metrics_line};
 use crate::{
     controller::report_id::{CONTROLLER_REPORT_STREAM, ReportId},
-    private_files::{open_own_file, create_or_truncate_private_file},
+    private_files::{create_or_truncate_private_file, open_own_file},
 };
 use protocol::event::{Event, TimedEvent};
 use serde::Deserialize;
@@ -133,7 +133,7 @@ pub(crate) fn is_restart_that_never_began(event: &Event, restarts: u32) -> bool 
 /// Replaces the files of events and metrics in a run directory by copies, and opens the copies for
 /// appending, so that a lost controller cannot write to them. Opens a file for TensorBoard with
 /// this name. Omits a line that a crash has interrupted, and the events for which
-/// [`is_void_restart`] returns `true`. Blocks.
+/// [`is_restart_that_never_began`] returns `true`. Blocks.
 pub(super) fn take_over_files(
     run_dir: &Path,
     tensorboard: &str,
@@ -144,7 +144,8 @@ pub(super) fn take_over_files(
     // Metrics follow from the events, so a line that only one of the files has is not lost.
     let mut metrics = ReplacementFile::create(run_dir, METRICS_FILE)?;
     for_each_line(&run_dir.join(EVENTS_FILE), |line| {
-        if TimedEvent::from_json(line).is_ok_and(|timed| is_restart_that_never_began(&timed.event, restarts)) {
+        if TimedEvent::from_json(line).is_ok_and(|timed| is_restart_that_never_began(&timed.event, restarts))
+        {
             return Ok(());
         }
         if let Some(timed) = summary.add_line(line) {

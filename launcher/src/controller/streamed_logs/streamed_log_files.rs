@@ -1,6 +1,6 @@
 //! [`StreamedLogFiles`]: the files in which the controller stores the console output of ranks on
 //! other hosts.
-use crate::private_files::{open_private_file_for_appending, create_private_dir};
+use crate::private_files::{create_private_dir, open_private_file_for_appending};
 use jobspec::ids::Rank;
 use std::{
     collections::HashMap,

@@ -57,7 +57,8 @@ pub(super) fn list_neuron_cores(
     found: &mut DiscoveredAccelerators,
 ) {
     let devices = list_permitted_nodes(tree, "dev", "neuron", found);
-    let cores: Vec<Option<u32>> = devices.iter().map(|device| count_neuron_cores(tree, *device, variable)).collect();
+    let cores: Vec<Option<u32>> =
+        devices.iter().map(|device| count_neuron_cores(tree, *device, variable)).collect();
     let is_known = cores.iter().all(Option::is_some);
     let count = cores.into_iter().map(|count| count.filter(|_| is_known).unwrap_or(1)).sum::<u32>();
     let core = |number| Accelerator {

@@ -1,5 +1,7 @@
 //! [`list_nvidia_gpus`]: lists the GPUs of NVIDIA and their MIG instances.
-use super::{device_files::DeviceFiles, discovered_accelerators::DiscoveredAccelerators, mig_uuids::MigUuids};
+use super::{
+    device_files::DeviceFiles, discovered_accelerators::DiscoveredAccelerators, mig_uuids::MigUuids,
+};
 use jobspec::AcceleratorKind;
 use protocol::hardware::Accelerator;
 

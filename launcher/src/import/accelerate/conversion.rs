@@ -9,9 +9,9 @@ use super::{
 use crate::import::{
     command_line::CommandLine,
     drop_in::{
-        DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_option_rules, build_env_command,
-        check_worker_count, create_several_machines_error, create_unsupported_option_error,
-        set_console_ranks, set_local_job_keys, set_thread_count,
+        DropInContext, OptionEffect::NoEffect, OptionRule, ProgramForm, apply_option_rules,
+        build_env_command, check_worker_count, create_several_machines_error,
+        create_unsupported_option_error, set_console_ranks, set_local_job_keys, set_thread_count,
     },
     import_options::{ImportErrors, set_hostfile},
     job_draft::{ImportedNodes, JobDraft},
@@ -193,7 +193,9 @@ impl AccelerateConversion<'_> {
         }
         let machines = merged.value_of_key("num_machines").and_then(parse_quoted_integer).unwrap_or(1).max(1);
         let hostfile = given.last_value("mpirun_hostfile").map(PathBuf::from).or_else(|| {
-            let DocumentValue::Map(entries) = &merged.value_of_key("mpirun_config")?.value else { return None };
+            let DocumentValue::Map(entries) = &merged.value_of_key("mpirun_config")?.value else {
+                return None;
+            };
             let (_, file) = entries.iter().find(|(name, _)| name == "mpirun_hostfile")?;
             (!matches!(file.value, DocumentValue::Null)).then(|| PathBuf::from(&file.text))
         });
@@ -217,7 +219,12 @@ impl AccelerateConversion<'_> {
             return reject("this machine has no GPU, so the number is 0", "give the number");
         }
         check_worker_count(PROGRAM_NAME, OPTION_NAME, workers)?;
-        Ok(ProcessCount { requested, workers, hostfile, is_joining: machines > 1 && !self.is_single_process_or_mpirun() })
+        Ok(ProcessCount {
+            requested,
+            workers,
+            hostfile,
+            is_joining: machines > 1 && !self.is_single_process_or_mpirun(),
+        })
     }
 
     /// Removes from `given` the options that describe the machines of the job, and returns the
@@ -232,7 +239,9 @@ impl AccelerateConversion<'_> {
         let configured = |name: &'static str| merged.value_of_key(name).map(|item| item.text.clone());
         let [rank, address] = ["machine_rank", "main_process_ip"]
             .map(|name| given.last_value(name).map(str::to_owned).or_else(|| configured(name)));
-        let Some(machines) = merged.value_of_key("num_machines").and_then(parse_quoted_integer) else { return Ok(None) };
+        let Some(machines) = merged.value_of_key("num_machines").and_then(parse_quoted_integer) else {
+            return Ok(None);
+        };
         let is_mpi = self.is_single_process_or_mpirun() && merged.value_of_key("mpirun_config").is_some();
         if machines <= 1 || is_mpi {
             let count = NodeCount::from_exact_count(1);
@@ -266,7 +275,8 @@ impl AccelerateConversion<'_> {
                 create_unsupported_option_error(PROGRAM_NAME, "--main_process_ip", reason, "")
             })?);
         }
-        let port = merged.value_of_key("main_process_port").and_then(parse_quoted_integer).filter(|port| *port > 0);
+        let port =
+            merged.value_of_key("main_process_port").and_then(parse_quoted_integer).filter(|port| *port > 0);
         if let (Some(rendezvous), Some(port)) =
             (&mut rendezvous, port.and_then(|port| u16::try_from(port).ok()))
         {
@@ -338,7 +348,8 @@ impl AccelerateConversion<'_> {
     fn set_gpus(&self, draft: &mut JobDraft, merged: &MergedConfig) -> Result<(), Diagnostic> {
         /// The name of the option that selects GPUs.
         const OPTION_NAME: &str = "--gpu_ids";
-        let Some(ids) = merged.value_of_key("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
+        let Some(ids) =
+            merged.value_of_key("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
         else {
             return Ok(());
         };
@@ -426,7 +437,7 @@ impl AccelerateConversion<'_> {
 }
 
 /// The keys of Accelerate's configuration that are converted by other functions than the one that
-/// adds environment variables. [`AccelerateConversion::set_variables`] must not report them as
+/// adds environment variables. [`AccelerateConversion::set_worker_env_variables`] must not report them as
 /// unknown.
 const SEPARATELY_CONVERTED_KEYS: [&str; 13] = [
     "compute_environment",

@@ -1,4 +1,4 @@
-//! [`set_environment`]: adds to a job the environment variables that Accelerate's library reads in
+//! [`set_worker_environment`]: adds to a job the environment variables that Accelerate's library reads in
 //! a worker.
 use super::distributed_type::DistributedType;
 use crate::import::{
@@ -203,12 +203,20 @@ pub(super) fn set_worker_environment(
     }
     match kind {
         DistributedType::Megatron => set_megatron_variables(draft, keys),
-        _ => take_unused_section_with_note(draft, keys, "megatron_lm_config", "`distributed_type` is not MEGATRON_LM"),
+        _ => take_unused_section_with_note(
+            draft,
+            keys,
+            "megatron_lm_config",
+            "`distributed_type` is not MEGATRON_LM",
+        ),
     }
     match kind {
-        DistributedType::Single | DistributedType::Cpu => {
-            take_unused_section_with_note(draft, keys, "parallelism_config", "the section applies only to FSDP")
-        }
+        DistributedType::Single | DistributedType::Cpu => take_unused_section_with_note(
+            draft,
+            keys,
+            "parallelism_config",
+            "the section applies only to FSDP",
+        ),
         _ => set_parallelism_variables(draft, keys),
     }
     named
@@ -216,7 +224,12 @@ pub(super) fn set_worker_environment(
 
 /// Removes the section `section` of Accelerate's configuration, which does not apply to this job,
 /// from `keys`. Adds a note with the reason if the section is not empty.
-fn take_unused_section_with_note(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, section: &str, reason: &str) {
+fn take_unused_section_with_note(
+    draft: &mut JobDraft,
+    keys: &mut RemainingKeys<'_>,
+    section: &str,
+    reason: &str,
+) {
     let Some(part) = keys.take_section(section) else { return };
     if !part.remaining_names().is_empty() {
         draft.add_not_converted_note(section, reason, "");
@@ -441,7 +454,11 @@ fn set_deepspeed_hosts(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) -> bo
             for key in ["deepspeed_inclusion_filter", "deepspeed_exclusion_filter"] {
                 if part.take_text(key).is_some() {
                     let todo = "name the hosts in `cluster.hosts` and filter there";
-                    draft.add_not_converted_note(&part.full_path_of_key(key), "there is no hostfile to filter", todo);
+                    draft.add_not_converted_note(
+                        &part.full_path_of_key(key),
+                        "there is no hostfile to filter",
+                        todo,
+                    );
                 }
             }
         }

@@ -136,7 +136,11 @@ impl DeepSpeedCommand {
             DeepSpeedResources::Local(_, devices) => {
                 if let Some(devices) = devices {
                     let numbers: Vec<String> = devices.iter().map(u32::to_string).collect();
-                    draft.set_imported_key("--include", "cluster.devices", format!("[{}]", numbers.join(", ")));
+                    draft.set_imported_key(
+                        "--include",
+                        "cluster.devices",
+                        format!("[{}]", numbers.join(", ")),
+                    );
                 }
                 for name in ["include", "exclude", "num_nodes", "num_gpus", "force_multi"] {
                     given.take_last_value(name);
@@ -332,7 +336,11 @@ fn set_hosts(
     }
     for name in ["include", "exclude"] {
         if let Some(filter) = given.take_last_value(name).filter(|text| !text.is_empty()) {
-            draft.set_imported_key(&format!("--{name}"), &format!("cluster.{name}"), format_yaml_list(&[filter]));
+            draft.set_imported_key(
+                &format!("--{name}"),
+                &format!("cluster.{name}"),
+                format_yaml_list(&[filter]),
+            );
         }
     }
     let (nodes, gpus) = (read_integer_option(given, "num_nodes"), read_integer_option(given, "num_gpus"));

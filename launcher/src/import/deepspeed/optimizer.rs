@@ -198,7 +198,11 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
         );
     }
     match take_integer_unless_auto(draft, params, "total_num_steps") {
-        Some(total) => draft.set_imported_key(&params.full_path_of_key("total_num_steps"), "train.steps", total.to_string()),
+        Some(total) => draft.set_imported_key(
+            &params.full_path_of_key("total_num_steps"),
+            "train.steps",
+            total.to_string(),
+        ),
         None => {
             draft.add_key_note("train.steps", "the configuration has no number of steps", "set `train.steps`")
         }
@@ -237,7 +241,11 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
     }
     let default = if params.is_auto("warmup_max_lr") { rate } else { DEFAULT_LEARNING_RATE };
     let highest = take_number_or_default(draft, params, "warmup_max_lr", default);
-    draft.set_imported_key(&params.full_path_of_key("warmup_max_lr"), "train.optimizer.lr", format!("{highest:?}"));
+    draft.set_imported_key(
+        &params.full_path_of_key("warmup_max_lr"),
+        "train.optimizer.lr",
+        format!("{highest:?}"),
+    );
     if shape == "linear" {
         draft.set_imported_key("scheduler.type", "train.schedule.min_lr", "0.0");
     }

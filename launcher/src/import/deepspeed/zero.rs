@@ -15,7 +15,11 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     convert_weight_gathering(draft, &mut part);
     for name in ["stage3_max_live_parameters", "max_live_parameters"] {
         if let Some(count) = part.take_integer_in_range(name, 0, u64::MAX.into()) {
-            draft.set_imported_key(&part.full_path_of_key(name), "train.zero.max_live_parameters", count.to_string());
+            draft.set_imported_key(
+                &part.full_path_of_key(name),
+                "train.zero.max_live_parameters",
+                count.to_string(),
+            );
         }
     }
     convert_offload(draft, &mut part);

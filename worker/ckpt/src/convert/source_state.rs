@@ -17,7 +17,7 @@ use std::path::PathBuf;
 /// options of the conversion do not set the number of ranks.
 const RANKS_TIMES_TENSORS_MAX: u64 = 4 << 20;
 /// Number of tensors for which each rank counts, in addition to the checkpoint's tensors, in the
-/// limit [`SOURCE_PIECES_MAX`].
+/// limit [`RANKS_TIMES_TENSORS_MAX`].
 const EXTRA_TENSORS_PER_RANK: u64 = 64;
 /// The DeepSpeed version that a converted checkpoint claims if the source checkpoint does not
 /// record one.

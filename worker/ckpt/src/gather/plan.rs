@@ -144,7 +144,7 @@ impl GatherPlan {
     /// of weight files, and text files that the checkpoint stores.
     ///
     /// # Errors
-    /// Fails if the checkpoint stores a file with the name of the record ([`GATHER_MARKER`]).
+    /// Fails if the checkpoint stores a file with the name of the record ([`GATHER_RECORD_KIND`]).
     pub(super) fn make_text_files(&self, checkpoint: &dyn TensorSource) -> Result<Vec<(String, String)>> {
         let mut texts = Vec::new();
         if let Some(config) = checkpoint.hf_config() {

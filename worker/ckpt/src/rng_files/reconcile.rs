@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 #[serde(rename_all = "snake_case")]
 pub enum ReconcilePolicy {
     /// Restore every stream that can be restored. If the number of ranks changes, reseed the
-    /// streams of [`StreamScope::PerDataRank`].
+    /// streams of [`RngStreamScope::PerDataRank`].
     Reconcile,
     /// Fail if a stream would have to be reseeded.
     Strict,
@@ -76,7 +76,7 @@ pub struct ReconcileOptions {
     /// is derived from the states.
     pub scopes: BTreeMap<RngStreamKind, RngStreamScope>,
     /// The number of the owner of each old rank, and of each new rank, for
-    /// [`StreamScope::PerOwner`].
+    /// [`RngStreamScope::PerOwner`].
     pub owners: Option<(Vec<u32>, Vec<u32>)>,
 }
 
@@ -100,7 +100,7 @@ impl ReconcileOptions {
 /// How the states of one random generator, such as NumPy's, were assigned to the new ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngStreamDecision {
-    /// Name of the kind of stream ([`StreamKind::name`]).
+    /// Name of the kind of stream ([`RngStreamKind::name`]).
     pub kind: String,
     /// Which of the old ranks shared the stream.
     pub scope: RngStreamScope,
@@ -294,7 +294,7 @@ fn decide_stream_assignment(
 }
 
 /// Finds the first old rank with the same owner as the new rank `rank`, for random generators whose
-/// states are equal for ranks with the same owner ([`StreamScope::PerOwner`]).
+/// states are equal for ranks with the same owner ([`RngStreamScope::PerOwner`]).
 ///
 /// # Errors
 /// Fails if the options list no owners, or if no old rank had this owner.

@@ -80,7 +80,7 @@ pub struct StoredMemoryCopy {
     pub id: MemoryCopyId,
     /// The rank whose shard was copied.
     pub rank: u32,
-    /// The encoded [`CopyDescription`].
+    /// The encoded [`MemoryCopyDescription`].
     pub description: Vec<u8>,
     /// BLAKE3 hash of the description, which contains the hashes of the shard's blocks.
     pub hash: Hash,

@@ -54,7 +54,7 @@ impl TensorRole {
 
     /// Returns true if tensors with this role are optimizer states, and not weights or buffers. A
     /// tensor of such a role has the name of its weight, and the shape that
-    /// [`TensorRole::state_shape`] derives from the weight's shape.
+    /// [`TensorRole::tensor_shape_for_weight`] derives from the weight's shape.
     pub fn is_optimizer_state(self) -> bool {
         !matches!(self, TensorRole::Weight | TensorRole::Buffer)
     }

@@ -228,7 +228,7 @@ fn to_nccl_type(dtype: Dtype) -> ncclDataType_t {
     }
 }
 
-/// Lists the part of `x` that belongs to each rank, in the form in which [`NcclGroup::exchange`]
+/// Lists the part of `x` that belongs to each rank, in the form in which [`RawNcclComm::exchange`]
 /// sends and receives parts. Rank r's part has `counts[r]` elements; empty parts are left out.
 fn list_peer_buffers(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
     let element_bytes = x.dtype().size();

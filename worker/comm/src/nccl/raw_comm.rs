@@ -1,4 +1,4 @@
-//! [`NcclGroup`]: the wrapper of an `ncclComm_t`, NCCL's communicator of one rank. It adds timeouts
+//! [`RawNcclComm`]: the wrapper of an `ncclComm_t`, NCCL's communicator of one rank. It adds timeouts
 //! and aborts.
 use super::binding::{ID_BYTES, IN_PROGRESS, NcclFunctions, SUCCESS, Status, create_non_blocking_config};
 use super::library::NcclLibrary;
@@ -119,7 +119,7 @@ impl RawNcclComm {
     /// collective. An abort of `host_comm` ends the wait.
     ///
     /// Either all ranks get a communicator or none does. `timeout` applies to this call and to
-    /// every later wait, until [`NcclGroup::set_timeout`]. The rank uses the GPU of the calling
+    /// every later wait, until [`RawNcclComm::set_timeout`]. The rank uses the GPU of the calling
     /// thread's CUDA context.
     pub fn connect(nccl: &NcclLibrary, host_comm: &dyn Comm, timeout: Duration) -> Result<RawNcclComm> {
         // The first byte distinguishes an id from an error message.
@@ -318,7 +318,7 @@ impl RawNcclComm {
     ///
     /// # Safety
     ///
-    /// See [`NcclGroup::all_gather`].
+    /// See [`RawNcclComm::all_gather`].
     pub unsafe fn reduce_scatter(
         &self,
         recv: u64,
@@ -344,7 +344,7 @@ impl RawNcclComm {
     ///
     /// # Safety
     ///
-    /// The requirements of [`NcclGroup::all_gather`] apply to every address, until the enqueued
+    /// The requirements of [`RawNcclComm::all_gather`] apply to every address, until the enqueued
     /// work is done.
     pub unsafe fn exchange(
         &self,
@@ -390,7 +390,7 @@ impl Drop for RawNcclComm {
     }
 }
 
-/// A range of GPU memory that [`NcclGroup::exchange`] sends to a peer or receives from a peer.
+/// A range of GPU memory that [`RawNcclComm::exchange`] sends to a peer or receives from a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerBuffer {
     /// The rank that receives or sends the elements.

@@ -1,4 +1,4 @@
-//! [`LinkClock`]: measures how long data is in flight over a rank's TCP connections.
+//! [`LinkDelayMeter`]: measures how long data is in flight over a rank's TCP connections.
 use crate::LinkDelays;
 use std::{net::TcpStream, os::fd::AsRawFd, time::Duration};
 

@@ -143,7 +143,7 @@ impl GroupHealth {
     }
 
     /// Determines why the data connection to `rank` ended during the collective `call`. Waits up to
-    /// [`FAREWELL_DELAY`] for a farewell or an abort, because either of them may arrive after the
+    /// [`FAREWELL_TIMEOUT`] for a farewell or an abort, because either of them may arrive after the
     /// data connection has ended.
     pub(super) fn wait_for_end_reason(&self, rank: usize, call: &CollectiveCall) -> AbortReason {
         let deadline = Instant::now() + FAREWELL_TIMEOUT;

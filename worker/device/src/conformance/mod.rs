@@ -73,7 +73,7 @@ pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<OpFami
 }
 
 /// Compares one family of operations (such as norms) on the GPU with the CPU. `family` is its
-/// position in [`FAMILY_NAMES`]. Returns `None` if the GPU does not support the operations.
+/// position in [`OP_FAMILY_NAMES`]. Returns `None` if the GPU does not support the operations.
 pub fn compare_family_with_cpu(
     cuda: &Cuda,
     family: usize,

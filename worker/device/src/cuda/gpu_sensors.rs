@@ -1,5 +1,5 @@
 //! Queries a GPU's clocks, temperature and power from NVML, NVIDIA's management library
-//! ([`GpuState`]), and attributes of the GPU from the driver.
+//! ([`GpuSensorReadings`]), and attributes of the GPU from the driver.
 use super::backend::Cuda;
 use super::bindings::driver_sys::CUdevice_attribute;
 use super::error::{CudaError, Result};

@@ -1,5 +1,5 @@
 //! Profiler that measures the GPU time of each call with two events, and sums it by the call's name
-//! ([`Profile`]).
+//! ([`GpuProfiler`]).
 use super::error::Result;
 use super::gpu::Gpu;
 use super::streams::CudaEvent;

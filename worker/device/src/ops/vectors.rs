@@ -48,7 +48,7 @@ pub trait VectorOps {
     }
     /// Starts to compute the sums of squares of several vectors, one for each block of
     /// [`NORM_BLOCK_LEN`] elements, without waiting for them. `staging` is a buffer that an earlier
-    /// [`PendingBlockSums::wait`] returned, or an empty one.
+    /// [`PendingSumsOfSquares::wait`] returned, or an empty one.
     fn start_sum_squares_by_block(&self, vectors: &[View], staging: Buf) -> PendingSumsOfSquares {
         PendingSumsOfSquares::Complete(self.sum_squares_by_block_concat(vectors), staging)
     }

@@ -121,7 +121,7 @@ impl HostLocalCheckpoint {
         self.fail_on_collective_error()
     }
 
-    /// Ends the sending of checkpoint blocks to rank 0 ([`HostLocalCheckpoint::serve_blocks`]) on
+    /// Ends the sending of checkpoint blocks to rank 0 ([`HostLocalCheckpoint::serve_blocks_to_rank_zero`]) on
     /// the other ranks. Rank 0 calls this function when it has read everything.
     pub(crate) fn end_serving(&self) -> Result<()> {
         self.fail_on_collective_error()?;
@@ -296,7 +296,7 @@ impl TensorSource for HostLocalCheckpoint {
 
     /// Reads ranges of the checkpoint's tensors, fetches missing blocks from other hosts, and
     /// verifies every block. Collective: every rank must call it or
-    /// [`HostLocalCheckpoint::serve_blocks`].
+    /// [`HostLocalCheckpoint::serve_blocks_to_rank_zero`].
     fn read_verified(&self, requests: &mut [ckpt::F32ReadRequest<'_>]) -> ckpt::Result<()> {
         let fetch = |missing: Vec<BlockRange>, sink: &mut BlockSink<'_>| {
             let request = FetchRequest { end: false, missing };

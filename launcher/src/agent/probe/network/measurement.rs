@@ -4,7 +4,9 @@ use super::{
     measurement_server::{
         FIRST_DATA_TIMEOUT, TRANSFER_REPORT_BYTES, TransferReport, receive_data, send_data,
     },
-    measuring_connection::{MeasureCommand, MeasurementEndpoint, open_connection, read_retransmits_and_segment_size},
+    measuring_connection::{
+        MeasureCommand, MeasurementEndpoint, open_connection, read_retransmits_and_segment_size,
+    },
 };
 use diagnostic::{Diagnostic, codes::host};
 use protocol::network_probe::{

@@ -1,6 +1,8 @@
-//! [`start_serving`]: accepts the connections over which other agents measure the network to this
+//! [`start_measurement_servers`]: accepts the connections over which other agents measure the network to this
 //! host, and transfers data on them.
-use super::measuring_connection::{MeasureCommand, authenticate_accepted_connection, read_retransmits_and_segment_size};
+use super::measuring_connection::{
+    MeasureCommand, authenticate_accepted_connection, read_retransmits_and_segment_size,
+};
 use crate::connection::handshake::HandshakeKey;
 use protocol::network_probe::MAX_TRANSFER_MS;
 use std::{

@@ -1,9 +1,9 @@
-//! [`find_client_requirement`]: finds a setting of a host in the SSH configuration that only
+//! [`find_openssh_requirement`]: finds a setting of a host in the SSH configuration that only
 //! OpenSSH's client supports, and not launch's built-in client.
 use super::supervised_child::SupervisedChild;
 use crate::cluster::ssh::{
-    ssh_config::SshHostSettings,
     known_hosts::{KnownHosts, decode_base64},
+    ssh_config::SshHostSettings,
 };
 use std::{
     fs::File,
@@ -86,7 +86,8 @@ pub(in crate::cluster::ssh) fn find_openssh_requirement(
             has_authority.then(|| OpenSshRequirement::new(option()))
         })
         .or_else(|| {
-            let uses_kerberos = settings.other.get("gssapiauthentication").is_some_and(|v| is_setting_switched_on(v));
+            let uses_kerberos =
+                settings.other.get("gssapiauthentication").is_some_and(|v| is_setting_switched_on(v));
             let option = "GSSAPIAuthentication yes, with a Kerberos ticket";
             (uses_kerberos && has_kerberos_ticket()).then(|| OpenSshRequirement::new(option))
         })

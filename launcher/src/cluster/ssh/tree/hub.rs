@@ -195,7 +195,11 @@ impl TreeHub {
 
     /// Opens the control connection, through the tree, of an agent that is about to be started on
     /// the host `host`.
-    pub(crate) fn open_agent_stream(&self, host: &str, progress: Arc<ConnectionProgress>) -> StartingAgentStreams {
+    pub(crate) fn open_agent_stream(
+        &self,
+        host: &str,
+        progress: Arc<ConnectionProgress>,
+    ) -> StartingAgentStreams {
         let stream = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
         let (near, halves) = StreamHalves::create_pair();
         let (stderr_writer, stderr) = tokio::io::duplex(STDERR_CAPACITY << 10);

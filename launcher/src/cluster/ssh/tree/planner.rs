@@ -161,8 +161,9 @@ impl TreePlanner {
         let mut rest = self.agents.range(first..).map(|(stream, agent)| (*stream, agent.parent));
         let considered: Vec<_> = rest.by_ref().take(MAX_PARENT_UPDATES_AT_ONCE).collect();
         self.next_update = rest.next().map(|(stream, _)| stream);
-        let list =
-            |(stream, parent): (StreamId, Option<StreamId>)| Some((stream, self.list_possible_parents_below(parent?)));
+        let list = |(stream, parent): (StreamId, Option<StreamId>)| {
+            Some((stream, self.list_possible_parents_below(parent?)))
+        };
         considered.into_iter().filter_map(list).filter(|(_, parents)| !parents.is_empty()).collect()
     }
 

@@ -100,8 +100,9 @@ impl FaultSearch {
         use TransferRole::{Receiver, Sender};
         let mut faults = Vec::new();
         for (sender, receiver) in self.list_bad_transfers() {
-            let convicted = [(sender, Sender), (receiver, Receiver)]
-                .map(|(host, role)| self.is_proven_faulty(host, role).then_some(TransferFault::Host(host, role)));
+            let convicted = [(sender, Sender), (receiver, Receiver)].map(|(host, role)| {
+                self.is_proven_faulty(host, role).then_some(TransferFault::Host(host, role))
+            });
             faults.extend(convicted.iter().flatten());
             if convicted.iter().all(Option::is_none) {
                 let both_work =

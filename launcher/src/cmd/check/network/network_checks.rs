@@ -131,7 +131,11 @@ fn describe_interface(interface: &NetworkInterface) -> String {
 
 /// Checks that other hosts reach all ports of a host at which its agent listens for test
 /// connections. Hosts that reach no port are not considered.
-fn check_listener_ports_reachable(host: usize, pairs: &PairMeasurements, names: &[String]) -> Option<CheckResult> {
+fn check_listener_ports_reachable(
+    host: usize,
+    pairs: &PairMeasurements,
+    names: &[String],
+) -> Option<CheckResult> {
     let is_partial =
         |direction: &DirectedMeasurement| direction.is_reached == Some(true) && !direction.errors.is_empty();
     let partial: Vec<_> =
@@ -258,8 +262,12 @@ impl PropertyComparison<'_> {
     fn create_undetermined_fault_check(&self, from: usize, to: usize) -> CheckResult {
         let speed = |host: usize| Some(f64::from(self.known[host]?.interface.as_ref()?.speed_mbps?));
         let slower = match (speed(from), speed(to)) {
-            (Some(first), Some(second)) if first < MAX_SLOWER_INTERFACE_SPEED_SHARE * second => Some((from, first)),
-            (Some(first), Some(second)) if second < MAX_SLOWER_INTERFACE_SPEED_SHARE * first => Some((to, second)),
+            (Some(first), Some(second)) if first < MAX_SLOWER_INTERFACE_SPEED_SHARE * second => {
+                Some((from, first))
+            }
+            (Some(first), Some(second)) if second < MAX_SLOWER_INTERFACE_SPEED_SHARE * first => {
+                Some((to, second))
+            }
             _ => None,
         };
         let reason = match slower {
@@ -278,9 +286,9 @@ impl PropertyComparison<'_> {
         let (from, to) = (&self.names[pair.0], &self.names[pair.1]);
         let direction = self.pairs.get(pair);
         let value = |pair| match self.property {
-            ConnectionProperty::Rate => {
-                format_rate(self.pairs.get(pair).and_then(|d| d.transfer).map_or(0.0, |t| t.bytes_per_second()))
-            }
+            ConnectionProperty::Rate => format_rate(
+                self.pairs.get(pair).and_then(|d| d.transfer).map_or(0.0, |t| t.bytes_per_second()),
+            ),
             _ => format!("{:.2} ms", self.pairs.get(pair).and_then(|d| d.round_trip_ms).unwrap_or(0.0)),
         };
         let compared = match self.find_median_of_others(&[pair.0, pair.1]) {
@@ -304,7 +312,8 @@ impl PropertyComparison<'_> {
             }
             ConnectionProperty::Rate => {
                 let found = format!("{from} to {to}: {}{compared}; {reason}", value(pair));
-                let rate = direction.and_then(|d| d.transfer).map_or(0.0, |transfer| transfer.bytes_per_second());
+                let rate =
+                    direction.and_then(|d| d.transfer).map_or(0.0, |transfer| transfer.bytes_per_second());
                 let usual = self.pairs.find_usual_value(ConnectionProperty::Rate).unwrap_or(0.0);
                 match rate < MAX_FAILED_PATH_RATE_SHARE * usual || rate == 0.0 {
                     true => CheckResult::failed(NETWORK_CHECK_NAME, codes::NETWORK_SLOW, found, SLOW_HELP),

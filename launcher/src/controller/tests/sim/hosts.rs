@@ -96,7 +96,9 @@ impl Simulation {
     /// Sends the reports of an agent to the controller.
     fn send_reports(&mut self, host: HostIndex, number: u32) {
         let now = self.now;
-        while let Some(report) = self.find_agent(host, number).and_then(|agent| agent.core.take_next_report(now)) {
+        while let Some(report) =
+            self.find_agent(host, number).and_then(|agent| agent.core.take_next_report(now))
+        {
             self.send_to_controller(host, number, report);
         }
     }

@@ -148,7 +148,7 @@ fn compute_min_world_size(files: &[String]) -> Option<u32> {
 }
 
 /// Lists the ranks below `world` for which `found` contains no RNG state file, at most 16 of them.
-/// Returns only [`StatePart::RngStates`] if `found` is empty.
+/// Returns only [`TrainingStatePart::RngStates`] if `found` is empty.
 fn find_missing_rng_states(found: &[String], world: u32) -> Vec<TrainingStatePart> {
     let present: std::collections::BTreeSet<u32> =
         found.iter().filter_map(|f| parse_rank_in_name(f)).collect();

@@ -4,7 +4,7 @@ use super::param_matching;
 use super::weights::read_pickled_number;
 use crate::catalog::{
     ALLOWED_GLOBALS, BorrowedWeightShape, ExternalCheckpointBuilder, ExternalTensor, FusedExperts,
-    ParamGroupInfo, SeparateExpertTensor, Stborrow_weight_shapesw_weights, convert_step_to_integer,
+    ParamGroupInfo, SeparateExpertTensor, StepValue, borrow_weight_shapes, convert_step_to_integer,
 };
 use crate::codec::pickle::PickleView;
 use crate::codec::torch_file::{TensorView, TorchFile};

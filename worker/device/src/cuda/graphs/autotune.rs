@@ -1,4 +1,4 @@
-//! Measures whether training steps are faster with or without CUDA graphs ([`GraphAutotuner`]).
+//! Measures whether training steps are faster with or without CUDA graphs ([`GraphUseAutotuner`]).
 use std::time::Duration;
 
 /// Number of training steps at the beginning of each phase of the measurement that are not timed.
