@@ -81,8 +81,8 @@ impl RandomStream {
         self.key
     }
 
-    /// Computes one random 32-bit word for each of the four elements from `4 * block` to `4 * block
-    /// + 3`, for the given sample and optimizer step. Other blocks, samples and steps never have
+    /// Computes one random 32-bit word for each of the four elements of the block with the number
+    /// `block`, for the given sample and optimizer step. Other blocks, samples and steps never have
     /// the same counter.
     ///
     /// # Panics

@@ -65,7 +65,7 @@ fn watch_agent(agent: Pid) -> io::Result<u8> {
             Err(error) => return Err(error.into()),
         }
     };
-    kill_descendants();
+    kill_all_descendants();
     // An agent that was not killed has removed the directory.
     _ = fs::remove_dir_all(choose_directory_path());
     Ok(mirror_agent_exit(status))
@@ -73,7 +73,7 @@ fn watch_agent(agent: Pid) -> io::Result<u8> {
 
 /// Kills and reaps the descendants of this process until no descendant is left or [`SWEEP_TIMEOUT`]
 /// has passed.
-fn kill_descendants() {
+fn kill_all_descendants() {
     let start = Instant::now();
     loop {
         kill_descendants(&[]);

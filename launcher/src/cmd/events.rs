@@ -75,7 +75,7 @@ fn convert_line_to_schema(line: &str, format: OutputFormat) -> String {
     /// The members of a journal line that its conversion to another schema needs.
     #[derive(Deserialize)]
     struct StoredEvent {
-        #[serde(default = "default_schema")]
+        #[serde(default = "default_schema_number")]
         schema: u8,
     }
     let stored = serde_json::from_str::<StoredEvent>(line);

@@ -4,7 +4,7 @@ use super::ControllerDriver;
 use crate::{
     connection::encode_frame,
     controller::{
-        attempt_preparation::{AttemptPlanningRegroup_workers_by_hosty_host, AttemptPreparation},
+        attempt_preparation::{AttemptPlanningResult, AttemptPreparation, group_workers_by_host},
         controller_identity::draw_random_bytes,
         core::{ControllerInput, HostIndex},
         root_cause::AgentEnd,

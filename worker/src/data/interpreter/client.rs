@@ -262,7 +262,7 @@ fn build_sandbox_command() -> SandboxCommand {
     SandboxCommand {
         program: "/proc/self/exe".into(),
         name: "launch".into(),
-        arguments: vec![SANDBOX_ROLE.into()],
+        arguments: vec![SANDBOX_ARGUMENT.into()],
         variables: Vec::new(),
     }
 }
