@@ -3,6 +3,7 @@
 //!
 //! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
 //! the hosts come from one provider. No other module of the launcher depends on a scheduler.
+mod batch_identity;
 mod batch_job;
 mod host_list;
 mod host_target;
@@ -28,6 +29,7 @@ pub(crate) use transport::{
 
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::JobSpec;
+use protocol::control::BatchJobRecord;
 use std::time::Duration;
 
 /// The providers of hosts, such as Slurm or SSH, in the order in which launch asks whether a job's
@@ -74,6 +76,16 @@ pub(crate) fn find_batch_job(job: &JobSpec) -> diagnostic::Result<Option<BatchJo
     let found: Vec<_> = PROVIDERS.iter().filter_map(|provider| provider.requeue(job).transpose()).collect();
     let first = found.iter().position(Result::is_ok).unwrap_or(0);
     found.into_iter().nth(first).transpose()
+}
+
+/// Identifies the batch job that started this process: the one that `LAUNCH_BATCH_JOB` names, or
+/// the one of a provider. `command_line` is the command line of this process, which is a part of
+/// the identity. Returns `None` if no scheduler started this process. Fails if `LAUNCH_BATCH_JOB`
+/// is malformed.
+pub(crate) fn identify_batch_job(command_line: &[String]) -> diagnostic::Result<Option<BatchJobRecord>> {
+    let named = batch_identity::read_batch_job_variable(&|name| std::env::var(name).ok())?;
+    let batch_job = named.or_else(|| PROVIDERS.iter().find_map(|provider| provider.identify_batch_job()));
+    Ok(batch_job.map(|batch_job| batch_identity::identify_command(batch_job, command_line)))
 }
 
 /// Submits a job to the scheduler whose subcommand of launch is `command`, such as `sbatch`.

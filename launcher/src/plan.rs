@@ -23,7 +23,7 @@ use jobspec::{
     ids::{Rank, RunId},
 };
 use key_error::key_error;
-use protocol::control::{HostInventory, HostPlan, WorkerPlan};
+use protocol::control::{BatchJobRecord, HostInventory, HostPlan, WorkerPlan};
 use std::path::PathBuf;
 
 /// The plan of one attempt (one start of all workers): the workers of each host, with their CPUs,
@@ -72,6 +72,8 @@ pub struct Attempt {
     /// The most recent checkpoint of this run; `None` if there is none. The attempt resumes from
     /// this checkpoint, except if `resume.from` is `auto`, which finds the checkpoint itself.
     pub resume: Option<PathBuf>,
+    /// The batch job that started the run; `None` if no scheduler did.
+    pub batch_job: Option<BatchJobRecord>,
 }
 
 /// The largest number of workers on a host.
@@ -138,6 +140,8 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             host: host.name.clone(),
             run_dir: run_dir.clone(),
             attempt: attempt.number,
+            batch_job: attempt.batch_job.clone(),
+            continues_batch_job: continues_batch_job(job, attempt),
             world,
             workers: plan_workers(&job_env, &ranks)?,
             grace_ms: job.run.grace_period_ms,
@@ -313,6 +317,19 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
         job.resume.from = ResumeFrom::Path(path.clone());
     }
     job
+}
+
+/// Returns whether the workers of an attempt resume from the newest checkpoint of earlier runs of
+/// the batch job, if there is one, whatever `resume.from` states.
+///
+/// A checkpoint of this run takes precedence. With `resume.from: auto`, the newest checkpoint in
+/// `checkpoint.dir` does.
+fn continues_batch_job(job: &JobSpec, attempt: &Attempt) -> bool {
+    let is_restarted = attempt.batch_job.as_ref().is_some_and(BatchJobRecord::may_have_earlier_runs);
+    is_restarted
+        && attempt.resume.is_none()
+        && job.run.command.is_none()
+        && job.resume.from != ResumeFrom::Auto
 }
 
 /// Returns the names of the devices of a host's workers, in the order of their local ranks. A name

@@ -165,6 +165,8 @@ fn build_init_message(
         run_dir: job_dir.path(""),
         workdir: job_dir.path(""),
         job,
+        batch_job: None,
+        continues_batch_job: false,
     }))
 }
 

@@ -4,6 +4,7 @@
 //! every test in a separate process, so a test may change its environment.
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
+mod batch_jobs;
 mod cluster;
 mod configs;
 mod dashboard;

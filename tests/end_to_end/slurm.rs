@@ -11,6 +11,7 @@ use std::{collections::BTreeSet, fs};
 mod cluster;
 mod packet_capture;
 mod preemption;
+mod requeue;
 
 /// Returns the only `failure` event in the output of `launch --json`. Ignores lines of other
 /// programs.

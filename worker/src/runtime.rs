@@ -200,6 +200,7 @@ fn train_as_rank(
     let tokens = (files, tokenizer.eod_token());
     let mut metadata =
         RunMetadata::new(&ready.trainer, ready.train_spec(), job, samples.digest.clone(), tokens);
+    metadata.batch_job = init.batch_job.as_ref().map(|batch_job| batch_job.id.clone());
     if let Some(pretrained) = &pretrained {
         pretrained.update_text_files(&mut metadata.tokenizer);
     }
@@ -347,7 +348,8 @@ fn resume_or_start_from_model(
     pretrained: Option<&mut PretrainedModel>,
 ) -> Result<(RunningTrainer, Option<ResumePoint>)> {
     let mut send = |event| if init.rank == 0 { session.send_event(event) } else { Ok(()) };
-    match resume_from_checkpoint(&mut ready, &init.job, dirs, data_digest, &mut send)? {
+    let batch_job = init.continued_batch_job();
+    match resume_from_checkpoint(&mut ready, &init.job, dirs, batch_job, data_digest, &mut send)? {
         Some(resumed) => Ok((ready.start_at_position(resumed.cursor), Some(resumed))),
         None => Ok((start_without_checkpoint(ready, pretrained, &mut send)?, None)),
     }

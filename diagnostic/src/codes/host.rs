@@ -120,6 +120,11 @@ codes! {
         cause: "An option or an environment variable is missing or malformed, or the number of this node is not below the number of nodes.",
         remedy: "Start launch once on each node, with `--nodes N --node-rank K` and K from 0 to N - 1.",
     }
+    BATCH_JOB_ID_INVALID: Usage = "batch-job-id-invalid" {
+        summary: "The variable `LAUNCH_BATCH_JOB` does not contain the id of a batch job.",
+        cause: "The value is longer than 128 characters, or contains spaces or characters that are not ASCII.",
+        remedy: "Set the variable to an id that the scheduler keeps when it starts the job again, or unset it.",
+    }
     JOIN_RENDEZVOUS_INVALID: Usage = "join-rendezvous-invalid" {
         summary: "The address at which the nodes of a job meet is missing or not valid.",
         cause: "Options or environment variables describe this process as one of several nodes, but no option, variable or key contains the address of node 0.",

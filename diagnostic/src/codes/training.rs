@@ -184,7 +184,12 @@ codes! {
     RESUME_NO_USABLE_CHECKPOINT: Checkpoint = "resume-no-usable-checkpoint" {
         summary: "The checkpoint directory contains checkpoints, but all of them are damaged.",
         cause: "Files were removed or changed, or the disk is failing.",
-        remedy: "Rebuild a checkpoint with `launch ckpt repair`, remove the checkpoints, or set `resume.from: never` to start at step 0.",
+        remedy: "Rebuild a checkpoint with `launch ckpt repair`, remove the checkpoints, or set `resume.from: never` to start at step 0. A batch job that was started again must be submitted again instead.",
+    }
+    RESUME_BATCH_JOB: Job = "resume-batch-job" {
+        summary: "The message reports from where a batch job continues that its scheduler has started again.",
+        cause: "The job has `resume.from: never` or a path, and an earlier run of the batch job was interrupted.",
+        remedy: "Nothing is required. To begin again, submit the job again.",
     }
     RESUME_MODEL_MISMATCH: Checkpoint = "resume-model-mismatch" {
         summary: "The checkpoint contains another model than the job describes.",

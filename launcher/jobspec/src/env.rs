@@ -329,6 +329,9 @@ pub const LAUNCH_RENDEZVOUS: &str = "LAUNCH_RENDEZVOUS";
 pub const LAUNCH_KEY_FILE: &str = "LAUNCH_KEY_FILE";
 /// Environment variable that launch reads: `1` lets nodes join without a key (`--insecure`).
 pub const LAUNCH_INSECURE: &str = "LAUNCH_INSECURE";
+/// Environment variable that launch reads: the id of the batch job that started launch, such as the
+/// UID of a JobSet.
+pub const LAUNCH_BATCH_JOB: &str = "LAUNCH_BATCH_JOB";
 /// Environment variable for tests: the number of agents that launch starts on this machine. Each of
 /// these agents stands for a host.
 pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";

@@ -3,6 +3,7 @@
 //!
 //! Module `frame` defines how a message is encoded. The first message of each side carries
 //! [`PROTOCOL_VERSION`]. A side that receives another version ends the connection.
+mod batch_job;
 mod exec;
 mod exit_status;
 mod host_network;
@@ -13,6 +14,7 @@ mod join;
 mod peers;
 mod supervision;
 
+pub use batch_job::BatchJobRecord;
 pub use exec::{EXEC_CHUNK_BYTES, EXEC_WINDOW_BYTES, ExecId, ExecReply, ExecRequest};
 pub use exit_status::ExitStatus;
 pub use host_network::{is_routable, select_host_address};
@@ -43,7 +45,7 @@ use std::{
 /// The version of the control messages between controller, agents and workers, which changes with
 /// every change of a message. All processes run the same executable, so a different version means
 /// that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 13;
+pub const PROTOCOL_VERSION: u32 = 14;
 /// The largest body of a frame (one message on the connection of a controller and an agent), in
 /// bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
@@ -451,6 +453,18 @@ pub struct WorkerInit {
     pub workdir: PathBuf,
     /// The job, with all defaults.
     pub job: JobSpec,
+    /// The batch job that started the run; `None` if no scheduler did.
+    pub batch_job: Option<BatchJobRecord>,
+    /// See [`HostPlan::continues_batch_job`].
+    pub continues_batch_job: bool,
+}
+
+impl WorkerInit {
+    /// Returns the batch job from whose newest checkpoint the attempt resumes, whatever
+    /// `resume.from` states. Returns `None` if `resume.from` applies.
+    pub fn continued_batch_job(&self) -> Option<&BatchJobRecord> {
+        self.batch_job.as_ref().filter(|_| self.continues_batch_job)
+    }
 }
 
 /// A message from a worker of the built-in training to its agent.

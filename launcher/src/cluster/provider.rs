@@ -6,6 +6,7 @@ use super::{
 };
 use diagnostic::Diagnostic;
 use jobspec::{ControllerLossAction, JobSpec};
+use protocol::control::BatchJobRecord;
 use std::time::Duration;
 
 /// A provider of hosts, such as Slurm, which finds the hosts of a job and starts agents on them. A
@@ -32,6 +33,13 @@ pub(crate) trait Cluster: Sync {
     /// `None` if the provider has no queue. Fails if launch does not run in a batch job.
     fn requeue(&self, _job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
         Ok(None)
+    }
+
+    /// Returns the batch job of this provider in which launch runs, whether or not the hosts of the
+    /// job come from the provider. The id identifies the batch job, but no command of it. Returns
+    /// `None` if launch does not run in a batch job.
+    fn identify_batch_job(&self) -> Option<BatchJobRecord> {
+        None
     }
 
     /// Returns the subcommand of launch that submits jobs to this provider's scheduler, such as

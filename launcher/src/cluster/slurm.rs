@@ -1,6 +1,7 @@
 //! [`SlurmCluster`]: the provider of hosts that runs jobs on the nodes of the Slurm allocation in
 //! which launch runs.
 mod allocation;
+mod batch_identity;
 mod batch_script;
 mod slurm_commands;
 mod slurm_transport;
@@ -23,6 +24,7 @@ use super::{
 use allocation::{SlurmAllocation, SlurmNode, read_allocation};
 use diagnostic::{Diagnostic, codes::slurm as codes};
 use jobspec::{ControllerLossAction, DeviceSelection, HostSelection, JobSpec, WorkersPerHost, env};
+use protocol::control::BatchJobRecord;
 use slurm_transport::SlurmTransport;
 use std::time::Duration;
 
@@ -69,6 +71,10 @@ impl Cluster for SlurmCluster {
             .with_subject("--requeue")
             .with_help("leave the option out, or submit the job with `launch sbatch`")),
         }
+    }
+
+    fn identify_batch_job(&self) -> Option<BatchJobRecord> {
+        batch_identity::identify_slurm_job(&|name| std::env::var(name).ok())
     }
 
     fn submit_command(&self) -> Option<&'static str> {

@@ -119,6 +119,7 @@ fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagn
         secrets: SecretVariables::default(),
         mlflow,
         requeue,
+        batch_job: record.batch_job,
         starter,
         job_file: None,
         addresses: control.addresses,

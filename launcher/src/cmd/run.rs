@@ -396,6 +396,7 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
         if starter.is_some() { ControllerLossAction::Continue } else { cluster.on_controller_loss() };
     let on_controller_loss = job.run.on_controller_loss.unwrap_or(default);
     let requeue = if args.requeue { cluster::find_batch_job(&job)? } else { None };
+    let batch_job = cluster::identify_batch_job(&command_line)?;
     let job_file = match &request.source {
         JobSource::File(path) => Some(controller::JobFile { path: path.clone(), set: request.set.clone() }),
         JobSource::Text { .. } | JobSource::CommandLine { .. } => None,
@@ -411,6 +412,7 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
         secrets,
         mlflow,
         requeue,
+        batch_job,
         starter,
         job_file,
         addresses: Vec::new(),

@@ -54,7 +54,7 @@ use crate::{
 use diagnostic::{Diagnostic, codes};
 use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
 use protocol::{
-    control::{ExecId, ExitStatus, FromAgent, ToAgent},
+    control::{BatchJobRecord, ExecId, ExitStatus, FromAgent, ToAgent},
     event::{Event, FailureReport},
     exit,
     failure::FailureReason,
@@ -194,6 +194,8 @@ struct ControllerDriver {
     command: Vec<String>,
     secrets: SecretVariables,
     requeue: Option<BatchJob>,
+    /// The batch job that started the run; `None` if no scheduler did.
+    batch_job: Option<BatchJobRecord>,
     /// The job file that is watched, which a later controller watches, too.
     watched_job_file: Option<JobFile>,
     hostfile: Option<FilteredHostfile>,
@@ -337,6 +339,7 @@ impl ControllerDriver {
             command: options.command,
             secrets: options.secrets,
             requeue: options.requeue,
+            batch_job: options.batch_job,
             watched_job_file: options.job_file,
             hostfile: options.hostfile,
             starter: options.starter,
@@ -409,7 +412,8 @@ impl ControllerDriver {
         self.write_control_file();
         let continues = self.identity.controller_loss_action() == ControllerLossAction::Continue;
         let timeout_ms = continues.then_some(self.job.run.controller_timeout_ms);
-        if let Err(error) = runs::register_run(&self.plan, &self.job.name, &self.command, timeout_ms) {
+        let (name, batch_job) = (&self.job.name, self.batch_job.clone());
+        if let Err(error) = runs::register_run(&self.plan, name, &self.command, timeout_ms, batch_job) {
             self.emit_notice(format!(
                 "cannot register the run: {error}; `launch ps` and `launch stop` will not list it"
             ));

@@ -363,6 +363,8 @@ mod tests {
             host: "here".into(),
             run_dir: run_dir.into(),
             attempt: 0,
+            batch_job: None,
+            continues_batch_job: false,
             world: 1,
             workers: Vec::new(),
             grace_ms: 0,

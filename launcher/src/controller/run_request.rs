@@ -10,7 +10,7 @@ use crate::{
 };
 use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
 use protocol::{
-    control::{HostInventory, JobKey},
+    control::{BatchJobRecord, HostInventory, JobKey},
     event::EventSchema,
 };
 
@@ -55,6 +55,8 @@ pub(crate) struct RunOptions {
     pub(crate) mlflow: Option<MlflowSettings>,
     /// The batch job that may be requeued after the run; `None` outside of a batch job.
     pub(crate) requeue: Option<BatchJob>,
+    /// The batch job that started the run; `None` if no scheduler did.
+    pub(crate) batch_job: Option<BatchJobRecord>,
     /// Notifies the `launch` process that started this detached controller, once all workers are
     /// running. `None` for a run in the foreground.
     pub(crate) starter: Option<StartNotifier>,

@@ -525,6 +525,29 @@ fn a_restart_resumes_from_the_last_checkpoint_of_the_run() {
 }
 
 proptest! {
+    /// Checks that a plan passes the batch job to its workers unchanged, and that exactly the
+    /// attempts without a checkpoint of this run continue a batch job that was started again.
+    #[test]
+    fn attempts_continue_a_batch_job_unless_this_run_has_saved(
+        restarts in proptest::option::of(0u32..3),
+        (in_batch_job, saved, builtin) in proptest::arbitrary::any::<(bool, bool, bool)>(),
+        from in proptest::sample::select(vec!["auto", "never", "/old/step-5"]),
+    ) {
+        let work = if builtin { "train: {data: {files: [a]}}" } else { "run: {command: [a]}\ncheckpoint: {dir: c}" };
+        let work = if from == "auto" { work } else { work.trim_end_matches("\ncheckpoint: {dir: c}") };
+        let job = load_job_text(&format!("{work}\nresume: {{from: {from}}}"));
+        let batch_job = in_batch_job.then(|| BatchJobRecord { id: "b".into(), label: "job b".into(), restarts });
+        let attempt = Attempt {
+            resume: saved.then(|| PathBuf::from("/c/step-5")),
+            batch_job: batch_job.clone(),
+            ..Attempt::default()
+        };
+        let plan = plan_hosts(&job, &[remote_host("a", None, 0)], &attempt).expect("a plan");
+        let continues = in_batch_job && restarts != Some(0) && !saved && builtin && from != "auto";
+        prop_assert_eq!(&plan.host_plans[0].batch_job, &batch_job);
+        prop_assert_eq!(plan.host_plans[0].continues_batch_job, continues);
+    }
+
     /// Checks that ranks count from 0 in the order of the hosts, and that local ranks count from 0
     /// on each host.
     #[test]

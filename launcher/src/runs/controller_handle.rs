@@ -71,6 +71,7 @@ mod tests {
             began_ms: 5,
             command: vec![],
             controller_timeout_ms: None,
+            batch_job: None,
             controller: this.clone(),
         };
         open_controller_handle(&record).expect_err("there is no journal");

@@ -94,6 +94,7 @@ mod tests {
             began_ms: 5,
             command: vec![],
             controller_timeout_ms: None,
+            batch_job: None,
             controller: ProcessIdentity::current().expect("this process"),
         }
     }

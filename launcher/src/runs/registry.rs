@@ -7,7 +7,7 @@ use crate::{
     private_files::{create_or_truncate_private_file, create_private_dir, identify_file, open_own_file},
 };
 use jobspec::env;
-use protocol::event::Event;
+use protocol::{control::BatchJobRecord, event::Event};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
@@ -66,6 +66,9 @@ pub(crate) struct RunRecord {
     /// end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) controller_timeout_ms: Option<u64>,
+    /// The batch job that started the run; `None` if no scheduler did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) batch_job: Option<BatchJobRecord>,
     /// The controller's process.
     #[serde(rename = "by")]
     pub(crate) controller: ProcessIdentity,
@@ -111,11 +114,13 @@ pub(crate) enum RunLossReason {
 /// Writes the `run.json` of a run whose controller is this process, and creates a link to the file
 /// in the state directory. Removes the oldest links of other runs if there are too many.
 /// `controller_timeout_ms` is how long the workers continue when the controller is lost.
+/// `batch_job` is the batch job that started the run.
 pub(crate) fn register_run(
     plan: &Plan,
     name: &str,
     command: &[String],
     controller_timeout_ms: Option<u64>,
+    batch_job: Option<BatchJobRecord>,
 ) -> io::Result<()> {
     write_record(&RunRecord {
         version: RECORD_VERSION,
@@ -126,6 +131,7 @@ pub(crate) fn register_run(
         began_ms: read_unix_time_ms(),
         command: command.to_vec(),
         controller_timeout_ms,
+        batch_job,
         controller: ProcessIdentity::current()?,
     })
 }
@@ -236,6 +242,7 @@ pub(crate) fn parse_run_record(text: &[u8]) -> Option<RunRecord> {
         && is_id
         && record.name.len() <= MAX_NAME_BYTES
         && (1..=MAX_WORKERS).contains(&record.world)
+        && record.batch_job.as_ref().is_none_or(BatchJobRecord::has_valid_lengths)
         && record.run_dir.is_absolute();
     is_valid.then_some(record)
 }
@@ -332,6 +339,7 @@ mod tests {
             began_ms: 5,
             command: vec![],
             controller_timeout_ms: None,
+            batch_job: None,
             controller,
         }
     }
@@ -429,6 +437,22 @@ mod tests {
             "by": {"host": "h", "boot": "b", "pid": 7, "started": 9},
         });
         assert_eq!(json, expected);
+    }
+
+    #[test]
+    fn the_batch_job_of_a_record_is_read_back_and_its_length_is_limited() {
+        let this = ProcessIdentity::current().expect("this process");
+        let read_back = |id: String| {
+            let batch_job = BatchJobRecord { id, label: "Slurm job 7".into(), restarts: Some(2) };
+            let record =
+                RunRecord { batch_job: Some(batch_job), ..make_record(Path::new("/r"), this.clone()) };
+            let read = parse_run_record(&serde_json::to_vec(&record).expect("JSON"));
+            (read.clone(), read == Some(record))
+        };
+        assert!(read_back("slurm:c:7".into()).1);
+        for id in [String::new(), "x".repeat(4096)] {
+            assert_eq!(read_back(id).0, None);
+        }
     }
 
     #[test]

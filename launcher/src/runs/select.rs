@@ -170,6 +170,7 @@ mod tests {
                 began_ms: 0,
                 command: vec![],
                 controller_timeout_ms: None,
+                batch_job: None,
                 controller: this.clone(),
             },
             state,

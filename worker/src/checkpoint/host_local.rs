@@ -128,16 +128,22 @@ pub(crate) fn complete_interrupted_commits(
     require_on_all_ranks(queue, result.map_err(to_unwritable_checkpoint_error))
 }
 
-/// Lists the checkpoints that any host has in its checkpoint directory `root`, newest first.
-/// Collective: every rank must call it.
+/// Lists the checkpoints that any host has in its checkpoint directory `root`, newest first. Each
+/// host leaves out those for whose path on this host `accepts` returns false. Collective: every rank
+/// must call it.
 pub(crate) fn list_candidates_of_all_hosts(
     queue: &CollectiveQueue,
     layout: &StorageTopology,
     root: &Path,
+    accepts: &mut dyn FnMut(&Path) -> bool,
 ) -> Result<Vec<CheckpointCandidate>> {
     let rank = queue.comm().rank();
     let listed =
         if layout.is_directory_leader(rank) { host_local::list_manifests(root) } else { Ok(Vec::new()) };
+    let listed = listed.map(|mut list| {
+        list.retain(|l| accepts(&host_local::checkpoint_path(root, l.step)));
+        list
+    });
     let listed = all_gather_values(queue, listed.map_err(to_unreadable_checkpoint_error))?;
     let mut seen = HashSet::new();
     let mut distinct: Vec<HostLocalCheckpointId> =

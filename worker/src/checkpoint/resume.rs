@@ -1,6 +1,7 @@
 //! Resumes from a checkpoint: selects and loads the checkpoint, checks that it fits the job, and
 //! reports differences between the job and the checkpoint.
 mod adapters;
+mod batch_job;
 mod candidates;
 mod differences;
 mod external;
@@ -20,13 +21,14 @@ use crate::{
     error::{Error, Result},
     trainer_stages::UninitializedTrainer,
 };
+use batch_job::{build_continuation_notice, list_batch_job_checkpoints};
 use candidates::{NamedCheckpoint, find_named_checkpoint, list_candidates};
 use diagnostic::{Diagnostic, codes::training as codes};
 use external::load_external_state;
 use jobspec::{JobSpec, ResumeFrom};
 use memory::{MemorySearchOutcome, MemoryStepRange, resume_from_memory};
 use native::{LoadError, load_native_checkpoint};
-use protocol::event::Event;
+use protocol::{control::BatchJobRecord, event::Event};
 use std::path::{Path, PathBuf};
 use weight_match::list_weight_shapes;
 
@@ -37,21 +39,20 @@ use weight_match::list_weight_shapes;
 /// Copies in memory are those of an earlier attempt of this run. A state in memory is preferred,
 /// unless `checkpoint.dir` has a newer checkpoint that is not damaged.
 ///
-/// `data_digest` is the digest of the training data. With `resume.from: auto`, damaged checkpoints
-/// are skipped with a notice in favour of older ones. A checkpoint of another model is an error of
-/// the job and never skipped.
+/// `batch_job` is a batch job that may have been started again. Without `resume.from: auto`, the
+/// run continues from the newest checkpoint of this batch job, if there is one. `data_digest` is
+/// the digest of the training data. Of several checkpoints, damaged ones are skipped with a notice
+/// in favour of older ones. A checkpoint of another model is an error of the job and never skipped.
 pub fn resume_from_checkpoint(
     ready: &mut UninitializedTrainer,
     job: &JobSpec,
     dirs: &CheckpointLocations,
+    batch_job: Option<&BatchJobRecord>,
     data_digest: &str,
     events: &mut EventSink,
 ) -> Result<Option<ResumePoint>> {
     let root = dirs.root;
-    let listed = match &job.resume.from {
-        ResumeFrom::Auto => list_candidates(ready, dirs, root)?,
-        ResumeFrom::Never | ResumeFrom::Path(_) => Vec::new(),
-    };
+    let (listed, continued) = list_preferred_checkpoints(ready, job, dirs, batch_job, events)?;
     let newest_saved = listed.first().map(|newest| newest.path.clone());
     let from = listed.first().and_then(CheckpointCandidate::step);
     let range = MemoryStepRange { from, below: None };
@@ -63,6 +64,7 @@ pub fn resume_from_checkpoint(
         MemorySearchOutcome::Unusable(reason) => reason,
     };
     let (candidates, is_named) = match &job.resume.from {
+        _ if continued.is_some() => (listed, false),
         ResumeFrom::Never => return Ok(None),
         ResumeFrom::Auto => (listed, false),
         ResumeFrom::Path(path) => match find_named_checkpoint(ready, dirs, &dirs.workdir.join(path))? {
@@ -79,6 +81,9 @@ pub fn resume_from_checkpoint(
         match load_native_checkpoint(ready, dirs, &candidate, (data_digest, reason.clone()), events) {
             Ok(resumed) => {
                 report_skipped_checkpoints(&skipped, events)?;
+                if let Some(batch_job) = continued {
+                    events(build_continuation_notice(batch_job, &job.resume.from, &candidate.path))?;
+                }
                 return Ok(Some(resumed));
             }
             Err(LoadError::Fatal(e)) => return Err(e),
@@ -97,7 +102,31 @@ pub fn resume_from_checkpoint(
             MemorySearchOutcome::Unusable(further) => reason = further.or(reason),
         }
     }
-    if skipped.is_empty() { Ok(None) } else { Err(build_no_usable_checkpoint_error(root, &skipped)) }
+    match skipped.is_empty() {
+        true => Ok(None),
+        false => Err(build_no_usable_checkpoint_error(root, &skipped, continued)),
+    }
+}
+
+/// Lists the checkpoints that are tried before the one that `resume.from` names, newest first: all
+/// checkpoints in `checkpoint.dir` with `resume.from: auto`, otherwise those of `batch_job`. Also
+/// returns the batch job if the checkpoints are those of a batch job. Collective: every rank must
+/// call it.
+fn list_preferred_checkpoints<'a>(
+    ready: &UninitializedTrainer,
+    job: &JobSpec,
+    dirs: &CheckpointDirs,
+    batch_job: Option<&'a BatchJobRecord>,
+    events: &mut EventSink,
+) -> Result<(Vec<CheckpointCandidate>, Option<&'a BatchJobRecord>)> {
+    let root = dirs.root;
+    if job.resume.from == ResumeFrom::Auto {
+        return Ok((list_candidates(ready, dirs, root, &mut |_| true)?, None));
+    }
+    let Some(batch_job) = batch_job else { return Ok((Vec::new(), None)) };
+    let listed = list_batch_job_checkpoints(ready, dirs, batch_job, &job.resume.from, events)?;
+    let continued = Some(batch_job).filter(|_| !listed.is_empty());
+    Ok((listed, continued))
 }
 
 /// Reports each checkpoint that was skipped because it is damaged or incomplete, with the reason.
@@ -117,21 +146,31 @@ fn is_shard_unreachable(error: &Error) -> bool {
 }
 
 /// Builds the error which reports that no checkpoint in the directory `root` can be used to resume
-/// the job. `skipped` has the newest checkpoint first.
-fn build_no_usable_checkpoint_error(root: &Path, skipped: &[(PathBuf, Error)]) -> Error {
+/// the job, or the batch job `continued`. `skipped` has the newest checkpoint first.
+fn build_no_usable_checkpoint_error(
+    root: &Path,
+    skipped: &[(PathBuf, Error)],
+    continued: Option<&BatchJobRecord>,
+) -> Error {
     let (_, newest) = &skipped[0];
     if skipped.iter().all(|(_, e)| is_shard_unreachable(e)) {
         return newest.clone();
     }
+    let of_job = continued.map_or_else(String::new, |batch_job| format!(" of {}", batch_job.label));
     let message = match skipped.len() {
-        1 => format!("the only checkpoint in {} is damaged", root.display()),
-        n => format!("all {n} checkpoints in {} are damaged or incomplete", root.display()),
+        1 => format!("the only checkpoint{of_job} in {} is damaged", root.display()),
+        n => format!("all {n} checkpoints{of_job} in {} are damaged or incomplete", root.display()),
+    };
+    // Without its checkpoints, a batch job does what `resume.from` states.
+    let begins = match continued {
+        Some(_) => "or submit the job again, so that `resume.from` applies",
+        None => "or set `resume.from: never` to start at step 0",
     };
     Diagnostic::error(codes::RESUME_NO_USABLE_CHECKPOINT, message)
         .with_subject(root.display().to_string())
         .with_field("checkpoints", skipped.len())
         .with_cause(newest)
         .with_help("rebuild one with `launch ckpt repair`, or remove them")
-        .with_help("or set `resume.from: never` to start at step 0")
+        .with_help(begins)
         .into()
 }

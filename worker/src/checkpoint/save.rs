@@ -32,6 +32,9 @@ use std::{
     time::Instant,
 };
 
+/// The JSON key of the cursor under which a checkpoint stores the id of the batch job of its run.
+pub(crate) const BATCH_JOB_KEY: &str = "batch_job";
+
 /// The part of a checkpoint's metadata that does not change during a run.
 pub struct RunMetadata {
     /// The description of the model.
@@ -40,6 +43,8 @@ pub struct RunMetadata {
     pub tokenizer: Vec<TextFile>,
     /// The job with all defaults filled in.
     pub job: JobSpec,
+    /// The id of the batch job that started the run; `None` if no scheduler did.
+    pub batch_job: Option<String>,
     /// The digest of the training data.
     pub data_digest: String,
     /// The number of times that RNG streams were reseeded (docs/numerics.md).
@@ -51,8 +56,8 @@ pub struct RunMetadata {
 
 impl RunMetadata {
     /// Creates the part of the checkpoint metadata that does not change during a run, for a run
-    /// that starts at step 0. `tokenizer` are the files of the tokenizer, and `eod` is its
-    /// end-of-document token.
+    /// that starts at step 0, outside of a batch job. `tokenizer` are the files of the tokenizer,
+    /// and `eod` is its end-of-document token.
     pub fn new(
         trainer: &Trainer,
         train: &TrainSpec,
@@ -65,6 +70,7 @@ impl RunMetadata {
             model: build_checkpoint_model_spec(&trainer.model, &units, train, eod),
             tokenizer,
             job: job.clone(),
+            batch_job: None,
             data_digest,
             rng_generation: 0,
             rng_decision: Value::Null,
@@ -436,7 +442,7 @@ impl CheckpointSaver {
             run_seed: train.seed,
             tokens: running.position.tokens,
             program: format!("launch {}", env!("CARGO_PKG_VERSION")),
-            cursor: build_cursor_json(running, &metadata.data_digest, &units),
+            cursor: build_cursor_json(running, metadata, &units),
             // The runtime's random numbers are functions of seed and logical ids, without state.
             rng: json!({
                 "engine": "philox4x32-10, stateless",
@@ -452,9 +458,13 @@ impl CheckpointSaver {
 }
 
 /// Builds the JSON with the progress of training that a checkpoint stores: step, samples and
-/// tokens, and, if needed, the step lag of parameters (`late`) and the fp16 loss scale.
-fn build_cursor_json(running: &RunningTrainer, data: &str, units: &[ParamUnit]) -> Value {
-    let mut cursor = json!({ "at": running.position, "data": data });
+/// tokens, and, if needed, the step lag of parameters (`late`), the fp16 loss scale, and the batch
+/// job of the run (`batch_job`).
+fn build_cursor_json(running: &RunningTrainer, metadata: &RunMetadata, units: &[ParamUnit]) -> Value {
+    let mut cursor = json!({ "at": running.position, "data": metadata.data_digest });
+    if let Some(id) = &metadata.batch_job {
+        cursor[BATCH_JOB_KEY] = json!(id);
+    }
     let step_lag = running.trainer.optimizer.collect_step_lags(units);
     if !step_lag.is_empty() {
         cursor["late"] = json!(step_lag);

@@ -78,6 +78,8 @@ fn build_init(attempt: u32) -> WorkerInit {
         run_dir: "/tmp/run".into(),
         workdir: "/tmp".into(),
         job: job.unwrap_or_else(|e| panic!("{e:?}")).0,
+        batch_job: None,
+        continues_batch_job: false,
     }
 }
 

@@ -140,7 +140,7 @@ fn run_rank(
     let mut ready = sharded.into_uninitialized_trainer().unwrap();
     let layout = StorageTopology::for_shared_directory(world);
     let dirs = CheckpointLocations { root, workdir: root, layout: &layout, memory: None };
-    let resumed = resume_from_checkpoint(&mut ready, &job, &dirs, "digest", &mut |_| Ok(())).unwrap();
+    let resumed = resume_from_checkpoint(&mut ready, &job, &dirs, None, "digest", &mut |_| Ok(())).unwrap();
     let last = resumed.as_ref().map(|resumed| resumed.path.clone());
     let mut running = match resumed {
         Some(resumed) => ready.start_at_position(resumed.cursor),

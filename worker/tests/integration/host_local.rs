@@ -50,7 +50,9 @@ fn resume_train_and_save(
         let (root, layout) = detect_host_directory(ready.trainer.engine.queue(), hosts, dir);
         let dirs = CheckpointLocations { root: &root, workdir: &root, layout: &layout, memory: None };
         let mut running =
-            match resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(()))? {
+            match resume_from_checkpoint(&mut ready, &job, &dirs, None, SYNTHETIC_DATA_DIGEST, &mut |_| {
+                Ok(())
+            })? {
                 Some(resumed) => ready.start_at_position(resumed.cursor),
                 None => ready.start_with_random_params(),
             };

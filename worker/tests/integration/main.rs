@@ -1,6 +1,7 @@
 //! Integration tests of the crate `worker`, in one binary, because each binary takes long to link.
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
+mod batch_job;
 #[path = "../../device/tests/emulated_gpu/call_counts.rs"]
 mod call_counts;
 mod common;

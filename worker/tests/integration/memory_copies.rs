@@ -69,7 +69,7 @@ fn run_attempt(
         let layout = StorageTopology::for_shared_directory(places.len());
         let dirs = CheckpointLocations { root, workdir: root, layout: &layout, memory: Some(&memory) };
         let mut event = None;
-        let resumed = resume_from_checkpoint(&mut ready, job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |e| {
+        let resumed = resume_from_checkpoint(&mut ready, job, &dirs, None, SYNTHETIC_DATA_DIGEST, &mut |e| {
             if let Event::Resume { source, step, reason, .. } = e {
                 event = Some((source, step, reason));
             }

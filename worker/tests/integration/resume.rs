@@ -160,7 +160,7 @@ fn a_checkpoint_of_another_model_or_optimizer_is_rejected() {
                 layout: &StorageTopology::for_shared_directory(2),
                 memory: None,
             };
-            resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(()))
+            resume_from_checkpoint(&mut ready, &job, &dirs, None, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(()))
                 .err()
                 .unwrap()
         });

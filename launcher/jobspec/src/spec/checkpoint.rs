@@ -147,6 +147,8 @@ section! {
     /// The checkpoint from which a run resumes.
     pub struct ResumeSpec at "resume";
     /// The checkpoint to resume from.
+    ///
+    /// A batch job that its scheduler starts again continues from its newest checkpoint.
     pub from: ResumeFrom = Key::computed(resume_from_type(), "`auto`; `never` with `run.command`", |_, v| {
         // A program finds its checkpoints itself, unless the job has `resume.from`.
         if v.get("run.command").is_some() { ResumeFrom::Never } else { ResumeFrom::Auto }

@@ -1,4 +1,5 @@
 //! [`HostPlan`]: the workers of one host in one attempt (one start of all workers of a run).
+use super::batch_job::BatchJobRecord;
 use jobspec::{JobSpec, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -17,6 +18,14 @@ pub struct HostPlan {
     pub run_dir: PathBuf,
     /// The number of the attempt, counted from 0.
     pub attempt: u32,
+    /// The batch job that started the run, which the checkpoints of the run record; `None` if no
+    /// scheduler did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch_job: Option<BatchJobRecord>,
+    /// Whether the attempt resumes from the newest checkpoint of the batch job's earlier runs, if
+    /// there is one, whatever `resume.from` states.
+    #[serde(default)]
+    pub continues_batch_job: bool,
     /// The number of workers of the job on all hosts.
     pub world: u32,
     /// The workers of this host, in the order of their local ranks.

@@ -34,6 +34,8 @@ fn make_plan(builtin: &[bool]) -> HostPlan {
         host: "host".into(),
         run_dir: "/tmp/run".into(),
         attempt: 0,
+        batch_job: None,
+        continues_batch_job: false,
         world,
         workers: workers.collect(),
         grace_ms: 1000,

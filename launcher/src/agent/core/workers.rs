@@ -55,6 +55,8 @@ impl AgentCore {
                 run_dir: plan.run_dir.clone(),
                 workdir: worker.workdir.clone(),
                 job: plan.job.clone(),
+                batch_job: plan.batch_job.clone(),
+                continues_batch_job: plan.continues_batch_job,
             })
         });
         if let Some(init) = init.take_if(|_| rejoins) {

@@ -231,7 +231,7 @@ fn build_invalid_variable_error(name: &str, value: &str) -> Diagnostic {
 }
 
 /// Parses a number of at most 19 decimal digits. Returns `None` for other text.
-fn parse_number(text: &str) -> Option<u64> {
+pub(super) fn parse_number(text: &str) -> Option<u64> {
     let digits = !text.is_empty() && text.len() <= 19 && text.bytes().all(|b| b.is_ascii_digit());
     text.parse().ok().filter(|_| digits)
 }

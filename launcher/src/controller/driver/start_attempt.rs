@@ -50,7 +50,7 @@ impl ControllerDriver {
         resume: Option<PathBuf>,
     ) {
         let rejected = |diagnostic| ControllerInput::Rejected { attempt, diagnostic };
-        let number = Attempt { number: attempt, restarts, resume };
+        let number = Attempt { number: attempt, restarts, resume, batch_job: self.batch_job.clone() };
         let job_hosts = self.inventories.build_job_hosts(&self.hosts, hosts);
         let plan = plan::plan_attempt(&self.job, &job_hosts, &self.plan.run, &number);
         let mut plan = match plan {

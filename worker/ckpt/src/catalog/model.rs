@@ -126,7 +126,8 @@ pub struct RunFacts {
     /// Version of launch that wrote the checkpoint.
     pub program: String,
     /// Progress of the run: consumed samples, scale of the FP16 loss, and the step lag of each
-    /// weight that was frozen for a while.
+    /// weight that was frozen for a while. Also has the id of the batch job of the run, if a
+    /// scheduler started the run.
     #[serde(deserialize_with = "json::deserialize_value::<_, STATE_VALUES_MAX>")]
     pub cursor: Value,
     /// States of the RNG streams. Null in a checkpoint that was converted from another format.

@@ -29,21 +29,24 @@ pub struct CheckpointLocations<'a> {
     pub memory: Option<&'a HostMemoryCopies>,
 }
 
-/// Lists all checkpoints in `root`, newest first: those that rank 0 sees, or those of any host if
-/// hosts have separate directories.
+/// Lists the checkpoints in `root` for which `accepts` returns true, newest first: those that rank
+/// 0 sees, or those of any host if hosts have separate directories. Calls `accepts` with the path
+/// of each checkpoint, from the newest to the oldest, on the ranks that list their directory.
 ///
 /// Collective: every rank must call it.
 pub(super) fn list_candidates(
     ready: &UninitializedTrainer,
     dirs: &CheckpointLocations,
     root: &Path,
+    accepts: &mut dyn FnMut(&Path) -> bool,
 ) -> Result<Vec<CheckpointCandidate>> {
     let queue = ready.trainer.engine.queue();
     if !dirs.layout.is_shared() {
-        return host_local::list_candidates_of_all_hosts(queue, dirs.layout, root);
+        return host_local::list_candidates_of_all_hosts(queue, dirs.layout, root, accepts);
     }
     let listed = if ready.trainer.engine.rank() == 0 { ckpt::list_checkpoints(root) } else { Ok(Vec::new()) };
-    let paths = listed.map(|list| list.into_iter().map(|(_, path)| path).collect::<Vec<_>>());
+    let paths = listed
+        .map(|list| list.into_iter().map(|(_, path)| path).filter(|path| accepts(path)).collect::<Vec<_>>());
     let paths = all_gather_values(queue, paths.map_err(to_unreadable_checkpoint_error))?.swap_remove(0);
     Ok(paths.into_iter().map(CheckpointCandidate::from_path).collect())
 }
@@ -69,7 +72,7 @@ pub(super) fn find_named_checkpoint(
     if all_gather_values(ready.trainer.engine.queue(), Ok(has_manifest))?.contains(&true) {
         return Ok(NamedCheckpoint::Native(CheckpointCandidate::from_path(path.to_path_buf())));
     }
-    if let Some(newest) = list_candidates(ready, dirs, path)?.into_iter().next() {
+    if let Some(newest) = list_candidates(ready, dirs, path, &mut |_| true)?.into_iter().next() {
         return Ok(NamedCheckpoint::Native(newest));
     }
     let trained = list_trained_names(ready);

@@ -406,14 +406,15 @@ pub(crate) fn try_resume_newest_checkpoint(
         memory: None,
     };
     let mut notices = Vec::new();
-    let resumed = resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |event| {
-        match event {
-            Event::Notice { message, .. } => notices.push(message),
-            Event::Resume { .. } => (),
-            other => panic!("{other:?}"),
-        }
-        Ok(())
-    });
+    let resumed =
+        resume_from_checkpoint(&mut ready, &job, &dirs, None, SYNTHETIC_DATA_DIGEST, &mut |event| {
+            match event {
+                Event::Notice { message, .. } => notices.push(message),
+                Event::Resume { .. } => (),
+                other => panic!("{other:?}"),
+            }
+            Ok(())
+        });
     let cursor = resumed?.expect("a checkpoint to resume from").cursor;
     Ok((ready.start_at_position(cursor), notices))
 }

@@ -170,7 +170,8 @@ pub(crate) fn resume_and_train(
             memory: None,
         };
         let resumed =
-            resume_from_checkpoint(&mut ready, &job, &dirs, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(())).unwrap();
+            resume_from_checkpoint(&mut ready, &job, &dirs, None, SYNTHETIC_DATA_DIGEST, &mut |_| Ok(()))
+                .unwrap();
         train_steps(&mut ready.start_at_position(resumed.unwrap().cursor), STEPS_AFTER_RESUME)
     }))
 }

@@ -445,6 +445,8 @@ impl Simulation {
                 host: String::new(),
                 run_dir: "/r".into(),
                 attempt: number,
+                batch_job: None,
+                continues_batch_job: false,
                 world,
                 workers,
                 grace_ms: 3000,

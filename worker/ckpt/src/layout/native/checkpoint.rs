@@ -106,6 +106,12 @@ impl Checkpoint {
         Ok(Checkpoint::from_parts(path, ShardStorage::Directory(directory), local_files, manifest))
     }
 
+    /// Reads the facts about the run that saved the checkpoint in the directory `path`. Verifies
+    /// the hash and the consistency of the manifest, and reads no other file.
+    pub fn read_run_facts(path: &Path) -> Result<RunFacts> {
+        Ok(Manifest::load(&Directory::open(path)?)?.facts)
+    }
+
     /// Opens a checkpoint in a directory that hosts do not share, from the text of its manifest,
     /// which another host may have sent. If `has_directory` is true, opens the directory `path`,
     /// from which reads take the shards of this host. If false, all shards count as remote. Only
@@ -232,7 +238,8 @@ impl Checkpoint {
     }
 
     /// Reads the elements `range` of one tensor as F32 into `out`, which must have the length of
-    /// the range. For many ranges [`Checkpoint::read_verified`] is faster: it reads each block once.
+    /// the range. For many ranges [`Checkpoint::read_verified`] is faster: it reads each block
+    /// once.
     pub fn read_f32(&self, name: &str, role: TensorRole, range: Range<u64>, out: &mut [f32]) -> Result<()> {
         if range.start > range.end || range.end - range.start != out.len() as u64 {
             return Err(CkptError::internal("the range of a read has another length than its buffer"));
