@@ -54,6 +54,10 @@ fn a_job_set_has_the_pods_of_all_nodes() {
             {"name": "LAUNCH_NODES", "value": "2:4"},
             {"name": "LAUNCH_RENDEZVOUS", "value": "tiny-node-0-0.tiny:29400"},
             {"name": "LAUNCH_KEY_FILE", "value": "/etc/launch/key/key"},
+            {
+                "name": "LAUNCH_BATCH_JOB",
+                "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"}},
+            },
         ])
     );
     assert_eq!(
@@ -93,6 +97,13 @@ fn an_indexed_job_has_a_headless_service() {
         job["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/instance"]
     );
     assert_eq!(pod["containers"][0]["env"][1]["value"], "tiny-0.tiny:29400");
+    assert_eq!(
+        pod["containers"][0]["env"][3],
+        json!({
+            "name": "LAUNCH_BATCH_JOB",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
+        })
+    );
     assert_eq!(job["spec"]["backoffLimit"], 0, "a job without restarts is not retried");
 }
 

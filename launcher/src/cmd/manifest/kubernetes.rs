@@ -288,6 +288,7 @@ impl KubernetesManifestBuilder<'_> {
             WorkloadKind::Job => format!("{}-0", self.name),
         };
         let variable = |name: &str, value: String| json!({"name": name, "value": value});
+        let uid = json!({"fieldRef": {"fieldPath": format!("metadata.labels['{}']", self.find_uid_label())}});
         let mut container = json!({
             "name": "launch",
             "image": self.args.image,
@@ -297,6 +298,8 @@ impl KubernetesManifestBuilder<'_> {
                 variable(jobspec::env::LAUNCH_NODES, count),
                 variable(jobspec::env::LAUNCH_RENDEZVOUS, format!("{first}.{}:{RENDEZVOUS_PORT}", self.name)),
                 variable(jobspec::env::LAUNCH_KEY_FILE, format!("{KEY_DIRECTORY}/key")),
+                // A later pod of node 0 continues from the checkpoints of the earlier ones.
+                json!({"name": jobspec::env::LAUNCH_BATCH_JOB, "valueFrom": uid}),
             ],
             "ports": [{"name": "rendezvous", "containerPort": RENDEZVOUS_PORT}],
             "resources": self.build_resource_limits()?,
@@ -310,6 +313,16 @@ impl KubernetesManifestBuilder<'_> {
             container["securityContext"] = json!({"capabilities": {"add": ["IPC_LOCK"]}});
         }
         Ok(container)
+    }
+
+    /// Returns the label of the pods that contains the UID of the workload. The controller of a
+    /// JobSet creates its Jobs again after a failure, so the UID of a Job would not identify the
+    /// JobSet.
+    fn find_uid_label(&self) -> &'static str {
+        match self.args.kind {
+            WorkloadKind::JobSet => "jobset.sigs.k8s.io/jobset-uid",
+            WorkloadKind::Job => "batch.kubernetes.io/controller-uid",
+        }
     }
 
     /// Builds the resource limits of a pod's container: GPUs, RDMA devices, CPUs and memory.
