@@ -141,7 +141,7 @@ pub(crate) fn list_candidates_of_all_hosts(
     let listed =
         if layout.is_directory_leader(rank) { host_local::list_manifests(root) } else { Ok(Vec::new()) };
     let listed = listed.map(|mut list| {
-        list.retain(|l| accepts(&host_local::checkpoint_path(root, l.step)));
+        list.retain(|l| accepts(&host_local::step_checkpoint_path(root, l.step)));
         list
     });
     let listed = all_gather_values(queue, listed.map_err(to_unreadable_checkpoint_error))?;

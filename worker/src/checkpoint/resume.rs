@@ -115,7 +115,7 @@ pub fn resume_from_checkpoint(
 fn list_preferred_checkpoints<'a>(
     ready: &UninitializedTrainer,
     job: &JobSpec,
-    dirs: &CheckpointDirs,
+    dirs: &CheckpointLocations,
     batch_job: Option<&'a BatchJobRecord>,
     events: &mut EventSink,
 ) -> Result<(Vec<CheckpointCandidate>, Option<&'a BatchJobRecord>)> {

@@ -7,7 +7,7 @@ use protocol::{control::BatchJobRecord, event::Event};
 use std::path::{Path, PathBuf};
 use worker::{
     checkpoint::{
-        resume::{CheckpointDirs, resume_from_checkpoint},
+        resume::{CheckpointLocations, resume_from_checkpoint},
         save::{CheckpointSaver, RunMetadata},
         storage_topology::{StorageTopology, detect_topology},
     },
@@ -65,7 +65,7 @@ impl TestDirectory {
     fn train_and_save(&self, steps: u64, batch_job: Option<&str>) {
         let job = self.create_job(ResumeFrom::Never);
         run_on_ranks(RANKS, |c| {
-            let mut running = build_trainer(&create_spec(), c, 1).start_fresh();
+            let mut running = build_trainer(&create_spec(), c, 1).start_with_random_params();
             train_steps(&mut running, steps);
             let (root, layout) = self.detect(running.trainer.engine.queue());
             let (trainer, train, digest) =
@@ -89,7 +89,7 @@ impl TestDirectory {
         let mut by_rank = run_on_ranks(RANKS, |c| {
             let mut ready = build_trainer(&create_spec(), c, 1);
             let (root, layout) = self.detect(ready.trainer.engine.queue());
-            let dirs = CheckpointDirs { root: &root, workdir: &root, layout: &layout, memory: None };
+            let dirs = CheckpointLocations { root: &root, workdir: &root, layout: &layout, memory: None };
             let (batch_job, mut notices) = (batch_job.as_ref(), Vec::new());
             let mut record = |event: Event| -> worker::error::Result<()> {
                 if let Event::Notice { diagnostics, .. } = event {

@@ -1,7 +1,7 @@
 //! Finds the checkpoints that earlier runs of a batch job have saved. If a scheduler starts a batch
 //! job again, the run continues from the newest of them, whatever `resume.from` states.
 use super::{
-    candidates::{CheckpointDirs, list_candidates},
+    candidates::{CheckpointLocations, list_candidates},
     resume_point::EventSink,
 };
 use crate::{
@@ -29,7 +29,7 @@ const MAX_REPORTED: usize = 3;
 /// Collective: every rank must call it.
 pub(super) fn list_batch_job_checkpoints(
     ready: &UninitializedTrainer,
-    dirs: &CheckpointDirs,
+    dirs: &CheckpointLocations,
     batch_job: &BatchJobRecord,
     from: &ResumeFrom,
     events: &mut EventSink,
