@@ -47,7 +47,8 @@ pub fn render_code_reference() -> String {
     text
 }
 
-/// Appends a paragraph to `text`, wrapped at [`PARAGRAPH_WIDTH`] characters and followed by an empty line.
+/// Appends a paragraph to `text`, wrapped at [`PARAGRAPH_WIDTH`] characters and followed by an
+/// empty line.
 fn push_paragraph(text: &mut String, paragraph: &str) {
     let mut column = 0;
     for word in paragraph.split_whitespace() {

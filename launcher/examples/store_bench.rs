@@ -112,7 +112,8 @@ async fn pass_barrier(mut stream: TcpStream, clients: u32) -> BenchResult<TcpStr
     Ok(stream)
 }
 
-/// Sends [`GETS_PER_CLIENT`] GET requests for the key that the last client has set, and checks the replies.
+/// Sends [`GETS_PER_CLIENT`] GET requests for the key that the last client has set, and checks the
+/// replies.
 async fn get_key_repeatedly(mut stream: TcpStream) -> BenchResult<()> {
     let get = [&[3][..], &encode_text("/go")].concat();
     for _ in 0..GETS_PER_CLIENT {

@@ -33,8 +33,9 @@ pub(crate) fn restore_core_dumps_in_child(command: &mut Command) {
 mod tests {
     use super::*;
 
-    /// Checks that [`restore_core_dumps_in_child`] gives a child process the limit that this process had at
-    /// its start. The test changes the limits of this process, so no other test may check them.
+    /// Checks that [`restore_core_dumps_in_child`] gives a child process the limit that this
+    /// process had at its start. The test changes the limits of this process, so no other test may
+    /// check them.
     #[test]
     fn a_child_has_the_limits_that_this_process_had() {
         let limit_of_child = |restore: bool| {

@@ -1,8 +1,8 @@
 //! [`JobSpec::to_key_json`]: converts a job to JSON in which each key has its present name.
 //!
 //! Checkpoint manifests contain a serialized [`JobSpec`], so its fields keep the names that the
-//! first checkpoints used, which are the names in [`DEPRECATED_NAMES`]. This module replaces these names
-//! by the present ones, for programs that read `launch plan --json`.
+//! first checkpoints used, which are the names in [`DEPRECATED_NAMES`]. This module replaces these
+//! names by the present ones, for programs that read `launch plan --json`.
 use crate::{
     key_table::{DEPRECATED_NAMES, DeprecatedName},
     spec::job::JobSpec,

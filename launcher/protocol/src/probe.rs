@@ -8,7 +8,7 @@ use jobspec::PortSelection;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 
-/// The largest number of other hosts to which one [`ProbeRequest::Connect`] tells an agent to
+/// The largest number of other hosts to which one [`ProbeRequest::Connect`] makes an agent
 /// connect.
 pub const MAX_PEERS: usize = 64;
 

@@ -4,8 +4,9 @@
 //! The socket is in the abstract namespace, so nothing is left of it when the agent ends in any
 //! way. Its name is a keyed hash of run and host, so no other user can guess it. Another user can
 //! see the name in `/proc/net/unix` while the socket exists, and take the name when the agent has
-//! ended. Therefore an agent has [`SOCKET_NAME_COUNT`] possible names, and sockets and connections of
-//! other users do not count. Both sides prove that they have the key of the run before any message.
+//! ended. Therefore an agent has [`SOCKET_NAME_COUNT`] possible names, and sockets and connections
+//! of other users do not count. Both sides prove that they have the key of the run before any
+//! message.
 use crate::connection::{
     EncryptedReader, EncryptedWriter, FrameError, encode_frame,
     handshake::{

@@ -1,5 +1,5 @@
-//! [`ContainerCommandBuilder`]: the command that starts a worker in a container (`run.container`), and the
-//! command that ends the container of a worker whose process was killed.
+//! [`ContainerCommandBuilder`]: the command that starts a worker in a container (`run.container`),
+//! and the command that ends the container of a worker whose process was killed.
 use crate::secrets::select_passed_variables;
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{ContainerMount, ContainerRuntime, ContainerSpec, DeviceSelection, env};

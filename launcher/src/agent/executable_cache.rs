@@ -4,8 +4,8 @@
 //! The cache may be in a home directory that many hosts share, so that no host can find out which
 //! executables run on the others. Therefore an agent sets the modification time of its executable
 //! when it starts, and then every [`TOUCH_INTERVAL`]. An executable counts as used if its time is
-//! at most [`UNUSED_AFTER`] older than that of the agent's executable. Both times come from the clock
-//! of the file system, so clocks of hosts do not matter.
+//! at most [`UNUSED_AFTER`] older than that of the agent's executable. Both times come from the
+//! clock of the file system, so clocks of hosts do not matter.
 use std::{
     fs, io,
     path::{Path, PathBuf},

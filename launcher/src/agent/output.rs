@@ -54,7 +54,8 @@ pub(crate) enum PumpEvent {
         /// The error that the program recorded in its error file, if any.
         error: Option<String>,
     },
-    /// A line contains the progress pattern. Reported at most once per [`MIN_PROGRESS_REPORT_INTERVAL`].
+    /// A line contains the progress pattern. Reported at most once per
+    /// [`MIN_PROGRESS_REPORT_INTERVAL`].
     Progress,
     /// The log cannot be written. Contains the warning for the user. The worker continues.
     LogFailed(Diagnostic),

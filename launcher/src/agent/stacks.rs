@@ -88,8 +88,8 @@ fn describe_threads(pid: i32) -> String {
     text
 }
 
-/// Reads a file and truncates the text to [`MAX_TEXT_BYTES`]. Returns an empty text if the file cannot
-/// be read.
+/// Reads a file and truncates the text to [`MAX_TEXT_BYTES`]. Returns an empty text if the file
+/// cannot be read.
 fn read_truncated(path: &Path) -> String {
     let bytes = fs::read(path).unwrap_or_default();
     String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_TEXT_BYTES)]).trim_end().to_owned()

@@ -1,5 +1,5 @@
-//! [`UnauthenticatedConnections`]: tracks the connections whose other side has not yet proved that it has the
-//! job's key, and closes some of them if there are too many.
+//! [`UnauthenticatedConnections`]: tracks the connections whose other side has not yet proved that
+//! it has the job's key, and closes some of them if there are too many.
 use std::{collections::VecDeque, net::IpAddr};
 use tokio::task::AbortHandle;
 

@@ -4,7 +4,8 @@
 //! The 32-byte key reaches the agents in an [`Invitation`] on their standard input, or in the terms
 //! of the controller. The handshake is the pattern `NNpsk0` of the Noise Protocol Framework:
 //!
-//! 1. The agent sends [`PROTOCOL_MAGIC`], the length of its message, and a message with a fresh public key
+//! 1. The agent sends [`PROTOCOL_MAGIC`], the length of its message, and a message with a fresh
+//! public key
 //!    and the encrypted name of its host.
 //! 2. The controller, which can read the message only with the key, answers with a fresh public
 //!    key.

@@ -153,10 +153,10 @@ impl RestartHistory {
         self.last.is_some_and(|last| last.step == end.step && !last.saved && !end.saved)
     }
 
-    /// Returns the pause before the next restart. The pause is [`FIRST_RESTART_PAUSE`], doubled for each
-    /// restart in a row without progress, but at most [`LONGEST_RESTART_PAUSE`]. The jitter then shortens
-    /// or lengthens it by up to the fraction [`MAX_JITTER`]. `chance` is a random number from 0 to
-    /// 1 that selects the jitter.
+    /// Returns the pause before the next restart. The pause is [`FIRST_RESTART_PAUSE`], doubled for
+    /// each restart in a row without progress, but at most [`LONGEST_RESTART_PAUSE`]. The jitter
+    /// then shortens or lengthens it by up to the fraction [`MAX_JITTER`]. `chance` is a random
+    /// number from 0 to 1 that selects the jitter.
     ///
     /// With copies in memory, a restart has no pause if one of the last three attempts passed all
     /// steps of the earlier ones or completed a checkpoint, and the last three did not all end at

@@ -382,7 +382,8 @@ impl RunView {
             .map(|(step, path)| format!("  checkpoint   {} (step {step})", path.display()));
         let files = Some(format!("  run files    {}", summary.run_dir.display()));
         let is_resumable = self.config.builtin && (self.has_failed || summary.stopped);
-        // A job that began with `resume.from: never`, or with a given checkpoint, would do so again.
+        // A job that began with `resume.from: never`, or with a given checkpoint, would do so
+        // again.
         let is_new_start = self.checkpoint.is_some() && !summary.resumes_from_newest;
         let resume_from = if is_new_start { " --set resume.from=auto" } else { "" };
         let resume = is_resumable.then(|| format!("  resume with  {}{resume_from}", summary.command));

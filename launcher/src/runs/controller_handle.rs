@@ -1,5 +1,5 @@
-//! [`open_controller_handle`]: opens a handle of the process that controls a run, if its open files prove
-//! that the process with the recorded pid is the controller.
+//! [`open_controller_handle`]: opens a handle of the process that controls a run, if its open files
+//! prove that the process with the recorded pid is the controller.
 use super::{
     process_identity::ProcessHandle,
     registry::{JOURNAL_FILE, RunRecord},

@@ -317,7 +317,8 @@ pub(crate) fn record_run_end(run: &str, exit_code: u8, seconds: f64) -> io::Resu
     create_or_truncate_private_file(&file)?.write_all(&serde_json::to_vec(&(exit_code, seconds))?)
 }
 
-/// Reads the exit code and duration of a run that [`record_run_end`] has stored in the state directory.
+/// Reads the exit code and duration of a run that [`record_run_end`] has stored in the state
+/// directory.
 fn read_recorded_run_end(run: &str) -> Option<(u8, f64)> {
     let mut bytes = Vec::new();
     open_own_file(&resolve_run_end_path(run)?).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;

@@ -1,7 +1,8 @@
 //! Fault points: places in the code at which a test can kill the process with SIGKILL.
 //!
-//! [`pass_fault_point`] is called before and after every write, truncate, fsync, rename, mkdir and unlink
-//! of this crate. Until [`arm_fault_points`] is called, a call costs one relaxed atomic load.
+//! [`pass_fault_point`] is called before and after every write, truncate, fsync, rename, mkdir and
+//! unlink of this crate. Until [`arm_fault_points`] is called, a call costs one relaxed atomic
+//! load.
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 

@@ -1,5 +1,5 @@
-//! [`RngStreamKind`]: a random generator whose state is saved: Python's, NumPy's, or torch's on CPU or
-//! GPU.
+//! [`RngStreamKind`]: a random generator whose state is saved: Python's, NumPy's, or torch's on CPU
+//! or GPU.
 use serde::Serialize;
 use std::fmt;
 

@@ -5,8 +5,8 @@
 //! in this module that polls the communicator for errors, aborts and the timeout. So a peer that
 //! died or never joined is an error, not a hang. A watchdog polls while work runs on the GPU.
 //!
-//! Functions enqueue work on a CUDA stream and return; [`RawNcclComm::wait_until_done`] waits for it.
-//! The caller passes device addresses and streams.
+//! Functions enqueue work on a CUDA stream and return; [`RawNcclComm::wait_until_done`] waits for
+//! it. The caller passes device addresses and streams.
 mod binding;
 mod comm;
 mod equal_parts;

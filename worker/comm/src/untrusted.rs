@@ -48,7 +48,8 @@ mod tests {
 
     type Parser = fn(&[u8]) -> Result<(), InvalidPeerBytes>;
 
-    /// The parsers to fuzz, each with the extension of the names of its inputs in [`create_fuzz_seeds`].
+    /// The parsers to fuzz, each with the extension of the names of its inputs in
+    /// [`create_fuzz_seeds`].
     const PARSERS: [(&str, Parser); 3] =
         [("frames", parse_control_frames), ("handshake", parse_handshake), ("reason", parse_abort_reason)];
 

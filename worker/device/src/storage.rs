@@ -74,8 +74,8 @@ pub trait Storage: Send + Sync {
         event.make_stream_wait();
     }
     /// Returns the total time, in seconds, for which streams waited because of
-    /// [`Storage::make_stream_wait_timed`], and resets this total. Waits that have not ended yet are
-    /// counted by a later call.
+    /// [`Storage::make_stream_wait_timed`], and resets this total. Waits that have not ended yet
+    /// are counted by a later call.
     fn take_stall_seconds(&self) -> f64 {
         0.0
     }

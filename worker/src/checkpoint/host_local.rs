@@ -129,8 +129,8 @@ pub(crate) fn complete_interrupted_commits(
 }
 
 /// Lists the checkpoints that any host has in its checkpoint directory `root`, newest first. Each
-/// host leaves out those for whose path on this host `accepts` returns false. Collective: every rank
-/// must call it.
+/// host leaves out those for whose path on this host `accepts` returns false. Collective: every
+/// rank must call it.
 pub(crate) fn list_candidates_of_all_hosts(
     queue: &CollectiveQueue,
     layout: &StorageTopology,

@@ -326,8 +326,8 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
 }
 
 /// Returns the length in bytes of the first piece of `bytes`, the unit that is assigned to training
-/// or evaluation data. The caller must pass more than [`MAX_PIECE_BYTES`] bytes, or the whole rest of
-/// the file.
+/// or evaluation data. The caller must pass more than [`MAX_PIECE_BYTES`] bytes, or the whole rest
+/// of the file.
 fn find_first_piece_length(bytes: &[u8]) -> usize {
     if bytes.len() <= MAX_PIECE_BYTES {
         return bytes.len();

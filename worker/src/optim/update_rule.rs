@@ -9,8 +9,8 @@ use jobspec::OptimizerSpec;
 /// parameter. `rules.rs` lists all optimizers.
 pub(super) trait UpdateRule {
     /// Lists the kinds of states that the optimizer keeps for each parameter, in the order in which
-    /// checkpoints store them. [`TensorRole::tensor_shape_for_weight`] determines which parameters have a
-    /// state, and its shape.
+    /// checkpoints store them. [`TensorRole::tensor_shape_for_weight`] determines which parameters
+    /// have a state, and its shape.
     ///
     /// A state with as many dimensions as its parameter is sharded with the parameter. Another
     /// state is replicated: each rank that updates a part of the parameter keeps the whole state.

@@ -445,8 +445,9 @@ impl Trainer {
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
     }
 
-    /// Completes the reduction of the gradients of a global batch that [`Trainer::start_global_batch_gradients`]
-    /// started, clips them, and updates the parameters. Returns the outcome with the gradient norm.
+    /// Completes the reduction of the gradients of a global batch that
+    /// [`Trainer::start_global_batch_gradients`] started, clips them, and updates the parameters.
+    /// Returns the outcome with the gradient norm.
     ///
     /// Waits for a device only once, for the losses and the gradient norm together. If one of them
     /// is not finite, nothing is updated. Collective: every rank must call it.

@@ -309,8 +309,8 @@ impl ZeroEngine {
     }
 
     /// Writes `values` to the 16-bit copy of parameter unit `u` for forward and backward passes,
-    /// starting at element `at` of [`ZeroEngine::compute_copy_range`]. Does nothing if no such copy is
-    /// stored.
+    /// starting at element `at` of [`ZeroEngine::compute_copy_range`]. Does nothing if no such copy
+    /// is stored.
     pub fn update_compute_copy(&self, u: usize, at: usize, values: View) {
         if let Some(compute_copy) = &self.shards[u].compute_copy {
             copy_or_cast(

@@ -6,8 +6,9 @@
 //! most log₂L + 1 are kept. [`MicroBatchSums::finish`] adds the remaining ones from the right.
 //! Pushing single micro-batches or merged ranges gives the same bits.
 //!
-//! [`MicroBatchSums::new_with_arrival_order`] keeps a single vector instead, to which each following
-//! range is added. The bits of that sum depend on how micro-batches are distributed over ranks.
+//! [`MicroBatchSums::new_with_arrival_order`] keeps a single vector instead, to which each
+//! following range is added. The bits of that sum depend on how micro-batches are distributed over
+//! ranks.
 use device::{Buf, Dtype, Ops, View};
 
 /// A range of micro-batches whose gradients are summed together, as a node of the binary summation

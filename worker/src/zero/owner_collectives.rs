@@ -55,7 +55,8 @@ impl ExchangeBuffers {
         buffer
     }
 
-    /// Takes back the reusable buffer that [`ExchangeBuffers::copy_shard_to_reusable_buffer`] returned.
+    /// Takes back the reusable buffer that [`ExchangeBuffers::copy_shard_to_reusable_buffer`]
+    /// returned.
     pub(super) fn give_back_copy(&mut self, copy: Buf) {
         self.owned = copy;
     }

@@ -41,8 +41,8 @@ pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnost
     Ok(bytes)
 }
 
-/// Creates the error that the file `name` has more than [`MAX_JOB_BYTES`] bytes. `bytes` is a lower bound
-/// of the file's size, because the reader stops one byte above the limit.
+/// Creates the error that the file `name` has more than [`MAX_JOB_BYTES`] bytes. `bytes` is a lower
+/// bound of the file's size, because the reader stops one byte above the limit.
 pub(crate) fn too_large_error(name: &str, what: &str, bytes: u64) -> Diagnostic {
     let mib = bytes as f64 / MAX_JOB_BYTES as f64;
     let message = format!("the {what} is too large: {mib:.1} MiB or more, at most 1 MiB is allowed");

@@ -44,10 +44,9 @@ pub struct HostInventory {
     #[serde(default)]
     pub has_other_devices: bool,
     /// Environment variables that workers inherit. The report of an agent contains only the
-    /// variables of [`jobspec::env::DEVICE_VARIABLES`] and [`jobspec::env::INTERFACE_VARIABLES`] that
-    /// are set on its host. In the controller,
-    /// the inventory also contains the variables of [`jobspec::env::USER_OVERRIDABLE_VARIABLES`] that the
-    /// user has set.
+    /// variables of [`jobspec::env::DEVICE_VARIABLES`] and [`jobspec::env::INTERFACE_VARIABLES`]
+    /// that are set on its host. In the controller, the inventory also contains the variables of
+    /// [`jobspec::env::USER_OVERRIDABLE_VARIABLES`] that the user has set.
     #[serde(rename = "visible_devices")]
     pub inherited_env: Vec<(String, String)>,
 }

@@ -189,8 +189,8 @@ impl AgentDriver {
     }
 
     /// Terminates a command of `launch exec` whose client (the user's `launch exec` process) has
-    /// ended. The command gets SIGTERM, and SIGKILL after [`EXEC_CANCEL_GRACE_PERIOD`]. Its output is no
-    /// longer read.
+    /// ended. The command gets SIGTERM, and SIGKILL after [`EXEC_CANCEL_GRACE_PERIOD`]. Its output
+    /// is no longer read.
     fn cancel_exec_command(&mut self, id: ExecId) {
         let Some(command) = self.exec.commands.get_mut(&id) else { return };
         command.is_cancelled = true;

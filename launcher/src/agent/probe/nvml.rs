@@ -488,8 +488,8 @@ mod tests {
         int nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) { *status = GPU(a) + GPU(b) == 3 && what == 0 ? 3 : 0; return 0; }
     "#;
 
-    /// Compiles the fake NVML in [`FAKE_NVML_SOURCE`] to a library in a directory, and returns the path of
-    /// the library.
+    /// Compiles the fake NVML in [`FAKE_NVML_SOURCE`] to a library in a directory, and returns the
+    /// path of the library.
     fn compile_fake_nvml(dir: &Path) -> String {
         let (source, library) = (dir.join("nvml.c"), dir.join("libnvml.so"));
         std::fs::write(&source, FAKE_NVML_SOURCE).expect("file");

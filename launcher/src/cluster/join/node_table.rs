@@ -31,8 +31,8 @@ pub(super) struct JoinCandidate {
     pub(super) rank: Option<u32>,
     pub(super) arrived: Instant,
     /// How often bytes had arrived from the joined node with the same rank when this candidate had
-    /// waited for [`LATE_MESSAGE_WINDOW`]; `None` while the candidate has waited for a shorter time. If
-    /// more bytes arrive, the joined node is alive.
+    /// waited for [`LATE_MESSAGE_WINDOW`]; `None` while the candidate has waited for a shorter
+    /// time. If more bytes arrive, the joined node is alive.
     baseline: Option<u64>,
 }
 

@@ -1,5 +1,5 @@
-//! [`SlurmAgentConnection`]: the connection to an agent in a Slurm step, and [`SlurmAgentReader`], which
-//! delays the end of the agent's stream until srun has ended.
+//! [`SlurmAgentConnection`]: the connection to an agent in a Slurm step, and [`SlurmAgentReader`],
+//! which delays the end of the agent's stream until srun has ended.
 use super::{srun, step::SrunProcess};
 use crate::cluster::{
     pending_agent::{AgentConnectionSlot, PendingAgentReader},

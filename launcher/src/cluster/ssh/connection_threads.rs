@@ -20,7 +20,8 @@ pub(super) trait ThreadTask: Send + 'static {
 /// A pool of threads that execute blocking tasks in the order of their submission.
 #[derive(Debug)]
 pub(super) struct ConnectionThreadPool<T> {
-    /// The largest number of threads, without those in [`ConnectionThreadPool::run_without_thread_limit`].
+    /// The largest number of threads, without those in
+    /// [`ConnectionThreadPool::run_without_thread_limit`].
     limit: usize,
     state: Mutex<ThreadPoolState<T>>,
 }
@@ -30,7 +31,8 @@ pub(super) struct ConnectionThreadPool<T> {
 struct ThreadPoolState<T> {
     /// The tasks that wait for a thread.
     waiting: VecDeque<T>,
-    /// The number of threads, and how many of them are in [`ConnectionThreadPool::run_without_thread_limit`].
+    /// The number of threads, and how many of them are in
+    /// [`ConnectionThreadPool::run_without_thread_limit`].
     threads: usize,
     long: usize,
 }

@@ -342,7 +342,8 @@ fn find_peer_listener(probe: &ProbeResult) -> Option<PeerListener> {
 /// agents listen.
 ///
 /// These are all other hosts or, if the job has more than [`MAX_FULL_MESH_HOSTS`] hosts, the first
-/// host and the [`NEIGHBOURS_PER_HOST`] hosts after host `index`. Omits hosts that have no listener.
+/// host and the [`NEIGHBOURS_PER_HOST`] hosts after host `index`. Omits hosts that have no
+/// listener.
 fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<PeerListener> {
     let count = listeners.len();
     let is_near =

@@ -1,5 +1,5 @@
-//! [`TakenOverJournal`]: the journal of a run (its file of events), which a controller has taken over
-//! from a lost one.
+//! [`TakenOverJournal`]: the journal of a run (its file of events), which a controller has taken
+//! over from a lost one.
 use super::run_memo::UnstoredEvent;
 use crate::controller::journal::JournalSummary;
 use std::time::Duration;

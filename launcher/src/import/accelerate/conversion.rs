@@ -437,8 +437,8 @@ impl AccelerateConversion<'_> {
 }
 
 /// The keys of Accelerate's configuration that are converted by other functions than the one that
-/// adds environment variables. [`AccelerateConversion::set_worker_env_variables`] must not report them as
-/// unknown.
+/// adds environment variables. [`AccelerateConversion::set_worker_env_variables`] must not report
+/// them as unknown.
 const SEPARATELY_CONVERTED_KEYS: [&str; 13] = [
     "compute_environment",
     "distributed_type",

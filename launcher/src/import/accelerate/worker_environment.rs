@@ -1,5 +1,5 @@
-//! [`set_worker_environment`]: adds to a job the environment variables that Accelerate's library reads in
-//! a worker.
+//! [`set_worker_environment`]: adds to a job the environment variables that Accelerate's library
+//! reads in a worker.
 use super::distributed_type::DistributedType;
 use crate::import::{
     import_options::set_hostfile, job_draft::JobDraft, remaining_keys::RemainingKeys, value_text,

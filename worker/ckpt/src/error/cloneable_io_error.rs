@@ -1,4 +1,5 @@
-//! [`CloneableIoError`]: a copy of an I/O error, which unlike the original can be cloned and compared.
+//! [`CloneableIoError`]: a copy of an I/O error, which unlike the original can be cloned and
+//! compared.
 use std::io;
 
 /// A copy of an I/O error, which unlike the original can be cloned and compared: its kind and text.

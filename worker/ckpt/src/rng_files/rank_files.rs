@@ -71,8 +71,8 @@ pub(crate) fn parse_rank_file_name(name: &str) -> Option<(RngFormat, u32)> {
     }
 }
 
-/// Returns true if the file `name` contains random generator states or is [`RNG_RECORD_FILE`]. These
-/// files depend on the number of ranks.
+/// Returns true if the file `name` contains random generator states or is [`RNG_RECORD_FILE`].
+/// These files depend on the number of ranks.
 pub(super) fn is_rng_file(name: &str) -> bool {
     parse_rank_file_name(name).is_some() || name == RNG_RECORD_FILE
 }

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 /// parent directory if needed.
 ///
 /// # Errors
-/// Fails if `out` exists and can't be replaced (see [`check_output_replaceable`]), or is inside of the
-/// checkpoint `source`.
+/// Fails if `out` exists and can't be replaced (see [`check_output_replaceable`]), or is inside of
+/// the checkpoint `source`.
 pub(crate) fn resolve_output_path(
     source: &Path,
     out: &Path,

@@ -1,5 +1,5 @@
-//! [`RawNcclComm`]: the wrapper of an `ncclComm_t`, NCCL's communicator of one rank. It adds timeouts
-//! and aborts.
+//! [`RawNcclComm`]: the wrapper of an `ncclComm_t`, NCCL's communicator of one rank. It adds
+//! timeouts and aborts.
 use super::binding::{ID_BYTES, IN_PROGRESS, NcclFunctions, SUCCESS, Status, create_non_blocking_config};
 use super::library::NcclLibrary;
 use crate::abort_reason::AbortReason;

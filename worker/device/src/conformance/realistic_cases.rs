@@ -28,9 +28,9 @@ pub(super) const REALISTIC_CASE_NAMES: [&str; 13] = [
     "tensors over 2³¹ bytes",
 ];
 
-/// Compares the operations of the realistic shape with index `number` in [`REALISTIC_CASE_NAMES`] on the GPU with
-/// the CPU. Sizes are divided by `divisor`, which is above 1 for slow GPUs. Returns `None` if the
-/// GPU does not support the operations.
+/// Compares the operations of the realistic shape with index `number` in [`REALISTIC_CASE_NAMES`]
+/// on the GPU with the CPU. Sizes are divided by `divisor`, which is above 1 for slow GPUs. Returns
+/// `None` if the GPU does not support the operations.
 pub(super) fn compare_realistic_case(
     backends: &Backends,
     number: usize,

@@ -102,7 +102,8 @@ pub enum CudaError {
         total: usize,
         /// Bytes that this process has allocated on the GPU.
         used: u64,
-        /// The purpose of the memory, such as `gradients` ([`crate::Storage::zeroed_with_purpose`]).
+        /// The purpose of the memory, such as `gradients`
+        /// ([`crate::Storage::zeroed_with_purpose`]).
         purpose: &'static str,
     },
     /// cuDNN cannot compute attention of a certain shape, although the job requires cuDNN.

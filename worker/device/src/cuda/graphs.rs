@@ -85,8 +85,8 @@ struct CachedGraph {
     launches: u64,
 }
 
-/// The lock-protected state of [`MainStreamGraphs`]: recorded calls, cached CUDA graphs, and scratch memory
-/// of the main stream.
+/// The lock-protected state of [`MainStreamGraphs`]: recorded calls, cached CUDA graphs, and
+/// scratch memory of the main stream.
 #[derive(Default)]
 pub(super) struct GraphState {
     on: Arc<AtomicBool>,

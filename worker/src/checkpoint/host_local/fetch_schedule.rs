@@ -80,8 +80,8 @@ impl<'h> FetchSchedule<'h> {
 /// have the file. `sends` is the number of blocks that each rank already sends in this round.
 ///
 /// Returns the holder that sends the fewest blocks, or `None` if every holder already sends
-/// [`MAX_BLOCKS_PER_ROUND`]. Ties are broken by the receiver's rank, so that different receivers prefer
-/// different senders.
+/// [`MAX_BLOCKS_PER_ROUND`]. Ties are broken by the receiver's rank, so that different receivers
+/// prefer different senders.
 fn select_sender(holders: &[usize], to: usize, sends: &[u64]) -> Option<usize> {
     let rotated = (0..holders.len()).map(|i| holders[(i + to) % holders.len()]);
     rotated.filter(|h| sends.get(*h).is_some_and(|n| *n < MAX_BLOCKS_PER_ROUND)).min_by_key(|h| sends[*h])

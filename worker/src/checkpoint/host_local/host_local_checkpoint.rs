@@ -121,8 +121,9 @@ impl HostLocalCheckpoint {
         self.fail_on_collective_error()
     }
 
-    /// Ends the sending of checkpoint blocks to rank 0 ([`HostLocalCheckpoint::serve_blocks_to_rank_zero`]) on
-    /// the other ranks. Rank 0 calls this function when it has read everything.
+    /// Ends the sending of checkpoint blocks to rank 0
+    /// ([`HostLocalCheckpoint::serve_blocks_to_rank_zero`]) on the other ranks. Rank 0 calls this
+    /// function when it has read everything.
     pub(crate) fn end_serving(&self) -> Result<()> {
         self.fail_on_collective_error()?;
         self.fetch_blocks(FetchRequest { end: true, missing: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)

@@ -69,8 +69,8 @@ impl<'a> MoeModel<'a> {
     }
 
     /// Computes the attention and the router of a mixture-of-experts layer in the forward pass.
-    /// Writes the router's output to `routing`. [`MoeModel::normed_expert_inputs`] then returns the input
-    /// rows of the experts.
+    /// Writes the router's output to `routing`. [`MoeModel::normed_expert_inputs`] then returns the
+    /// input rows of the experts.
     pub fn route_forward(&self, input: &LayerInput, routing: &mut RouterOutput, buffers: &mut LayerBuffers) {
         let model = self.model;
         model.attention_half_forward(input, buffers);

@@ -52,7 +52,8 @@ impl Model {
     }
 
     /// Creates the norm that is applied to the input of attention or of the MLP, which does nothing
-    /// if the model family has no such norm. The parameters are as in [`Model::create_norm_if_present`].
+    /// if the model family has no such norm. The parameters are as in
+    /// [`Model::create_norm_if_present`].
     pub(super) fn create_input_norm<'a>(
         &self,
         input: &LayerInput<'a>,

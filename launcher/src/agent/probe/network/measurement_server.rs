@@ -1,5 +1,5 @@
-//! [`start_measurement_servers`]: accepts the connections over which other agents measure the network to this
-//! host, and transfers data on them.
+//! [`start_measurement_servers`]: accepts the connections over which other agents measure the
+//! network to this host, and transfers data on them.
 use super::measuring_connection::{
     MeasureCommand, authenticate_accepted_connection, read_retransmits_and_segment_size,
 };

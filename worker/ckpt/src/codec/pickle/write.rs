@@ -110,7 +110,8 @@ fn write_text(out: &mut Vec<u8>, s: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes a list to a pickle, whose items are appended in batches of [`ITEMS_PER_APPEND_OPCODE`] items.
+/// Writes a list to a pickle, whose items are appended in batches of [`ITEMS_PER_APPEND_OPCODE`]
+/// items.
 fn write_list(out: &mut Vec<u8>, items: &[PythonObject]) -> Result<()> {
     out.push(b']');
     for batch in items.chunks(ITEMS_PER_APPEND_OPCODE) {

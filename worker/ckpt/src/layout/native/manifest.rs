@@ -79,7 +79,8 @@ struct ManifestHeader {
 pub(crate) struct FileEntry {
     pub(crate) name: String,
     pub(crate) bytes: u64,
-    /// BLAKE3 hash of each block of [`BLOCK_BYTES`] bytes of the file. The last block may be shorter.
+    /// BLAKE3 hash of each block of [`BLOCK_BYTES`] bytes of the file. The last block may be
+    /// shorter.
     pub(crate) blocks: Vec<Hash>,
     /// Index into [`Manifest::hosts`] of the host that stores the file. Absent if the manifest has
     /// no hosts.
