@@ -2,7 +2,7 @@
 //! files of their run directories.
 //!
 //! [`bind`] opens a server of a page, its data and metrics for browsers and monitoring systems of
-//! this machine. [`write_report`] writes the page with the data of runs as one HTML file. Both get
+//! this machine. [`format_report`] writes the page with the data of runs as one HTML file. Both get
 //! the runs from a [`RunSource`].
 //!
 //! Run directories are untrusted input, because programs write into them: every file is read

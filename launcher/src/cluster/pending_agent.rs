@@ -89,8 +89,9 @@ struct SharedSlotState {
     received: Arc<AtomicU64>,
 }
 
-/// Receives the TCP connection of one agent when the agent connects. [`AgentConnectionSlot::fill`]
-/// passes the connection to the streams of the [`PendingAgent`]. Clones are the same slot.
+/// Receives the TCP connection of one agent when the agent connects.
+/// [`AgentConnectionSlot::connect`] passes the connection to the streams of the [`PendingAgent`].
+/// Clones are the same slot.
 #[derive(Clone)]
 pub(super) struct AgentConnectionSlot {
     pub(super) name: String,

@@ -248,7 +248,8 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
 /// holds the key. Fails if the peer does not hold the key.
 ///
 /// An agent may perform handshakes on several connections simultaneously. The connection on which
-/// the agent then calls [`VerifiedControllerStream::confirm`] becomes the control connection.
+/// the agent then calls [`VerifiedControllerStream::send_proof_of_key`] becomes the control
+/// connection.
 pub(crate) async fn authenticate_controller<S>(
     mut stream: S,
     key: &HandshakeKey,

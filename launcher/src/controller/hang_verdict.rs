@@ -1,6 +1,6 @@
 //! [`find_hang_verdict`]: finds out which ranks of a job that hangs hold up the others, from what
 //! agents have collected (stacks, counters of collectives, GPU errors). This module does no I/O.
-//! [`describe_verdict`](super::hang_text::describe_verdict) formats the result.
+//! [`describe_verdict`](super::hang_verdict_text::describe_verdict) formats the result.
 //!
 //! A rank is blocked if it has entered a collective that is not complete. It waits for the ranks of
 //! the group that have not entered the collective. A rank for which others wait, and that is not

@@ -3,7 +3,7 @@
 //!
 //! A view is an address, a length, an element type and a lifetime. The same op signatures therefore
 //! serve host and device memory in every precision. On the host a view of `f32` is a slice:
-//! [`View::host`] costs nothing.
+//! [`View::host_slice`] costs nothing.
 use crate::huge_pages;
 use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 

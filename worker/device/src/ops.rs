@@ -15,7 +15,7 @@
 //! number of threads and any alignment of the buffers, because every sum has one fixed order.
 //!
 //! **Errors.** Ops return no errors. A failure is recorded in the backend's status
-//! ([`Storage::status`]). A wrong length or type is a bug, and panics.
+//! ([`Storage::check_status`]). A wrong length or type is a bug, and panics.
 mod activation;
 mod arguments;
 mod attention;

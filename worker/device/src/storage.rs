@@ -12,9 +12,9 @@ use std::{any::Any, fmt, ops::Range, sync::Arc, time::Duration};
 /// [`Event`]s. The CPU backend computes in the host's memory and makes no second copy of a buffer.
 ///
 /// Calls return no errors. The first failure is recorded in the backend's status
-/// ([`Storage::status`]), and later calls do nothing. Buffers then have unspecified content, so the
-/// caller must check the status before it saves, sends or prints a result, and before a result
-/// decides what it does next.
+/// ([`Storage::check_status`]), and later calls do nothing. Buffers then have unspecified content,
+/// so the caller must check the status before it saves, sends or prints a result, and before a
+/// result decides what it does next.
 pub trait Storage: Send + Sync {
     /// Returns true if the backend computes in host memory, so that no copies to a device are
     /// needed.

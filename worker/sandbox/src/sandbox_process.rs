@@ -68,8 +68,8 @@ pub struct SandboxProcess {
     decoder: ReplyDecoder,
     /// The limits of the requests whose replies are not decoded yet, in order.
     pending: VecDeque<RequestLimits>,
-    /// Replies that are decoded and that [`SandboxProcess::receive`] has not returned yet, and then
-    /// the failure that ended the process.
+    /// Replies that are decoded and that [`SandboxProcess::receive_reply`] has not returned yet,
+    /// and then the failure that ended the process.
     replies: VecDeque<Result<Vec<u8>, SandboxFailure>>,
     /// Whether the process failed, so that no further reply is decoded.
     has_failed: bool,
@@ -138,7 +138,7 @@ impl SandboxProcess {
 
     /// Sends a request to the sandbox process, and with it the open file `file`, if given. While
     /// the process cannot accept more bytes, reads the replies that arrive. If the process fails,
-    /// [`SandboxProcess::receive`] returns the reason after the replies that precede it.
+    /// [`SandboxProcess::receive_reply`] returns the reason after the replies that precede it.
     pub fn send_request(&mut self, body: &[u8], file: Option<&File>, limits: &RequestLimits) {
         let header = encode_request_header(body.len(), limits);
         self.pending.push_back(*limits);

@@ -270,9 +270,9 @@ impl Optimizer {
     /// Updates the trained parameters in `params`, this rank's range of parameter unit `u`, and
     /// their optimizer states with the gradient `grad` of the trained elements in the range.
     ///
-    /// If [`Optimizer::needs_whole_gradient`] is true, [`Optimizer::prepare_gradient`] must have
-    /// changed `grad`, and `whole_grad` must be the changed gradient of the unit's trained vector.
-    /// Otherwise `whole_grad` is not used.
+    /// If [`Optimizer::needs_whole_gradient`] is true, [`Optimizer::prepare_whole_tensor_gradient`]
+    /// must have changed `grad`, and `whole_grad` must be the changed gradient of the unit's
+    /// trained vector. Otherwise `whole_grad` is not used.
     pub fn update_unit(
         &mut self,
         ops: &dyn Ops,

@@ -3,7 +3,7 @@
 //!
 //! A partial sum covers an aligned range of micro-batches whose length is a power of two. Partial
 //! sums are pushed in the order of the micro-batches, and two siblings merge immediately, so at
-//! most log₂L + 1 are kept. [`MicroBatchSums::finish`] adds the remaining ones from the right.
+//! most log₂L + 1 are kept. [`MicroBatchSums::finish_sum`] adds the remaining ones from the right.
 //! Pushing single micro-batches or merged ranges gives the same bits.
 //!
 //! [`MicroBatchSums::new_with_arrival_order`] keeps a single vector instead, to which each
@@ -168,7 +168,7 @@ impl MicroBatchSums {
         self.free_buffers.extend(self.stack.drain(..).map(|(_, b)| b));
     }
 
-    /// Takes back a buffer that [`MicroBatchSums::finish`] returned, for reuse.
+    /// Takes back a buffer that [`MicroBatchSums::finish_sum`] returned, for reuse.
     pub fn recycle_buffer(&mut self, buf: Buf) {
         if buf.len() == self.len {
             self.free_buffers.push(buf);
@@ -200,8 +200,8 @@ pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
 /// Counts the largest number of buffers in use while the vectors for `ranges` are summed.
 ///
 /// If `owned` is set, ranges are added with [`MicroBatchSums::push_owned`] and each has a buffer.
-/// Otherwise they are added with [`MicroBatchSums::push`], and a range whose left sibling is the
-/// last partial sum needs no buffer.
+/// Otherwise they are added with [`MicroBatchSums::push_copy`], and a range whose left sibling is
+/// the last partial sum needs no buffer.
 pub fn count_peak_buffers(ranges: impl IntoIterator<Item = MicroBatchRange>, owned: bool) -> usize {
     let (mut kept, mut most) = (Vec::<MicroBatchRange>::new(), 0);
     for range in ranges {

@@ -53,7 +53,7 @@ pub struct AdapterConfig {
     /// Rank of the LoRA matrices.
     pub rank: u32,
     /// Numerator of the factor by which the output of an adapter is multiplied (see
-    /// [`AdapterConfig::scale`]).
+    /// [`AdapterConfig::output_scale`]).
     pub alpha: f64,
     /// Whether the factor is `alpha / √rank` (rsLoRA) instead of `alpha / rank`.
     pub use_rslora: bool,

@@ -4,10 +4,11 @@
 //! - [`streams`]: the content of one rank's file, validated as untrusted input.
 //! - `decode`, `encode`: read and write one file, in the container of `torch.save`.
 //! - [`reconcile`]: the rule for each kind of stream when N ranks become M, without any I/O.
-//! - `missing_ranks`: creates the files of ranks whose files were lost.
+//! - `missing_rng_files`: creates the files of ranks whose files were lost.
 //! - [`rank_files`]: reads and writes the files of all ranks in a checkpoint directory.
-//! - [`prepare`]: makes a sibling directory from which an unmodified script resumes with M ranks.
-//! - `reshard`, `scheduler`: rewrite the DeepSpeed state and the scheduler for M ranks.
+//! - [`resume_preparation`]: makes a sibling directory from which an unmodified script resumes with
+//!   M ranks.
+//! - `deepspeed_reshard`, `scheduler`: rewrite the DeepSpeed state and the scheduler for M ranks.
 //! - `link_tree`: duplicates a directory tree with hard links.
 mod decode;
 mod deepspeed_reshard;

@@ -7,8 +7,8 @@
 //! their work is complete, and their work runs in the order of the thread's calls.
 //!
 //! Calls return no errors. The first failure is recorded in the backend's status, and later calls
-//! do nothing ([`crate::Storage::status`]). Because work is asynchronous, a later call than the
-//! call that failed may record the failure.
+//! do nothing ([`crate::Storage::check_status`]). Because work is asynchronous, a later call than
+//! the call that failed may record the failure.
 mod activation;
 mod attention;
 mod backend;

@@ -1,8 +1,8 @@
 //! The interpretation of tokenizers, chat templates and Parquet files by libraries, in a sandbox
 //! process.
 //!
-//! [`Interpreter`] starts the process and sends requests. [`create_handler`] answers them in the
-//! process. Both sides share the types in `message`.
+//! [`Interpreter`] starts the process and sends requests. [`create_request_handler`] answers them
+//! in the process. Both sides share the types in `message`.
 mod client;
 mod handler;
 mod limits;
