@@ -5,8 +5,7 @@
 //! of the controller. The handshake is the pattern `NNpsk0` of the Noise Protocol Framework:
 //!
 //! 1. The agent sends [`PROTOCOL_MAGIC`], the length of its message, and a message with a fresh
-//! public key
-//!    and the encrypted name of its host.
+//!    public key and the encrypted name of its host.
 //! 2. The controller, which can read the message only with the key, answers with a fresh public
 //!    key.
 //! 3. The agent, which can read the answer only with the key, sends an empty encrypted record.

@@ -31,7 +31,7 @@ pub(super) struct GpuProfiler {
 }
 
 impl GpuProfiler {
-    /// Starts to measure the GPU time of every call that is made with [`GpuProfiler::run_profiled`].
+    /// Starts measuring the GPU time of every call made with [`GpuProfiler::run_profiled`].
     pub(super) fn start(&self) {
         self.is_on.store(true, Relaxed);
     }
