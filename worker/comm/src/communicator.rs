@@ -136,6 +136,12 @@ pub trait Comm: Send + Sync {
         Ok(None)
     }
 
+    /// Returns for each rank a number that identifies its host. Ranks have the same number if they
+    /// exchange data inside a host, without a network.
+    fn list_rank_hosts(&self) -> Vec<usize> {
+        vec![0; self.world_size()]
+    }
+
     /// Returns how long data of this rank was in flight to ranks of other hosts (sent, but not yet
     /// acknowledged) since the previous call. Returns `None` if no data was sent, or if the
     /// transport does not measure the time. Blocks while a collective of this rank runs.

@@ -106,6 +106,10 @@ impl Comm for ObservedComm {
         self.run_observed(CollectiveKind::SharedWindow, |comm| comm.shared_window(dtype, counts))
     }
 
+    fn list_rank_hosts(&self) -> Vec<usize> {
+        self.inner.list_rank_hosts()
+    }
+
     fn take_link_delays(&self) -> Option<LinkDelays> {
         self.inner.take_link_delays()
     }

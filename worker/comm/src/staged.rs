@@ -119,6 +119,10 @@ impl Comm for StagedComm {
         self.inner.world_size()
     }
 
+    fn list_rank_hosts(&self) -> Vec<usize> {
+        self.inner.list_rank_hosts()
+    }
+
     fn take_link_delays(&self) -> Option<LinkDelays> {
         self.inner.take_link_delays()
     }

@@ -85,6 +85,10 @@ impl Comm for TcpComm {
         self.topology.world_size()
     }
 
+    fn list_rank_hosts(&self) -> Vec<usize> {
+        self.topology.host_by_rank.clone()
+    }
+
     fn take_link_delays(&self) -> Option<LinkDelays> {
         let mut state = self.call_state.lock().ok()?;
         let TcpCallState { connections, link_clock, .. } = &mut *state;

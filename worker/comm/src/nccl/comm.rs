@@ -248,6 +248,10 @@ impl Comm for NcclComm {
         self.group.world_size()
     }
 
+    fn list_rank_hosts(&self) -> Vec<usize> {
+        self.host_comm.list_rank_hosts()
+    }
+
     fn take_link_delays(&self) -> Option<LinkDelays> {
         self.host_comm.take_link_delays()
     }

@@ -17,7 +17,7 @@ pub(crate) struct Topology {
     /// host.
     local_rank_of: Vec<usize>,
     /// For each rank of the group: the index of its host in `host_ranks`.
-    host_by_rank: Vec<usize>,
+    pub(crate) host_by_rank: Vec<usize>,
     /// For each host: its ranks, in ascending order.
     host_ranks: Vec<Vec<usize>>,
 }

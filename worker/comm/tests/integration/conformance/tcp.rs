@@ -449,3 +449,16 @@ fn several_ranks_of_a_host_need_shared_memory() {
     let error = rank.listener.join(&rank.group, None, make_tcp_limits(), &abort_handle).err().unwrap();
     assert_eq!(error, GroupError::NoSharedMemory { rank: 0, world: 2, local_ranks: vec![0, 1] }.into());
 }
+
+#[test]
+fn every_rank_knows_which_ranks_share_a_host() {
+    for hosts in HOSTS_OF_RANKS {
+        for numbers in run_ranks(hosts, make_small_limits(), |c| c.list_rank_hosts()) {
+            let numbers = numbers.expect("no rank panics");
+            assert_eq!(numbers.len(), hosts.len());
+            for (a, b) in (0..hosts.len()).flat_map(|a| (0..a).map(move |b| (a, b))) {
+                assert_eq!(numbers[a] == numbers[b], hosts[a] == hosts[b], "ranks {a} and {b} of {hosts:?}");
+            }
+        }
+    }
+}
