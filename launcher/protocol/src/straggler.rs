@@ -6,27 +6,47 @@
 //! Likewise, data of a rank with a slow network is on its way longest.
 //!
 //! The detector is pure: it knows no clock, and gets the times of each step.
-use crate::step_times::{LinkTimes, RankTimes};
+mod host_links;
+mod statistics;
+
+use crate::step_times::RankTimes;
+use host_links::compute_network_delay_shares;
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
+use statistics::compute_excesses;
 
-/// The shortest time over which the ranks are compared to find a slow one, in microseconds. Shorter
-/// steps are summed. The kernel enforces CPU quotas in periods of 100 ms, so a rank with a quota is
-/// slow only in some of its short steps.
-pub const MIN_WINDOW_US: u64 = 250_000;
-/// The number by which a rank's count of slow windows (comparisons in which it was slow) decreases
-/// after a window in which it was not slow. A rank that is slow in most windows is found even if
-/// there is noise.
+/// The shortest time over which ranks are compared, in microseconds. Shorter steps are summed.
+///
+/// The kernel enforces CPU quotas in periods of 100 ms. A rank with a quota is slow only in some of
+/// its shorter steps, but is stopped at least once in almost every time of this length.
+const MIN_WINDOW_US: u64 = 100_000;
+/// The smallest number of windows in which a rank must be slow. Windows of two steps reach this
+/// number after 16 steps. A smaller number would report the random delays of threads on a busy
+/// host.
+const MIN_WINDOWS: u32 = 8;
+/// Like [`MIN_WINDOWS`], for windows of more than two steps. Such a window contains more of the
+/// pauses that affect single steps, so more of the windows of a quiet rank are slow.
+const MIN_WINDOWS_OF_SHORT_STEPS: u32 = 12;
+/// The largest share of a window that counts, as a multiple of the reporting threshold.
+///
+/// The detector compares the mean of two consecutive windows with the threshold. A quota stops a
+/// rank more often in some windows than in others: one of 80 % may cost 6 % and 30 % of consecutive
+/// windows of 150 ms, of which the rank waits for collectives for 30 %. With this limit, the mean
+/// of such windows is still above the threshold, but that of a long pause and a quiet window is
+/// not.
+const MAX_COUNTED_FACTOR: f64 = 1.5;
+/// The number by which the count of slow windows of a rank decreases after windows in which the
+/// rank was not slow. A rank that is slow in most windows is found even if there is noise. With a
+/// smaller number, pauses of 4 % of the steps and delays by other processes would add up to a
+/// report.
 const FAST_WINDOW_PENALTY: u32 = 2;
-/// A slow rank counts as recovered if it costs less than this fraction of the step time that makes
-/// a rank count as slow.
+/// The fraction of the reporting threshold below which windows count against a rank. The mean of a
+/// window in which a quota has not stopped the rank and another one is above this fraction.
+const FAST_WINDOW_FACTOR: f64 = 0.7;
+/// The fraction of the reporting threshold below which a straggler counts as recovered.
 const RECOVERY_FACTOR: f64 = 0.5;
-/// The factor by which the network times of a rank must exceed those of the others for the rank's
-/// network to count as slow.
-const MIN_NETWORK_FACTOR: u64 = 2;
-/// The smallest delay per step by which the network of a rank must slow down the others to count as
-/// slow, in microseconds. A thread that waits for a busy CPU receives data later by several time
-/// slices of the scheduler.
+/// The smallest network delay per step, in microseconds, for which a network can count as slow. A
+/// thread that waits for a busy CPU receives data later by several time slices of the scheduler.
 const MIN_NETWORK_DELAY_US: u64 = 20_000;
 
 /// The thresholds above which a slow rank is reported (`run.straggler`).
@@ -53,7 +73,7 @@ pub enum StragglerKind {
 pub struct StragglerChange {
     /// Whether the rank is slow from now on. Otherwise it is no longer slow.
     pub is_slow: bool,
-    /// The rank.
+    /// The slow rank. For a slow network, the first rank of the host.
     pub rank: Rank,
     /// What is slow.
     pub kind: StragglerKind,
@@ -69,6 +89,8 @@ pub struct StragglerChange {
 #[derive(Clone, Debug)]
 pub struct StragglerDetector {
     rules: StragglerRules,
+    /// For each rank: the number of its host.
+    hosts: Vec<usize>,
     /// The sums over the steps since the last comparison.
     window: Vec<RankTimes>,
     /// The number of steps in the window.
@@ -90,7 +112,12 @@ struct SlownessCounts {
 /// compared).
 #[derive(Clone, Copy, Debug, Default)]
 struct SlowWindows {
-    /// The number of windows in which the rank was slow, less those in which it was not.
+    /// The share that the rank has cost in the newest window, as far as it counts.
+    newest: f64,
+    /// The mean share of the newest two windows, as far as it counts.
+    mean: f64,
+    /// The number of windows in which the rank was slow, less those in which it was not. A
+    /// rank is slow in a window if the mean of this window and the one before is.
     count: u32,
     /// The sum of the shares that the rank has cost since `count` was 0.
     share_sum: f64,
@@ -99,17 +126,20 @@ struct SlowWindows {
 }
 
 impl StragglerDetector {
-    /// Creates a detector that reports ranks above the thresholds in `rules`.
-    pub fn new(rules: StragglerRules) -> StragglerDetector {
+    /// Creates a detector that has seen no step. `hosts` has a number for each rank, which is the
+    /// same for the ranks of a host. With another number of ranks, networks are not compared.
+    pub fn new(rules: StragglerRules, hosts: Vec<usize>) -> StragglerDetector {
         let (work, network) = (SlownessCounts::default(), SlownessCounts::default());
-        StragglerDetector { rules, window: Vec::new(), window_steps: 0, work, network }
+        StragglerDetector { rules, hosts, window: Vec::new(), window_steps: 0, work, network }
     }
 
-    /// Adds the times of all ranks in one optimizer step, after which `step` steps are done.
-    /// Returns the ranks that began or ceased to slow down the others.
+    /// Adds the times of all ranks in a step, after which `step` steps are done. Returns the ranks
+    /// that began or ceased to slow down the others.
+    ///
+    /// If the network of a host is slow, the changed rank is the first rank of the host.
     pub fn add_step(&mut self, step: u64, ranks: &[RankTimes]) -> Vec<StragglerChange> {
         if self.window.len() != ranks.len() {
-            *self = StragglerDetector::new(self.rules);
+            *self = StragglerDetector::new(self.rules, std::mem::take(&mut self.hosts));
             self.window = vec![RankTimes::default(); ranks.len()];
         }
         self.window.iter_mut().zip(ranks).for_each(|(sum, times)| sum.add(times));
@@ -121,14 +151,15 @@ impl StragglerDetector {
         let step_s = duration as f64 / 1e6 / self.window_steps as f64;
         let work = compute_work_delay_shares(&self.window, duration);
         let min_delay = MIN_NETWORK_DELAY_US.saturating_mul(self.window_steps);
-        let network = compute_network_delay_shares(&self.window, duration, min_delay);
+        let network = compute_network_delay_shares(&self.window, &self.hosts, duration, min_delay);
+        let limits = WindowLimits::new(&self.rules, self.window_steps);
         let compared = [
             (StragglerKind::Work, &mut self.work, work),
             (StragglerKind::Network, &mut self.network, network),
         ];
         let mut changes = Vec::new();
         for (kind, track, shares) in compared {
-            let change = track.add_window(&self.rules, &shares);
+            let change = track.add_window(limits, &shares);
             changes.extend(change.map(|(is_slow, rank, share)| StragglerChange {
                 is_slow,
                 rank,
@@ -144,21 +175,49 @@ impl StragglerDetector {
     }
 }
 
+/// The limits that apply to a window.
+#[derive(Clone, Copy, Debug)]
+struct WindowLimits {
+    /// The share of the time that a slow rank costs.
+    share: f64,
+    /// The number of windows in which a rank must be slow.
+    windows: u32,
+}
+
+impl WindowLimits {
+    /// Computes the limits for windows of `steps` steps.
+    fn new(rules: &StragglerRules, steps: u64) -> WindowLimits {
+        let steps = u32::try_from(steps).unwrap_or(u32::MAX).max(1);
+        // The user may ask for reports after fewer steps.
+        let min_windows = match steps {
+            1 | 2 => MIN_WINDOWS.min(rules.steps),
+            _ => MIN_WINDOWS_OF_SHORT_STEPS.min(rules.steps.saturating_mul(2)),
+        };
+        WindowLimits { share: rules.share, windows: rules.steps.div_ceil(steps).max(min_windows) }
+    }
+
+    /// Returns how often the mean of two consecutive windows must be that of a slow rank.
+    fn count_pairs(&self) -> u32 {
+        self.windows.saturating_sub(1).max(1)
+    }
+}
+
 impl SlownessCounts {
-    /// Adds the result of one window (group of steps): `shares` contains, for each rank, the share
-    /// of the time for which the others waited for it. Returns whether a rank became slow, the
-    /// rank, and the mean share that it costs; `None` if nothing has changed.
-    fn add_window(&mut self, rules: &StragglerRules, shares: &[f64]) -> Option<(bool, Rank, f64)> {
+    /// Adds a window of steps, in which each rank has cost the others a share of the time. Returns
+    /// whether a rank became slow, the rank, and the mean share that it costs; `None` if nothing
+    /// has changed.
+    fn add_window(&mut self, limits: WindowLimits, shares: &[f64]) -> Option<(bool, Rank, f64)> {
         self.ranks.resize(shares.len(), SlowWindows::default());
-        self.ranks.iter_mut().zip(shares).for_each(|(rank, share)| rank.add_window(rules, *share));
+        self.ranks.iter_mut().zip(shares).for_each(|(rank, share)| rank.add_window(limits, *share));
         if let Some((rank, fast_windows)) = self.reported {
             let share = shares.get(rank as usize).copied().unwrap_or(0.0);
-            let is_fast = share < rules.share * RECOVERY_FACTOR;
+            let mean = self.ranks.get(rank as usize).map_or(0.0, |rank| rank.mean);
+            let is_fast = mean < limits.share * RECOVERY_FACTOR;
             let fast_windows = if is_fast { fast_windows + 1 } else { 0 };
-            self.reported = Some((rank, fast_windows)).filter(|_| fast_windows < rules.steps);
+            self.reported = Some((rank, fast_windows)).filter(|_| fast_windows < limits.count_pairs());
             return self.reported.is_none().then_some((false, rank, share));
         }
-        let slow = (0..).zip(&self.ranks).filter(|(_, slow)| slow.count >= rules.steps);
+        let slow = (0..).zip(&self.ranks).filter(|(_, slow)| slow.count >= limits.count_pairs());
         let (rank, slow) = slow.max_by(|(_, a), (_, b)| a.mean_share().total_cmp(&b.mean_share()))?;
         self.reported = Some((rank, 0));
         Some((true, rank, slow.mean_share()))
@@ -166,21 +225,24 @@ impl SlownessCounts {
 }
 
 impl SlowWindows {
-    /// Adds the result of one window (group of steps), in which the others waited for the rank for
-    /// the share `share` of the time.
-    fn add_window(&mut self, rules: &StragglerRules, share: f64) {
-        self.count = match share >= rules.share {
-            true => (self.count + 1).min(rules.steps),
-            false => self.count.saturating_sub(FAST_WINDOW_PENALTY),
-        };
-        *self = match self.count {
-            0 => SlowWindows::default(),
-            count => SlowWindows { count, share_sum: self.share_sum + share, windows: self.windows + 1 },
+    /// Adds a window in which the rank has cost this share of the time.
+    fn add_window(&mut self, limits: WindowLimits, share: f64) {
+        let counted = share.min(limits.share * MAX_COUNTED_FACTOR);
+        // The user may ask for a report after one window.
+        self.mean = if limits.windows == 1 { counted } else { (self.newest + counted) / 2.0 };
+        self.newest = counted;
+        if self.mean >= limits.share {
+            self.count = (self.count + 1).min(limits.count_pairs());
+        } else if self.mean < limits.share * FAST_WINDOW_FACTOR {
+            self.count = self.count.saturating_sub(FAST_WINDOW_PENALTY);
+        }
+        (self.share_sum, self.windows) = match self.count {
+            0 => (0.0, 0),
+            _ => (self.share_sum + share, self.windows + 1),
         };
     }
 
-    /// Returns the mean share of the time for which the others waited for the rank while it was
-    /// slow.
+    /// Returns the mean share that the rank has cost since it became slow.
     fn mean_share(&self) -> f64 {
         self.share_sum / f64::from(self.windows.max(1))
     }
@@ -198,65 +260,10 @@ fn compute_work_delay_shares(ranks: &[RankTimes], window_us: u64) -> Vec<f64> {
     excesses.map(|excess| excess as f64 / window_us as f64).collect()
 }
 
-/// Computes, for each rank, the share of the time of a window (group of steps) for which its slow
-/// network makes others wait. The network of a rank is slow if data is long on its way to all other
-/// hosts, or if data from most other ranks is long on its way to the rank, but not to others.
-///
-/// With two hosts, it cannot be found out which of them is slow. The shares are then 0. Delays in
-/// the window below `min_delay_us` are ignored.
-fn compute_network_delay_shares(ranks: &[RankTimes], window_us: u64, min_delay_us: u64) -> Vec<f64> {
-    let mut shares = vec![0.0; ranks.len()];
-    let links: Vec<_> = ranks.iter().enumerate().filter_map(|(rank, t)| Some((rank, t.links?))).collect();
-    let has_choice = links.iter().any(|(_, l)| l.slowest_us != l.fastest_us);
-    if links.len() < 3 || !has_choice {
-        return shares;
-    }
-    // To all others: even the fastest connection of the rank is slow.
-    let fastest: Vec<u64> = links.iter().map(|(_, l)| l.fastest_us).collect();
-    for ((rank, links), excess) in links.iter().zip(compute_excesses(&fastest)) {
-        let is_slow = links.fastest_us >= MIN_NETWORK_FACTOR.saturating_mul(links.fastest_us - excess)
-            && excess >= min_delay_us;
-        shares[*rank] = if is_slow { excess as f64 / window_us as f64 } else { 0.0 };
-    }
-    // From most others: their slowest connections lead to the rank.
-    for (rank, share) in shares.iter_mut().enumerate() {
-        let is_incoming = |l: &LinkTimes| {
-            l.slowest_peer as usize == rank && l.slowest_us >= MIN_NETWORK_FACTOR.saturating_mul(l.fastest_us)
-        };
-        let senders = links.iter().filter(|(sender, _)| *sender != rank);
-        let excesses: Vec<u64> =
-            senders.map(|(_, l)| if is_incoming(l) { l.slowest_us - l.fastest_us } else { 0 }).collect();
-        let delay = find_lower_median(excesses);
-        if delay >= min_delay_us {
-            *share = share.max(delay as f64 / window_us as f64);
-        }
-    }
-    shares
-}
-
-/// Computes by how much each value exceeds the (upper) median of the other values.
-fn compute_excesses(values: &[u64]) -> Vec<u64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_unstable();
-    let excess = |value: &u64| {
-        // Without the value, the later ones move to the front by one.
-        let position = sorted.partition_point(|v| v < value);
-        let middle = (values.len() - 1) / 2;
-        let middle = if position <= middle { middle + 1 } else { middle };
-        value.saturating_sub(sorted.get(middle).copied().unwrap_or(*value))
-    };
-    values.iter().map(excess).collect()
-}
-
-/// Returns the lower median of the values; 0 if there are no values.
-fn find_lower_median(mut values: Vec<u64>) -> u64 {
-    if values.is_empty() {
-        return 0;
-    }
-    let middle = (values.len() - 1) / 2;
-    *values.select_nth_unstable(middle).1
-}
-
+#[cfg(test)]
+mod host_tests;
+#[cfg(test)]
+mod short_step_tests;
 #[cfg(test)]
 #[path = "straggler_tests.rs"]
 mod tests;

@@ -1,25 +1,31 @@
 //! Tests of the straggler detector with simulated times.
 use super::*;
+use crate::step_times::LinkTimes;
 use proptest::prelude::*;
 
-const RULES: StragglerRules = StragglerRules { share: 0.1, steps: 10 };
+pub(super) const RULES: StragglerRules = StragglerRules { share: 0.1, steps: 10 };
 /// The duration of the collectives of a simulated step, in microseconds.
 const COLLECTIVE_US: u64 = 40_000;
 
 /// A small generator of pseudo-random numbers, with a fixed sequence for each seed.
-struct Noise(u64);
+pub(super) struct Noise(pub(super) u64);
 
 impl Noise {
     /// Returns a number from 0 to below 1.
-    fn next_fraction(&mut self) -> f64 {
+    pub(super) fn next_fraction(&mut self) -> f64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
 /// Simulates a synchronous step: all ranks wait for the one whose work takes longest.
-fn simulate_step(work: &[u64]) -> Vec<RankTimes> {
-    let step_us = work.iter().max().unwrap_or(&0) + COLLECTIVE_US;
+pub(super) fn simulate_step(work: &[u64]) -> Vec<RankTimes> {
+    simulate_step_with(work, COLLECTIVE_US)
+}
+
+/// Simulates a synchronous step with collectives of this duration, in microseconds.
+pub(super) fn simulate_step_with(work: &[u64], collective_us: u64) -> Vec<RankTimes> {
+    let step_us = work.iter().max().unwrap_or(&0) + collective_us;
     let times = |work: &u64| RankTimes {
         step_us,
         waiting_us: step_us - work,
@@ -30,9 +36,14 @@ fn simulate_step(work: &[u64]) -> Vec<RankTimes> {
     work.iter().map(times).collect()
 }
 
+/// Creates a detector for ranks that are on separate hosts.
+fn create_detector(ranks: usize) -> StragglerDetector {
+    StragglerDetector::new(RULES, (0..ranks).collect())
+}
+
 /// Runs the detector over simulated steps. `work` returns the work of a rank in a step.
 fn run_detector(ranks: usize, steps: u64, mut work: impl FnMut(u64, usize) -> f64) -> Vec<StragglerChange> {
-    let mut detector = StragglerDetector::new(RULES);
+    let mut detector = create_detector(ranks);
     let simulate = |step| (0..ranks).map(|rank| (work(step, rank) * 300_000.0) as u64).collect::<Vec<_>>();
     (1..=steps)
         .map(simulate)
@@ -41,7 +52,7 @@ fn run_detector(ranks: usize, steps: u64, mut work: impl FnMut(u64, usize) -> f6
         .collect()
 }
 
-fn summarize_changes(changes: &[StragglerChange]) -> Vec<(bool, u32)> {
+pub(super) fn summarize_changes(changes: &[StragglerChange]) -> Vec<(bool, u32)> {
     changes.iter().map(|c| (c.is_slow, c.rank)).collect()
 }
 
@@ -89,7 +100,7 @@ fn a_rank_slowed_by_20_percent_is_named_within_20_steps_and_once() {
 #[test]
 fn a_quota_that_stops_a_rank_in_some_of_its_short_steps_is_found() {
     // Steps of 10 ms. The rank is stopped for 30 ms in every period of 100 ms.
-    let mut detector = StragglerDetector::new(RULES);
+    let mut detector = create_detector(3);
     let steps = (1..=2000u64).flat_map(|step| {
         let slow = if step % 7 == 0 { 36_000 } else { 6_000 };
         let times = simulate_step(&[6_000, slow, 6_000]);
@@ -115,7 +126,7 @@ fn both_ranks_of_a_slow_host_lead_to_one_report() {
 
 #[test]
 fn more_micro_batches_may_take_longer() {
-    let mut detector = StragglerDetector::new(RULES);
+    let mut detector = create_detector(3);
     for step in 1..200 {
         let mut times = simulate_step(&[300_000, 150_000, 150_000]);
         times.iter_mut().zip([2, 1, 1]).for_each(|(t, n)| t.micro_batches = n);
@@ -144,7 +155,7 @@ fn short_delays_of_a_network_are_ignored() {
         [links(2, 6_000, 500), links(2, 6_000, 500), links(0, 6_000, 5_500)].into_iter().flatten().collect();
     let ranks: Vec<RankTimes> =
         simulate_network(&links).into_iter().map(|times| RankTimes { step_us: 10_000, ..times }).collect();
-    let mut detector = StragglerDetector::new(RULES);
+    let mut detector = create_detector(3);
     let changes: Vec<_> = (1..=2000).flat_map(|step| detector.add_step(step, &ranks)).collect();
     assert_eq!(changes, []);
 }
@@ -155,7 +166,7 @@ fn the_rank_with_the_slow_network_is_named() {
     let incoming = [links(1, 100_000, 5_000), links(2, 7_000, 5_000), links(1, 110_000, 4_000)];
     for times in [outgoing, incoming] {
         let times: Vec<LinkTimes> = times.into_iter().flatten().collect();
-        let mut detector = StragglerDetector::new(RULES);
+        let mut detector = create_detector(3);
         let changes: Vec<_> =
             (1..=40).flat_map(|step| detector.add_step(step, &simulate_network(&times))).collect();
         assert_eq!(summarize_changes(&changes), [(true, 1)]);
@@ -166,7 +177,7 @@ fn the_rank_with_the_slow_network_is_named() {
 #[test]
 fn a_network_that_is_slow_everywhere_names_no_rank() {
     let mut noise = Noise(11);
-    let mut detector = StragglerDetector::new(RULES);
+    let mut detector = create_detector(4);
     for step in 1..2000 {
         let mut vary = |us: u64| (us as f64 * (1.0 + 0.3 * noise.next_fraction())) as u64;
         let times: Vec<LinkTimes> = (0..4u32)
@@ -180,12 +191,13 @@ fn a_network_that_is_slow_everywhere_names_no_rank() {
     // With two hosts, both ends of the link are equal.
     let times: Vec<LinkTimes> =
         [links(1, 90_000, 90_000), links(0, 2_000, 2_000)].into_iter().flatten().collect();
+    let mut detector = create_detector(2);
     assert!((1..100).all(|step| detector.add_step(step, &simulate_network(&times)).is_empty()));
 }
 
 #[test]
 fn a_changed_number_of_ranks_begins_again() {
-    let mut detector = StragglerDetector::new(RULES);
+    let mut detector = create_detector(3);
     let slow = |ranks: usize| {
         let mut work = vec![300_000; ranks];
         work[0] = 600_000;
@@ -205,8 +217,9 @@ proptest! {
             prop::collection::vec((any::<u64>(), any::<u64>(), 0u64..9, any::<(u32, u64, u64)>()), 0..5),
             0..60,
         ),
+        hosts in prop::collection::vec(0usize..4, 0..5),
     ) {
-        let mut detector = StragglerDetector::new(StragglerRules { share: 0.01, steps: 2 });
+        let mut detector = StragglerDetector::new(StragglerRules { share: 0.01, steps: 2 }, hosts);
         let mut reported = std::collections::BTreeMap::new();
         for (step, ranks) in (0..).zip(steps) {
             let times = ranks.iter().map(|&(step_us, waiting_us, micro_batches, (slowest_peer, a, b))| RankTimes {

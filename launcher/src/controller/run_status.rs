@@ -67,12 +67,14 @@ impl StatusKeeper {
     /// of the job, and `is_program` whether the workers run a program.
     pub(super) fn new(spec: &StragglerSpec, is_program: bool) -> StatusKeeper {
         let rules = spec.share.map(|share| StragglerRules { share, steps: spec.steps });
+        // The network of a program is not measured, so its hosts are not compared.
+        let create_detector = |rules| StragglerDetector::new(rules, Vec::new());
         StatusKeeper {
             attempt: 0,
             step_times: StepTimes::default(),
             hosts: BTreeMap::new(),
             stragglers: Vec::new(),
-            program_detector: rules.filter(|_| is_program).map(StragglerDetector::new),
+            program_detector: rules.filter(|_| is_program).map(create_detector),
             compared: BTreeMap::new(),
         }
     }

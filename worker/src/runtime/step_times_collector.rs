@@ -23,10 +23,10 @@ pub(super) struct StepTimesCollector {
 
 impl StepTimesCollector {
     /// Creates a collector of step times at the time `now`. `rules` decide when a slow rank is
-    /// reported; `None` for never.
-    pub(super) fn new(rules: Option<StragglerRules>, now: Instant) -> StepTimesCollector {
+    /// reported; `None` for never. `hosts` has the number of each rank's host.
+    pub(super) fn new(rules: Option<StragglerRules>, hosts: Vec<usize>, now: Instant) -> StepTimesCollector {
         StepTimesCollector {
-            detector: rules.map(StragglerDetector::new),
+            detector: rules.map(|rules| StragglerDetector::new(rules, hosts)),
             message: (StepTimes::default(), now),
             event: (StepTimes::default(), now),
         }
@@ -66,7 +66,7 @@ mod tests {
     fn times_are_reported_in_intervals_and_stragglers_at_once() {
         let rules = StragglerRules { share: 0.1, steps: 3 };
         let start = Instant::now();
-        let mut collector = StepTimesCollector::new(Some(rules), start);
+        let mut collector = StepTimesCollector::new(Some(rules), vec![0; 3], start);
         let rank = |waiting_us| RankTimes { step_us: 500_000, waiting_us, ..RankTimes::default() };
         let ranks = [rank(300_000), rank(50_000), rank(300_000)];
         assert!(collector.add_step(1, &[RankTimes::default(); 3], start).is_empty(), "the first step");

@@ -74,7 +74,7 @@ pub(super) fn train_until_done(
         return Ok(WorkerExit::Stopped);
     }
     let mut clock = StepClock::default();
-    let mut collector = create_times_collector(run);
+    let mut collector = create_times_collector(running, run);
     while !running.is_done() {
         let mut report = build_step_report(run, &values, saver, last_save);
         report.flags |= deferred_flags;
@@ -213,10 +213,11 @@ fn build_step_report(
 }
 
 /// Creates the collector of the step times of all ranks, on rank 0 only.
-fn create_times_collector(run: &RunContext) -> Option<StepTimesCollector> {
+fn create_times_collector(running: &RunningTrainer, run: &RunContext) -> Option<StepTimesCollector> {
     let spec = &run.job.run.straggler;
     let rules = spec.share.map(|share| StragglerRules { share, steps: spec.steps });
-    run.is_leader.then(|| StepTimesCollector::new(rules, Instant::now()))
+    let hosts = || running.trainer.engine.queue().comm().list_rank_hosts();
+    run.is_leader.then(|| StepTimesCollector::new(rules, hosts(), Instant::now()))
 }
 
 /// On rank 0, sends the step times of all ranks to the controller if a message is due.

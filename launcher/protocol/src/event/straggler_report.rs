@@ -22,7 +22,7 @@ pub enum StragglerState {
 pub struct StragglerReport {
     /// Whether the rank is slow.
     pub state: StragglerState,
-    /// The rank.
+    /// The slow rank. For a slow network, the first rank of the host.
     pub rank: Rank,
     /// The name of the host of the rank; empty until the controller has added it.
     pub host: String,
