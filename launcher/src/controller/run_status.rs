@@ -1,8 +1,10 @@
 //! [`StatusKeeper`]: keeps the newest measurements of a run (step times, usage of hosts), and finds
 //! the reasons why ranks are slow.
+mod held_reports;
 mod straggler_text;
 
 use super::core::HostIndex;
+use held_reports::HeldReports;
 use jobspec::{StragglerSpec, ids::Rank};
 use protocol::{
     control::{HostUsage, WorkerUsage},
@@ -39,6 +41,7 @@ pub(super) struct StatusKeeper {
     /// The newest usages of each host, oldest first, with the time of the newest one.
     hosts: BTreeMap<HostIndex, HostUsageHistory>,
     stragglers: Vec<StragglerReport>,
+    held_reports: HeldReports,
     /// Finds slow ranks of programs, whose steps are unknown, by their waiting for CPUs.
     program_detector: Option<StragglerDetector>,
     /// The hosts that have sent a usage since the ranks of the program were compared.
@@ -74,6 +77,7 @@ impl StatusKeeper {
             step_times: StepTimes::default(),
             hosts: BTreeMap::new(),
             stragglers: Vec::new(),
+            held_reports: HeldReports::default(),
             program_detector: rules.filter(|_| is_program).map(create_detector),
             compared: BTreeMap::new(),
         }
@@ -85,6 +89,7 @@ impl StatusKeeper {
             (self.attempt, self.step_times) = (attempt, StepTimes::default());
             self.hosts.clear();
             self.stragglers.clear();
+            self.held_reports = HeldReports::default();
             self.compared.clear();
         }
     }
@@ -96,7 +101,8 @@ impl StatusKeeper {
     }
 
     /// Stores the newest usage of a host and its workers (CPU, memory, GPUs). `hosts` is the number
-    /// of hosts of the attempt. Returns the events about slow ranks of a program.
+    /// of hosts of the attempt. Returns the events about slow ranks of a program, and those that
+    /// were held back until this usage.
     pub(super) fn add_host_usage(
         &mut self,
         (host, name): (HostIndex, &str),
@@ -114,14 +120,43 @@ impl StatusKeeper {
         if kept.usages.len() > KEPT_USAGES_PER_HOST {
             kept.usages.pop_front();
         }
+        let mut events = self.held_reports.take_due(name, time);
         if self.program_detector.is_none() {
-            return Vec::new();
+            return events;
         }
         self.compared.insert(host, workers);
-        match self.compared.len() >= hosts {
-            true => self.find_slow_program_ranks(interval_us),
-            false => Vec::new(),
+        if self.compared.len() >= hosts {
+            events.extend(self.find_slow_program_ranks(interval_us));
         }
+        events
+    }
+
+    /// Holds back a completed event about a rank that became slow, if the reason is not known. The
+    /// rank may have become slow after the newest measurement of its host, and the next one shows
+    /// the reason. Returns whether the event is held back. [`StatusKeeper::add_host_usage`] returns
+    /// it then.
+    pub(super) fn hold_straggler_event(&mut self, event: &Event, time: f64) -> bool {
+        let Event::Straggler(report) = event else { return false };
+        let waits = report.state == StragglerState::Slow && report.reason.is_none();
+        let is_held = waits && self.held_reports.hold(report, time);
+        if is_held {
+            self.stragglers.retain(|reported| reported.rank != report.rank || reported.kind != report.kind);
+        }
+        is_held
+    }
+
+    /// Takes the events that were held back and must be reported before `event`, which is about the
+    /// same rank.
+    pub(super) fn take_held_events_before(&mut self, event: &Event) -> Vec<Event> {
+        match event {
+            Event::Straggler(report) => self.held_reports.take_rank(report.rank, report.kind),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Takes all events that were held back, because their attempt has ended.
+    pub(super) fn take_held_events(&mut self) -> Vec<Event> {
+        self.held_reports.take_all()
     }
 
     /// Finds out which ranks of a program are slower than the others, by the time for which they
@@ -317,6 +352,39 @@ mod tests {
         assert_eq!(keeper.to_status(2.0).stragglers, []);
         messages.push(recovered.message);
         insta::assert_snapshot!(messages.join("\n"));
+    }
+
+    #[test]
+    fn a_report_without_a_reason_waits_for_the_next_measurement_of_its_host() {
+        let mut keeper = keeper(false);
+        let place = |rank| Some(RankPlacement { host: format!("node-{rank}"), gpu: None });
+        let complete_and_hold = |keeper: &mut StatusKeeper, mut event: Event, time| {
+            keeper.complete_straggler_event(&mut event, place);
+            keeper.hold_straggler_event(&event, time)
+        };
+        keeper.add_host_usage((1, "node-1"), 3, usage(&[worker(1)]), 1.0);
+        assert!(!complete_and_hold(&mut keeper, straggler(1, true, StragglerKind::Network), 2.0));
+        assert!(complete_and_hold(&mut keeper, straggler(1, true, StragglerKind::Work), 2.0));
+        assert!(keeper.to_status(2.0).stragglers.iter().all(|s| s.kind == StragglerKind::Network));
+        assert_eq!(keeper.add_host_usage((0, "node-0"), 3, usage(&[worker(0)]), 2.5), []);
+        let slow = WorkerUsage { throttled_us: 500_000, ..worker(1) };
+        let events = keeper.add_host_usage((1, "node-1"), 3, usage(&[slow]), 3.0);
+        assert_eq!(events.len(), 1);
+        assert!(!complete_and_hold(&mut keeper, events[0].clone(), 3.0), "the reason is known");
+        assert_eq!(
+            keeper.to_status(3.0).stragglers[1].reason,
+            Some(StragglerReason::CpuQuota { share: 0.25 })
+        );
+        // A host that is not measured does not hold back its report forever.
+        assert!(complete_and_hold(&mut keeper, straggler(2, true, StragglerKind::Work), 4.0));
+        assert_eq!(keeper.add_host_usage((1, "node-1"), 3, usage(&[slow]), 8.0), []);
+        assert_eq!(keeper.add_host_usage((1, "node-1"), 3, usage(&[slow]), 10.0).len(), 1);
+        // The end of a report follows the report.
+        assert!(complete_and_hold(&mut keeper, straggler(2, true, StragglerKind::Work), 11.0));
+        let end = straggler(2, false, StragglerKind::Work);
+        assert_eq!(keeper.take_held_events_before(&end).len(), 1);
+        assert!(!complete_and_hold(&mut keeper, end, 12.0));
+        assert_eq!(keeper.take_held_events(), []);
     }
 
     #[test]

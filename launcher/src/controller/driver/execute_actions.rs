@@ -121,15 +121,13 @@ impl ControllerDriver {
     }
 
     /// Writes an event of a worker to the journal (the file of the run's events) and reports the
-    /// event to the user. Without an event, the report only counts as stored.
+    /// event to the user. Without an event, the report only counts as stored. An event that is held
+    /// back becomes an event of the controller.
     fn record_worker_event(&mut self, report: ReportId, age: Duration, event: Option<Event>) {
         if self.journal.is_none() {
             return;
         }
-        let event = event.map(|mut event| {
-            self.complete_straggler_event(&mut event);
-            event
-        });
+        let event = event.and_then(|event| self.complete_or_hold_event(event));
         let Some(journal) = &mut self.journal else { return };
         let Some(event) = event else { return journal.mark_report_stored(report) };
         journal.append_event(&event, read_unix_time() - age.as_secs_f64(), Some(report));

@@ -10,7 +10,7 @@ use protocol::{control::HostUsage, event::Event};
 
 impl ControllerDriver {
     /// Stores the newest usage (CPU, memory, GPUs) of a host and its workers. Reports slow ranks of
-    /// a program.
+    /// a program, and those whose reports were held back until this usage.
     pub(super) fn record_host_usage(&mut self, host: HostIndex, hosts: usize, usage: HostUsage) {
         let name = self.hosts.get(host).map_or_else(String::new, |host| host.name.clone());
         let events = self.status.add_host_usage((host, &name), hosts, usage, read_unix_time());
@@ -32,8 +32,20 @@ impl ControllerDriver {
         self.status.complete_straggler_event(event, find_placement);
     }
 
+    /// Completes an event of a worker. Returns `None` if it is held back until the next measurement
+    /// of a host.
+    pub(super) fn complete_or_hold_event(&mut self, mut event: Event) -> Option<Event> {
+        let earlier = self.status.take_held_events_before(&event);
+        earlier.into_iter().for_each(|event| self.emit_event(event));
+        self.complete_straggler_event(&mut event);
+        let is_held = self.status.hold_straggler_event(&event, read_unix_time());
+        (!is_held).then_some(event)
+    }
+
     /// Reports that the slow ranks (stragglers) of an attempt that has ended are no longer slow.
     pub(super) fn report_end_of_stragglers(&mut self) {
+        let held = self.status.take_held_events();
+        held.into_iter().for_each(|event| self.emit_event(event));
         let events = self.status.list_straggler_end_events();
         events.into_iter().for_each(|event| self.emit_event(event));
     }
