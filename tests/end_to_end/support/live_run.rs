@@ -5,6 +5,8 @@ use std::{
     fs,
     io::{BufRead, BufReader},
     process::Child,
+    sync::mpsc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -46,4 +48,46 @@ pub(crate) fn wait_for_event(
 pub(crate) fn read_events(process: &mut Child) -> impl Iterator<Item = Value> + use<> {
     let stdout = BufReader::new(process.stdout.take().expect("a pipe"));
     stdout.lines().map(|line| serde_json::from_str(&line.unwrap()).unwrap())
+}
+
+/// The events of a run, which a separate thread reads at once, so that none waits in the pipe.
+pub(crate) struct LiveEvents {
+    received: mpsc::Receiver<Value>,
+    newest_step: u64,
+}
+
+impl LiveEvents {
+    /// Starts to read the events that a run prints with `--json`.
+    pub(crate) fn read(process: &mut Child) -> LiveEvents {
+        let (sender, received) = mpsc::channel();
+        let mut events = read_events(process);
+        // The test may end before the run.
+        thread::spawn(move || events.try_for_each(|event| sender.send(event)));
+        LiveEvents { received, newest_step: 0 }
+    }
+
+    /// Returns the number of the newest step that the run has reported. Skips the events before.
+    pub(crate) fn newest_step(&mut self) -> u64 {
+        let events = self.received.try_iter();
+        self.newest_step = events.filter_map(|event| read_step(&event)).last().unwrap_or(self.newest_step);
+        self.newest_step
+    }
+
+    /// Waits for an event that fits, at most until the run has reported the step `last`. Panics if
+    /// the run ends.
+    pub(crate) fn wait_until_step(&mut self, last: u64, fits: impl Fn(&Value) -> bool) -> Option<Value> {
+        while self.newest_step < last {
+            let event = self.received.recv_timeout(TIMEOUT).expect("the run continues");
+            self.newest_step = read_step(&event).unwrap_or(self.newest_step);
+            if fits(&event) {
+                return Some(event);
+            }
+        }
+        None
+    }
+}
+
+/// Returns the step of an event `step`.
+fn read_step(event: &Value) -> Option<u64> {
+    event["step"].as_u64().filter(|_| event["event"] == "step")
 }
