@@ -4,6 +4,7 @@
 pub(crate) mod families;
 pub(crate) mod golden;
 pub(crate) mod llama;
+mod rank_threads;
 
 use comm::{
     Comm, local,
@@ -13,6 +14,7 @@ use device::{Ops, cpu::Cpu, ops::IGNORE_LABEL};
 use jobspec::*;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use protocol::event::Event;
+use rank_threads::run_rank_threads;
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 use worker::{
     checkpoint::{
@@ -219,16 +221,9 @@ pub(crate) fn create_single_rank_comm() -> Arc<dyn Comm> {
 /// Runs `f` on a thread for each of `world` ranks, which communicate in shared memory. Returns the
 /// results in rank order.
 pub(crate) fn run_on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
-    std::thread::scope(|s| {
-        let ranks: Vec<_> = local::create_group(world)
-            .into_iter()
-            .map(|c| {
-                let f = &f;
-                s.spawn(move || f(Arc::new(c)))
-            })
-            .collect();
-        ranks.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    let f = &f;
+    let ranks = local::create_group(world).into_iter().map(|c| move || f(Arc::new(c)));
+    run_rank_threads(ranks.collect())
 }
 
 /// Runs `f` on a thread for each rank. Rank r is on host `hosts[r]`. Ranks communicate in shared
@@ -244,28 +239,17 @@ pub(crate) fn run_on_hosts<T: Send>(hosts: &[usize], f: impl Fn(Arc<dyn Comm>) -
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let memory: Vec<OwnedFd> =
         (0..hosts.len()).map(|_| memfd_create("worker-test", flags).unwrap()).collect();
-    std::thread::scope(|s| {
-        let ranks: Vec<_> = endpoints
-            .into_iter()
-            .enumerate()
-            .map(|(rank, endpoint)| {
-                let group = GroupSpec {
-                    rank,
-                    members: members.clone(),
-                    run: "test".into(),
-                    attempt: 0,
-                    key: [1; 32],
-                };
-                let memory = memory[hosts[rank]].try_clone().unwrap();
-                let f = &f;
-                s.spawn(move || {
-                    let stopper = AbortHandle::new(rank, group.members.len()).unwrap();
-                    f(Arc::new(endpoint.join(&group, Some(memory), TcpLimits::default(), &stopper).unwrap()))
-                })
-            })
-            .collect();
-        ranks.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    let f = &f;
+    let run_rank = |(rank, endpoint): (usize, RankListener)| {
+        let group =
+            GroupSpec { rank, members: members.clone(), run: "test".into(), attempt: 0, key: [1; 32] };
+        let memory = memory[hosts[rank]].try_clone().unwrap();
+        move || {
+            let stopper = AbortHandle::new(rank, group.members.len()).unwrap();
+            f(Arc::new(endpoint.join(&group, Some(memory), TcpLimits::default(), &stopper).unwrap()))
+        }
+    };
+    run_rank_threads(endpoints.into_iter().enumerate().map(run_rank).collect())
 }
 
 /// Trains for `steps` steps on synthetic samples. Returns the bits of each step's loss and gradient
