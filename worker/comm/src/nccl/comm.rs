@@ -11,7 +11,7 @@
 use super::equal_parts::{EqualParts, intersect_ranges};
 use super::library::NcclLibrary;
 use super::raw_comm::{CudaStream, PeerBuffer, RawNcclComm};
-use super::watchdog::Watchdog;
+use super::watchdog::{EnteredCall, Watchdog};
 use crate::{
     AbortReason, ArgumentError, Comm, CommError, LinkDelays, PartialSink, Result,
     call::{BufferShape, CollectiveCall, GroupPosition, compute_part_offsets},
@@ -197,18 +197,22 @@ impl NcclComm {
         GroupPosition { rank: self.rank(), world: self.world_size() }
     }
 
-    /// Checks the arguments of a collective, and returns the summary of the call with the next call
-    /// number. Fails if its arguments contradict each other, or if an earlier collective has
-    /// failed.
-    fn begin_call(&self, call: std::result::Result<CollectiveCall, ArgumentError>) -> Result<CollectiveCall> {
+    /// Checks the arguments of a collective, assigns the next call number, and lets the watchdog
+    /// watch the collective while this thread enqueues its work. Fails if its arguments contradict
+    /// each other, or if an earlier collective has failed.
+    fn begin_call(
+        &self,
+        call: std::result::Result<CollectiveCall, ArgumentError>,
+    ) -> Result<EnteredCall<'_>> {
         let call = call.map_err(|error| CommError::InvalidArguments { rank: self.rank(), error })?;
-        self.watchdog.assign_call_number(call)
+        self.watchdog.enter_call(call)
     }
 
     /// Lets the watchdog thread check the GPU work that this thread has enqueued for the collective
     /// `call`, until the work is complete or fails.
-    fn watch_enqueued_call(&self, call: CollectiveCall) {
-        self.watchdog.watch_call(call, self.cuda.record_event());
+    fn watch_enqueued_call(&self, call: EnteredCall) {
+        // Recording the event may wait for the work.
+        call.watch_until(self.cuda.record_event());
     }
 
     /// Runs `run`, a collective on buffers in host memory, with the communicator for host memory

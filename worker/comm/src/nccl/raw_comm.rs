@@ -228,9 +228,9 @@ impl RawNcclComm {
         Ok(state == IN_PROGRESS)
     }
 
-    /// Checks once whether the collective `operation`, which was enqueued `running_for` ago and
-    /// still runs on the GPU, has failed or exceeded its timeout. If the communicator reports an
-    /// error, or the timeout has expired, aborts the communicator and fails.
+    /// Checks once whether the collective `operation`, which began `running_for` ago and is not
+    /// complete, has failed or exceeded its timeout. If the communicator reports an error, or the
+    /// timeout has expired, aborts the communicator and fails.
     pub(super) fn check_running_call(&self, operation: &str, running_for: Duration) -> Result<()> {
         self.poll_is_busy(operation)?;
         if running_for < self.timeout {

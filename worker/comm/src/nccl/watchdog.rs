@@ -1,10 +1,14 @@
-//! [`Watchdog`]: a thread that watches the collectives of an NCCL communicator while they run on
-//! the GPU.
+//! [`Watchdog`]: a thread that watches the collectives of an NCCL communicator until they are
+//! complete.
 //!
 //! NCCL reports a network error only to callers that poll the communicator. The kernels of the
 //! failed collective never end, and a thread that waits for the GPU does not poll. The watchdog
 //! polls for it, and aborts the communicator and the group of ranks on an error. It also aborts the
 //! communicator if another rank has aborted the group.
+//!
+//! A collective is watched from its beginning. A thread may already wait while it enqueues the
+//! work: NCCL connects two ranks when they first exchange data, and a full queue of the GPU blocks
+//! its caller. These waits never end if another rank has ended.
 use super::raw_comm::RawNcclComm;
 use crate::{
     CommError, Result, call::CollectiveCall, communicator::Comm, nccl_error::NcclError, staged::StagedComm,
@@ -17,13 +21,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time between two polls of the communicator while a collective runs.
+/// The time between two polls of the communicator while a collective is not complete.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The largest number of collectives on the GPU that the watchdog watches at one time. If there are
 /// more, an error names a later collective than the one that failed.
 const MAX_RUNNING_CALLS: usize = 1024;
 
-/// The thread that watches the collectives of one NCCL communicator while they run on the GPU, and
+/// The thread that watches the collectives of one NCCL communicator until they are complete, and
 /// aborts the group if one fails. Dropping it ends its thread.
 pub(super) struct Watchdog {
     shared: Arc<WatchdogState>,
@@ -31,32 +35,61 @@ pub(super) struct Watchdog {
 }
 
 /// State that the watchdog's thread shares with the threads that call collectives: the
-/// communicators and the list of running collectives.
+/// communicators and the watched collectives.
 struct WatchdogState {
     group: Arc<RawNcclComm>,
     host_comm: Arc<StagedComm>,
     calls: Mutex<WatchedCalls>,
-    /// Notified when a collective starts and when the watchdog is to end.
+    /// Notified when a collective begins while there is no other, and when the watchdog is to end.
     changed: Condvar,
 }
 
-/// The collectives that run on the GPU at present, oldest first, and the first error that the
-/// watchdog has found.
+/// The collectives that are not complete, and the first error that the watchdog has found.
 #[derive(Default)]
 struct WatchedCalls {
-    running: VecDeque<RunningCall>,
+    /// The collectives that threads of the rank are enqueuing.
+    entered: Vec<WatchedCall>,
+    /// The collectives that run on the GPU, with the events that their streams reach when they are
+    /// complete, oldest first.
+    running: VecDeque<(WatchedCall, Event)>,
     /// How many collectives were watched, which is the number of the next one.
     count: u64,
     error: Option<NcclError>,
     is_ending: bool,
 }
 
-/// A collective that was enqueued on a stream of the GPU.
-struct RunningCall {
+/// A collective that is not complete.
+#[derive(Clone, Copy)]
+struct WatchedCall {
     call: CollectiveCall,
-    /// The event that the stream reaches when the collective is complete.
-    done: Event,
-    enqueued_at: Instant,
+    entered_at: Instant,
+}
+
+/// A collective that the caller is enqueuing. Dropping it ends the watch.
+pub(super) struct EnteredCall<'a> {
+    watchdog: &'a WatchdogState,
+    watched: WatchedCall,
+}
+
+impl EnteredCall<'_> {
+    /// Watches the collective, which was enqueued, until its stream reaches `done`.
+    pub(super) fn watch_until(self, done: Event) {
+        let mut calls = self.watchdog.lock_calls();
+        calls.forget_complete_calls();
+        if calls.running.len() == MAX_RUNNING_CALLS {
+            calls.running.pop_front();
+        }
+        calls.running.push_back((self.watched, done));
+        // Dropping `self` needs the lock.
+        drop(calls);
+    }
+}
+
+impl Drop for EnteredCall<'_> {
+    fn drop(&mut self) {
+        let number = self.watched.call.number;
+        self.watchdog.lock_calls().entered.retain(|entered| entered.call.number != number);
+    }
 }
 
 impl Watchdog {
@@ -83,28 +116,23 @@ impl Watchdog {
         Ok(Watchdog { shared, thread: Some(thread) })
     }
 
-    /// Returns the summary `call` with the next call number of this NCCL communicator. Fails with
-    /// the error that the watchdog has found, if it has found one.
-    pub(super) fn assign_call_number(&self, call: CollectiveCall) -> Result<CollectiveCall> {
+    /// Begins to watch `call`, and assigns its number among the collectives of this communicator.
+    /// Fails with the error that the watchdog has found, if it has found one.
+    pub(super) fn enter_call(&self, call: CollectiveCall) -> Result<EnteredCall<'_>> {
         let mut calls = self.shared.lock_calls();
         if let Some(error) = &calls.error {
             return Err(error.clone().into());
         }
+        let watched = WatchedCall { call: call.with_call_number(calls.count), entered_at: Instant::now() };
         calls.count += 1;
-        Ok(call.with_call_number(calls.count - 1))
-    }
-
-    /// Adds `call` to the watched collectives. The call is complete when its stream reaches the
-    /// event `done`.
-    pub(super) fn watch_call(&self, call: CollectiveCall, done: Event) {
-        let mut calls = self.shared.lock_calls();
-        calls.forget_complete_calls();
-        if calls.running.len() == MAX_RUNNING_CALLS {
-            calls.running.pop_front();
-        }
-        calls.running.push_back(RunningCall { call, done, enqueued_at: Instant::now() });
+        let was_idle = calls.entered.is_empty() && calls.running.is_empty();
+        calls.entered.push(watched);
         drop(calls);
-        self.shared.changed.notify_all();
+        if was_idle {
+            // Otherwise the thread wakes up at its next poll.
+            self.shared.changed.notify_all();
+        }
+        Ok(EnteredCall { watchdog: &self.shared, watched })
     }
 
     /// Returns `result`, unless the watchdog has found an error; then returns that error, which is
@@ -130,13 +158,14 @@ impl Drop for Watchdog {
 }
 
 impl WatchdogState {
-    /// Locks the mutex of the list of running collectives.
+    /// Locks the mutex of the watched collectives.
     fn lock_calls(&self) -> MutexGuard<'_, WatchedCalls> {
-        // no code panics while it changes the list
+        // no code panics while it changes the collectives
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Polls the communicator while collectives run, until the watchdog ends or finds an error.
+    /// Polls the communicator while collectives are not complete, until the watchdog ends or finds
+    /// an error.
     fn run_watch_loop(&self) {
         let mut calls = self.lock_calls();
         loop {
@@ -144,12 +173,12 @@ impl WatchdogState {
             if calls.is_ending {
                 return;
             }
-            let Some(oldest) = calls.running.front() else {
+            let Some(oldest) = calls.find_oldest() else {
                 calls = self.changed.wait(calls).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             let operation = format!("{} of rank {}", oldest.call, self.group.rank());
-            let running_for = oldest.enqueued_at.elapsed();
+            let running_for = oldest.entered_at.elapsed();
             drop(calls);
             if let Some(reason) = self.host_comm.abort_reason() {
                 // a peer has ended, so the work of this rank would never end
@@ -182,8 +211,14 @@ impl WatchedCalls {
     /// Removes the collectives that are complete from the list of running collectives. Collectives
     /// complete in their order.
     fn forget_complete_calls(&mut self) {
-        while self.running.front().is_some_and(|running| running.done.is_reached()) {
+        while self.running.front().is_some_and(|(_, done)| done.is_reached()) {
             self.running.pop_front();
         }
+    }
+
+    /// Returns the collective that has been watched for the longest time.
+    fn find_oldest(&self) -> Option<WatchedCall> {
+        let running = self.running.front().map(|(watched, _)| watched);
+        running.into_iter().chain(&self.entered).min_by_key(|watched| watched.entered_at).copied()
     }
 }
