@@ -3,8 +3,8 @@
 use std::{error::Error, fmt};
 use tracing_subscriber::EnvFilter;
 
-/// The log filter that a process uses if the user chooses none. It selects the events of level
-/// `info` and above, which are important decisions.
+/// The log filter that a process uses if the user chooses none: events of level `info` and above,
+/// which are important decisions.
 pub const DEFAULT_FILTER: &str = "info";
 
 /// A valid log filter, which selects events by target and level, such as `agent=debug,info`. The

@@ -22,9 +22,9 @@ use tracing_subscriber::{Layer, fmt, layer::SubscriberExt};
 /// called.
 static LOG: OnceLock<(Filter, LineSink)> = OnceLock::new();
 
-/// Starts the debug log of this process with a filter of events. Lines are collected until
-/// [`open_log_file`]. With `print`, each line is also printed. Does nothing if the log was started
-/// before.
+/// Starts the debug log of this process, which contains the `tracing` events that `filter` selects.
+/// Lines are collected in memory until [`open_log_file`] is called. With `print`, each line is also
+/// printed. Does nothing if the log was started before.
 pub fn start(filter: &Filter, print: Option<PrintLineFn>) {
     let sink = LineSink::new();
     if LOG.set((filter.clone(), sink.clone())).is_err() {

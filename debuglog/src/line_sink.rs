@@ -42,8 +42,8 @@ enum PendingLines {
     Thread(SyncSender<WriterRequest>),
 }
 
-/// Accepts lines of the debug log without blocking, and passes them to the thread that writes the
-/// file.
+/// Accepts lines of the debug log without blocking, and passes them to the thread that writes them
+/// to the log file.
 #[derive(Clone)]
 pub(crate) struct LineSink {
     destination: Arc<Mutex<PendingLines>>,
@@ -155,8 +155,9 @@ impl CappedFile {
         Ok(CappedFile { path: path.to_owned(), file, bytes, max_bytes })
     }
 
-    /// Appends a line to the log file. If the file would exceed its limit, renames it first and
-    /// begins a new file. Ignores errors, because a full disk must not end the process.
+    /// Appends a line to the log file, which is first renamed and replaced by a new file if the
+    /// line would exceed the size limit. Ignores errors, because a full disk must not end the
+    /// process.
     fn write_line(&mut self, line: &[u8]) {
         if self.bytes > 0 && self.bytes + line.len() as u64 > self.max_bytes {
             let mut older = self.path.clone().into_os_string();
@@ -173,8 +174,8 @@ impl CappedFile {
     }
 }
 
-/// A writer that passes each log line to a [`LineSink`]. The subscriber of `tracing` writes each
-/// whole line with a single call.
+/// A writer for the subscriber of `tracing`, which queues each line of the debug log for the thread
+/// that writes the file. The subscriber writes each whole line with a single call.
 pub(crate) struct LineWriter<'a>(&'a LineSink);
 
 impl Write for LineWriter<'_> {

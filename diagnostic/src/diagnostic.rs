@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::{error::Error, fmt};
 
-/// How serious a diagnostic is for the operation that reports it.
+/// Whether a diagnostic is an error, a warning or a note, that is, how serious it is for the
+/// operation that reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
@@ -137,8 +138,9 @@ impl Diagnostic {
         self
     }
 
-    /// Adds `detail` to the list of the diagnostics that this diagnostic summarizes. For example,
-    /// each mistake in a job file is a detail of the error that rejects the file.
+    /// Adds a diagnostic to the details: the list of the single errors that this diagnostic
+    /// summarizes. For example, each mistake in a job file is a detail of the error that rejects
+    /// the file.
     pub fn with_detail(mut self, detail: Diagnostic) -> Self {
         self.0.details.push(detail);
         self
@@ -208,7 +210,8 @@ impl Diagnostic {
         &self.0.causes
     }
 
-    /// Returns the diagnostics that this diagnostic summarizes; empty for a single error.
+    /// Returns the single diagnostics that this diagnostic, such as "the job has 3 errors",
+    /// summarizes; empty for a single error.
     pub fn details(&self) -> &[Diagnostic] {
         &self.0.details
     }

@@ -11,11 +11,12 @@ use std::fmt::Write;
 /// The longest source line that is shown with a diagnostic, in characters. A longer line is left
 /// out.
 const MAX_SHOWN_LINE_CHARS: usize = 400;
-/// The largest number of diagnostics that [`render_all`] shows. If there are more, a last line
-/// states how many were left out.
+/// The largest number of diagnostics that are shown on the terminal at once. If there are more, a
+/// last line states how many were left out.
 const MAX_SHOWN_DIAGNOSTICS: usize = 40;
 
-/// Renders a diagnostic and its details as text that ends with a line break.
+/// Renders a diagnostic, and the single diagnostics that it summarizes (its details), as text for
+/// the terminal. The text ends with a line break.
 ///
 /// The details come first, followed by `diagnostic` itself. If there is exactly one detail, the
 /// message of `diagnostic` is left out, and only its causes and help are shown. Unprintable
@@ -34,8 +35,8 @@ pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
     text
 }
 
-/// Renders several diagnostics without their details, separated by empty lines, as text for the
-/// terminal.
+/// Renders several diagnostics, separated by empty lines, as text for the terminal, but not the
+/// further diagnostics (details) that each of them may summarize.
 ///
 /// At most 40 are shown, followed by the number of the others. The text ends with a line break. It
 /// is empty if `diagnostics` is empty.
@@ -53,8 +54,8 @@ pub fn render_all(diagnostics: &[Diagnostic], color: bool) -> String {
     text
 }
 
-/// Renders one diagnostic without its details. If the diagnostic has a location, its source line is
-/// shown, too.
+/// Renders one diagnostic, but not the further diagnostics (details) that it may summarize. If the
+/// diagnostic has a location, its source line is shown, too.
 fn render_one(diagnostic: &Diagnostic, color: bool) -> String {
     match diagnostic.location() {
         Some(location) => render_with_source(diagnostic, location, color),
@@ -138,8 +139,8 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
     format!("{}\n", renderer.render(&[group]))
 }
 
-/// Returns a location whose file name and source line have no unprintable characters, for printing
-/// on a terminal. The columns stay the same.
+/// Returns a copy of a location in which unprintable characters of the file name and the source
+/// line are replaced, so that the location can be printed on a terminal. The columns stay the same.
 fn filter_location_text(location: &Location) -> Location {
     match location {
         Location::File { file } => Location::File { file: filter_line(file) },

@@ -4,7 +4,7 @@ use crate::request::Request;
 use std::io;
 use subtle::ConstantTimeEq;
 
-/// The number of random bytes in the token of a dashboard.
+/// The number of random bytes in the secret token that every request to a dashboard must contain.
 const TOKEN_BYTES: usize = 32;
 
 /// The secret that every HTTP request to the dashboard must contain, in the query or in the header
@@ -12,7 +12,7 @@ const TOKEN_BYTES: usize = 32;
 #[derive(Clone)]
 pub(crate) struct Token(String);
 
-/// The reason why a request to the dashboard is rejected.
+/// The reason why the dashboard rejects an HTTP request, such as a missing token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum AccessError {
     /// The request is for a host name that does not mean this machine. A page of another site

@@ -49,7 +49,8 @@ impl Dashboard {
         Dashboard { source, listed: Mutex::default(), tracked: Mutex::default() }
     }
 
-    /// Returns the source that lists the runs and opens their files.
+    /// Returns the source from which the dashboard gets the list of runs and the files of their run
+    /// directories.
     pub(crate) fn source(&self) -> &dyn RunSource {
         &*self.source
     }
@@ -88,7 +89,7 @@ impl Dashboard {
         Some(shared)
     }
 
-    /// Reads the journal (the file of events) of a run to its end, but for at most the time
+    /// Reads the journal (the file of events) of a run to its end, but for no longer than the time
     /// `limit`, and returns the state of the run.
     pub(crate) fn load_run(&self, run: &str, limit: Duration) -> Option<SharedTrackedRun> {
         let (shared, end) = (self.find_or_track_run(run)?, Instant::now() + limit);

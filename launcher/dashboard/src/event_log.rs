@@ -30,7 +30,8 @@ pub(crate) struct EventLog {
 }
 
 impl EventLog {
-    /// Adds an event of the run, given as JSON. Removes the oldest events if there are too many.
+    /// Adds an event of the run, given as JSON, to the log, and removes the oldest events if there
+    /// are too many.
     pub(crate) fn add(&mut self, event: Value) {
         self.count += 1;
         let bytes = event.to_string().len();

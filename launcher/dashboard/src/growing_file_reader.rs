@@ -26,8 +26,8 @@ pub(crate) struct GrowingFileReader {
     is_skipping: bool,
 }
 
-/// How far one call of [`GrowingFileReader::read_lines`] has read the file, and whether the file
-/// was replaced.
+/// The result of reading a part of a growing file: how far the file was read, and whether it was
+/// replaced by another file.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ReadProgress {
     /// Whether the file was replaced or truncated, so that the next call begins at its start.

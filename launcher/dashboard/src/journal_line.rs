@@ -32,8 +32,8 @@ pub(crate) struct StepValues {
     pub(crate) exposed_comm_s: f64,
 }
 
-/// A parsed line of a run's journal (`events.jsonl`): a `step` event, another event, or one of
-/// another version of launch.
+/// A parsed line of a run's journal (`events.jsonl`): a `step` event, another event, or an event
+/// that only another version of launch knows.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum JournalLine {
     /// A `step` event.

@@ -30,8 +30,8 @@ enum LiveMetricSource {
 /// One value of a metric with its labels, such as the rank or host, as pairs of name and value.
 pub(crate) type LabeledValue = (Vec<(&'static str, String)>, f64);
 
-/// Creates the metric `name`, whose description is `help` and whose values the function in `value`
-/// reads.
+/// Creates the Prometheus metric `name` with the description `help` and with the function that
+/// reads its values from the newest measurements of a run.
 const fn new_live_metric(name: &'static str, help: &'static str, value: LiveMetricSource) -> LiveMetric {
     LiveMetric { name, help, value }
 }

@@ -1,8 +1,8 @@
 //! The HTML page of the dashboard; its HTML, script and style sheet are embedded in the executable.
 use crate::access::Token;
 
-/// The HTML of the dashboard's page, before elements are inserted. `{head}` and `{body}` stand for
-/// the elements that load or contain the style, the script and the data.
+/// The HTML of the dashboard's page, in which `{head}` and `{body}` are placeholders for the
+/// elements that load or contain the style, the script and the data.
 const HTML: &str = include_str!("page/index.html");
 /// The JavaScript of the dashboard's page, wrapped in one function so that its names are not
 /// global. All texts from runs are written as text nodes, never as markup.
@@ -25,8 +25,8 @@ pub(crate) const STYLE: &str = include_str!("page/style.css");
 /// The icon of the dashboard's page, as SVG.
 pub(crate) const ICON: &str = include_str!("page/favicon.svg");
 
-/// Formats the HTML of the page that loads its script, its style sheet and the data of runs from
-/// the dashboard's server.
+/// Formats the HTML of the page of a running dashboard, which loads its script, its style sheet and
+/// the data of runs from the dashboard's server.
 pub(crate) fn format_live_page(token: &Token) -> String {
     let token = token.as_str();
     let head = format!(
@@ -50,7 +50,8 @@ pub(crate) fn format_static_page(nonce: &str, data: &str) -> String {
     fill_page_template(&head, &body)
 }
 
-/// Inserts elements into the head and the body of the dashboard's HTML, and returns the page.
+/// Inserts the HTML elements `head` and `body` at the placeholders in the HTML template of the
+/// dashboard's page, and returns the page.
 fn fill_page_template(head: &str, body: &str) -> String {
     let (before, rest) = HTML.split_once("{head}").unwrap_or((HTML, ""));
     let (middle, after) = rest.split_once("{body}").unwrap_or((rest, ""));

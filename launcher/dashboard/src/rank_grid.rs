@@ -12,7 +12,7 @@ const MAX_HOSTS: usize = 4096;
 /// The longest name of a host that the dashboard keeps, in bytes.
 const MAX_HOST_BYTES: usize = 256;
 
-/// What a rank does, according to the events of the run.
+/// What a rank does, such as running or failed, according to the events of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RankState {
     /// The rank is being started.
@@ -62,7 +62,8 @@ pub(crate) struct RankGrid {
     notices: BTreeMap<u32, u32>,
 }
 
-/// The JSON form of a [`RankGrid`], which the page of the dashboard receives.
+/// The hosts of a run and the states of its ranks, in the JSON form that the page of the dashboard
+/// receives.
 #[derive(Debug, Serialize)]
 pub(crate) struct GridJson<'a> {
     world: u32,
@@ -109,8 +110,9 @@ impl RankGrid {
         self.states.fill(state);
     }
 
-    /// Records that a failure has ended the attempt: marks all ranks as ended, and the rank that
-    /// caused the failure as failed. `rank` is the root cause, if a worker is.
+    /// Records that a failure has ended the attempt (start of all workers): marks all ranks as
+    /// ended, and the rank that caused the failure as failed. `rank` is the root cause, if a worker
+    /// is.
     pub(crate) fn record_failure(&mut self, rank: Option<u32>) {
         self.set_all_states(RankState::Ended);
         let Some(rank) = rank.filter(|rank| *rank < MAX_RANKS) else { return };
@@ -127,7 +129,7 @@ impl RankGrid {
         self.states.iter_mut().filter(|state| **state != RankState::Failed).for_each(|state| *state = end);
     }
 
-    /// Counts one message that the rank `rank` has reported to the user.
+    /// Counts one message to the user, such as a warning, that the rank `rank` has reported.
     pub(crate) fn count_notice(&mut self, rank: u32) {
         if rank < MAX_RANKS {
             *self.notices.entry(rank).or_default() += 1;

@@ -9,7 +9,7 @@ use crate::{
 use serde_json::{Value, json};
 use std::{io, time::Duration};
 
-/// The largest number of runs in a report.
+/// The largest number of runs that one report (a self-contained HTML file) shows.
 pub const MAX_REPORT_RUNS: usize = 4;
 /// How long the creation of a report waits until the journal (file of events) of a run is read.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(120);

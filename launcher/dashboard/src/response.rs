@@ -1,8 +1,8 @@
 //! [`Response`]: an HTTP response of the dashboard, with headers that protect the page from other
 //! sites.
 
-/// The value of the header `Content-Security-Policy`, which allows browsers to load only files of
-/// this server.
+/// The value of the HTTP header `Content-Security-Policy`, by which browsers load scripts, styles
+/// and data of the dashboard's page only from the dashboard's own server.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                                        img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

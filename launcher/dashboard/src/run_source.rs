@@ -38,11 +38,11 @@ pub trait RunSource: Send + Sync {
     /// Lists the runs that this user may see, from the newest to the oldest.
     fn list_runs(&self) -> Vec<RunInfo>;
 
-    /// Loads the current state of a run that [`RunSource::list_runs`] has returned. Returns `None`
-    /// if the run no longer exists.
+    /// Loads the current state of a run that was listed before, such as whether it is still active.
+    /// Returns `None` if the run no longer exists.
     fn reload_run(&self, run: &RunInfo) -> Option<RunInfo>;
 
-    /// Opens a file of a run directory for reading. Fails, without blocking, if the file is not a
-    /// regular file of this user.
+    /// Opens a file in the directory of a run, such as the journal or a log, for reading. Fails,
+    /// without blocking, if the file is not a regular file of this user.
     fn open_file(&self, path: &Path) -> io::Result<File>;
 }

@@ -51,8 +51,9 @@ pub(crate) struct RunView {
 }
 
 impl RunView {
-    /// Creates the state of a run of whose journal no line was read yet. `is_training` is whether
-    /// the job is a built-in training, and `host` the name of its host if it has only one.
+    /// Creates the state of a run before the first line of its journal (`events.jsonl`) is read.
+    /// `is_training` is whether the job is a built-in training, and `host` the name of its host if
+    /// it has only one.
     pub(crate) fn new(is_training: bool, host: &str) -> RunView {
         RunView { is_training, host: host.to_owned(), ..RunView::default() }
     }
@@ -170,8 +171,8 @@ impl RunView {
         }
     }
 
-    /// Marks all ranks as running, if the job runs a program, at the start of an attempt. Programs
-    /// do not report that they have started.
+    /// Marks all ranks as running at the start of an attempt (start of all workers), but only if
+    /// the job runs a program, because programs do not report that they have started.
     fn mark_ranks_running(&mut self) {
         if !self.is_training {
             self.grid.set_all_states(RankState::Running);

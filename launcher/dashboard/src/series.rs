@@ -2,7 +2,7 @@
 //! with its extreme values.
 use serde::Serialize;
 
-/// The largest number of buckets (ranges of steps) into which a curve is divided.
+/// The largest number of buckets (ranges of consecutive steps) into which a curve is divided.
 pub(crate) const MAX_BUCKETS: usize = 1024;
 
 /// The value of a curve at one optimizer step.
@@ -53,8 +53,9 @@ pub(crate) struct SeriesUpdate {
     buckets: Vec<Vec<f64>>,
 }
 
-/// How much of a curve a reader has received: its generation (the version of all buckets but the
-/// last), and the number of buckets.
+/// How much of a curve a reader, such as the page of the dashboard, has received: the number of
+/// buckets (ranges of steps), and a version number that changes when a bucket other than the last
+/// one changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct SeriesReadPosition {
     generation: u64,
@@ -68,7 +69,7 @@ impl Default for Series {
 }
 
 impl Bucket {
-    /// Creates a bucket that contains one point.
+    /// Creates a bucket (the points of a range of steps) with one point.
     fn new(index: u64, point: Point) -> Bucket {
         Bucket { index, first: point, last: point, min: point, max: point }
     }
@@ -118,8 +119,8 @@ impl Series {
         }
     }
 
-    /// Adds a bucket before the last one of the curve, because the run repeats steps after a
-    /// restart.
+    /// Adds points for steps before the last bucket (range of steps) of the curve, which a run that
+    /// was restarted from a checkpoint repeats.
     fn add_earlier_bucket(&mut self, bucket: &Bucket) {
         self.generation += 1;
         match self.buckets.binary_search_by_key(&bucket.index, |b| b.index) {
@@ -150,18 +151,19 @@ impl Series {
         self.buckets.last().map(|bucket| bucket.last)
     }
 
-    /// Returns whether no value was added.
+    /// Returns whether the curve has no points yet.
     pub(crate) fn is_empty(&self) -> bool {
         self.buckets.is_empty()
     }
 
-    /// Returns the points that the curve keeps, in ascending order of their buckets.
+    /// Returns the points that the curve keeps, in ascending order of their steps.
     pub(crate) fn list_points(&self) -> Vec<Point> {
         self.buckets.iter().flat_map(Bucket::list_points).collect()
     }
 
-    /// Returns the buckets of the curve that a reader at `position` has not received, and moves
-    /// `position` to the end of the curve. Returns `None` if the series is empty.
+    /// Returns the part of the curve that a reader, which has received the curve up to `position`,
+    /// still lacks, and moves `position` to the end of the curve. Returns `None` if the series is
+    /// empty.
     pub(crate) fn take_update(&self, position: &mut SeriesReadPosition) -> Option<SeriesUpdate> {
         if self.buckets.is_empty() {
             return None;

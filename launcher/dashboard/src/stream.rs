@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 /// The largest number of runs that one page of the dashboard shows at once.
 pub(crate) const MAX_STREAM_RUNS: usize = 4;
 
-/// The runs that a page shows, and how much of each run was already sent to the page.
+/// The runs that a page of the dashboard shows, and how much of the data of each run was already
+/// sent to the page.
 #[derive(Debug)]
 pub(crate) struct RunStream {
     positions: BTreeMap<String, RunReadPosition>,

@@ -26,8 +26,8 @@ const REFRESH_BYTES: u64 = 4 << 20;
 const MAX_JOB_BYTES: u64 = 4 << 20;
 /// The largest number of values of a run's job that the page shows.
 const MAX_JOB_VALUES: usize = 20_000;
-/// The interval at which the dashboard reads again whether a run is active, its measurements, and
-/// when its logs were last written.
+/// The interval at which the dashboard reads again whether a run is active, what its newest
+/// measurements are, and when its ranks last wrote to their logs.
 const STATE_REFRESH_INTERVAL: Duration = Duration::from_secs(2);
 /// The largest number of log files of a run for which the time of the last write is read.
 const MAX_LOGS_WITH_AGE: usize = 4096;
@@ -134,8 +134,8 @@ impl TrackedRun {
         self.is_loaded
     }
 
-    /// Reads again whether the run is active, its newest measurements, and when its ranks last
-    /// wrote to their logs.
+    /// Reads again whether the run is active, what its newest measurements (such as step times)
+    /// are, and when its ranks last wrote to their logs.
     fn refresh_state(&mut self, source: &dyn RunSource) {
         self.next_state = Instant::now() + STATE_REFRESH_INTERVAL;
         if let Some(info) = source.reload_run(&self.info).filter(|info| *info != self.info) {
@@ -155,8 +155,9 @@ impl TrackedRun {
         }
     }
 
-    /// Returns the data of the run that a reader at `position` has not received, and moves
-    /// `position` to the present state. Returns `None` if nothing has changed.
+    /// Returns the data of the run that a reader, which has received the data up to `position`,
+    /// still lacks, and moves `position` to the present state. Returns `None` if nothing has
+    /// changed.
     pub(crate) fn take_update(&self, position: &mut RunReadPosition) -> Option<RunUpdate<'_>> {
         if (position.epoch, position.version) == (self.epoch, self.version) {
             return None;
@@ -189,7 +190,7 @@ impl TrackedRun {
     }
 }
 
-/// Creates the state of a run of whose journal (file of events) no line was read yet.
+/// Creates the state of a run before the first line of its journal (file of events) is read.
 fn create_empty_view(job: &Value, info: &RunInfo) -> RunView {
     RunView::new(!job["job"]["train"].is_null(), &info.host)
 }

@@ -4,27 +4,28 @@ use crate::{log_files::to_printable_line, request::Request, run_view::RunView, s
 /// The result of a parser: success, or its first error.
 pub type ParseResult = Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
-/// Parses bytes as the lines of a run's journal (file of events), and updates the state of a run
-/// with them. Never fails, because damaged lines are counted.
+/// Calls the parser of a run's journal (file of events) with arbitrary bytes, for fuzzing. Never
+/// fails, because damaged lines are counted.
 pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     let mut view = RunView::new(true, "host");
     bytes.split(|b| *b == b'\n').for_each(|line| view.add_journal_line(line));
     Ok(())
 }
 
-/// Parses bytes as a run's status file, which contains its newest measurements. Fails if the file
-/// would not be shown.
+/// Calls the parser of a run's status file, which contains its newest measurements, with arbitrary
+/// bytes, for fuzzing. Fails if the file would not be shown.
 pub fn parse_run_status(bytes: &[u8]) -> ParseResult {
     parse_status(bytes).map(drop).ok_or_else(|| "the measurements are not valid".into())
 }
 
-/// Parses bytes as the head of an HTTP request. Fails if a server would reject the head.
+/// Calls the parser of the head of an HTTP request with arbitrary bytes, for fuzzing. Fails if a
+/// server would reject the head.
 pub fn parse_http_request(bytes: &[u8]) -> ParseResult {
     Request::parse(bytes).map(drop).map_err(Into::into)
 }
 
-/// Formats bytes as the lines of a rank's log. Never fails, because unprintable characters are
-/// replaced.
+/// Calls the function that formats the lines of a rank's log for the page with arbitrary bytes, for
+/// fuzzing. Never fails, because unprintable characters are replaced.
 pub fn format_log(bytes: &[u8]) -> ParseResult {
     bytes.split(|b| *b == b'\n').for_each(|line| drop(to_printable_line(line)));
     Ok(())

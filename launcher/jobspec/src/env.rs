@@ -116,7 +116,8 @@ pub const HABANA_VISIBLE_MODULES: &str = "HABANA_VISIBLE_MODULES";
 pub const NEURON_RT_VISIBLE_CORES: &str = "NEURON_RT_VISIBLE_CORES";
 /// Environment variable that launch reads: how many physical NeuronCores form a logical NeuronCore.
 pub const NEURON_LOGICAL_NC_CONFIG: &str = "NEURON_LOGICAL_NC_CONFIG";
-/// Environment variable that launch reads: an older name of [`NEURON_LOGICAL_NC_CONFIG`].
+/// Environment variable that launch reads: how many physical NeuronCores form a logical NeuronCore,
+/// under an older name of the variable.
 pub const NEURON_RT_VIRTUAL_CORE_SIZE: &str = "NEURON_RT_VIRTUAL_CORE_SIZE";
 /// The environment variables of all vendors that restrict which accelerators a process can use.
 pub const DEVICE_VARIABLES: [&str; 7] = [
@@ -128,12 +129,13 @@ pub const DEVICE_VARIABLES: [&str; 7] = [
     HABANA_VISIBLE_MODULES,
     NEURON_RT_VISIBLE_CORES,
 ];
-/// Environment variable that launch sets for workers of jobs on several hosts that name a network:
-/// the interface of NCCL's sockets.
+/// Environment variable that launch sets for workers on several hosts if the job selects a network
+/// (`cluster.interface`): the network interface of NCCL's sockets.
 pub const NCCL_SOCKET_IFNAME: &str = "NCCL_SOCKET_IFNAME";
-/// Environment variable that launch sets for programs on several hosts: the interface of Gloo.
+/// Environment variable that launch sets for programs on several hosts: the network interface of
+/// Gloo.
 pub const GLOO_SOCKET_IFNAME: &str = "GLOO_SOCKET_IFNAME";
-/// Environment variable that launch sets for programs on several hosts: the interface of
+/// Environment variable that launch sets for programs on several hosts: the network interface of
 /// TensorPipe.
 pub const TP_SOCKET_IFNAME: &str = "TP_SOCKET_IFNAME";
 /// The environment variables that select the network interfaces of NCCL, Gloo and TensorPipe.
@@ -258,18 +260,18 @@ pub const UNSUPPORTED_MLFLOW_VARIABLES: [&str; 3] =
     ["MLFLOW_TRACKING_CLIENT_CERT_PATH", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"];
 
 /// Environment variable that launch sets for built-in workers: the number of the inherited file
-/// descriptor that connects the worker to its agent.
+/// descriptor of the socket that connects the worker to its agent (launch's process on the host).
 pub const LAUNCH_CONTROL_FD: &str = "LAUNCH_CONTROL_FD";
 /// Environment variable that launch sets for built-in workers: the number of the inherited file
 /// descriptor of the host's shared memory segment (a memfd).
 pub const LAUNCH_SHM_FD: &str = "LAUNCH_SHM_FD";
 /// Environment variable that launch sets for built-in workers of a job with `checkpoint.memory`:
-/// the number of the inherited file descriptor of the host's memory for copies of the training
-/// state (a memfd).
+/// the number of the inherited file descriptor of the memory (a memfd) in which the host keeps
+/// copies of the training state.
 pub const LAUNCH_MEMORY_FD: &str = "LAUNCH_MEMORY_FD";
-/// Environment variable that launch sets for built-in workers that may leave an attempt and take
-/// part in a later one: the number of the inherited socket over which the agent passes the shared
-/// memory segment of each later attempt.
+/// Environment variable that launch sets for built-in workers whose process may take part in
+/// several attempts (starts of all workers): the number of the inherited socket over which the
+/// agent passes the shared memory segment of each later attempt.
 pub const LAUNCH_ATTEMPT_FD: &str = "LAUNCH_ATTEMPT_FD";
 /// Environment variable that launch sets for built-in workers: the number of the inherited file
 /// descriptor of the memory (a memfd) to which each worker of the host writes its status.
@@ -277,25 +279,28 @@ pub const LAUNCH_STATUS_FD: &str = "LAUNCH_STATUS_FD";
 /// Environment variable that launch sets for programs in a job with `run.hang_timeout`, unless the
 /// user sets it: the number of collectives that torch's flight recorder keeps.
 pub const TORCH_FR_BUFFER_SIZE: &str = "TORCH_FR_BUFFER_SIZE";
-/// Environment variable that launch sets in the same jobs as `TORCH_FR_BUFFER_SIZE`: whether torch
-/// writes the recorded collectives after a timeout.
+/// Environment variable that launch sets for programs in a job with `run.hang_timeout`, unless the
+/// user sets it: whether torch's flight recorder writes the recorded collectives to a file after a
+/// timeout.
 pub const TORCH_FR_DUMP_ON_TIMEOUT: &str = "TORCH_FR_DUMP_ON_TIMEOUT";
-/// Environment variable that launch sets in the same jobs as `TORCH_FR_BUFFER_SIZE`: the path of
-/// the file for the recorded collectives, to which torch appends the rank.
+/// Environment variable that launch sets for programs in a job with `run.hang_timeout`, unless the
+/// user sets it: the path of the file for the collectives that torch's flight recorder has
+/// recorded, to which torch appends the rank.
 pub const TORCH_FR_DUMP_TEMP_FILE: &str = "TORCH_FR_DUMP_TEMP_FILE";
 /// The environment variables that earlier versions of torch read instead of `TORCH_FR_BUFFER_SIZE`,
 /// `TORCH_FR_DUMP_ON_TIMEOUT` and `TORCH_FR_DUMP_TEMP_FILE`.
 pub const OLD_FLIGHT_RECORDER_VARIABLES: [&str; 3] =
     ["TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"];
 /// Environment variable that launch sets for programs in a job with `run.hang_timeout`: the
-/// directory in which the hang hook and the agent exchange files (docs/design/processes.md).
+/// directory in which the hang hook (launch's Python module in the worker) and the agent exchange
+/// files (docs/design/processes.md).
 pub const LAUNCH_HANG_DIR: &str = "LAUNCH_HANG_DIR";
-/// Environment variable that launch sets together with `LAUNCH_HANG_DIR`: the number of the signal
-/// that makes Python write its stacks.
+/// Environment variable that launch sets for programs in a job with `run.hang_timeout`: the number
+/// of the signal at which Python writes the stacks of its threads.
 pub const LAUNCH_HANG_SIGNAL: &str = "LAUNCH_HANG_SIGNAL";
-/// Environment variable that launch sets together with `LAUNCH_HANG_DIR`: the interval in
-/// milliseconds at which the hang hook (launch's Python module in the worker) publishes the numbers
-/// of collectives.
+/// Environment variable that launch sets for programs in a job with `run.hang_timeout`: the
+/// interval in milliseconds at which the hang hook (launch's Python module in the worker) publishes
+/// the numbers of collectives.
 pub const LAUNCH_HANG_INTERVAL_MS: &str = "LAUNCH_HANG_INTERVAL_MS";
 /// Environment variable that launch sets for commands of `launch exec`: the process id of the
 /// worker next to which the command runs.
@@ -311,29 +316,33 @@ pub const LAUNCH_FAULT: &str = "LAUNCH_FAULT";
 /// Environment variable for tests: a file to which every worker appends the number of fault points
 /// (places where tests inject failures) that it has passed.
 pub const LAUNCH_FAULT_COUNT: &str = "LAUNCH_FAULT_COUNT";
-/// Environment variable that an agent in a Slurm step reads: the name of the agent's node.
+/// Environment variable that Slurm sets and an agent (launch's process on each node) reads: the
+/// name of the agent's node.
 pub const SLURMD_NODENAME: &str = "SLURMD_NODENAME";
-/// Environment variable that an agent reads: the number of the Slurm step that the agent is part
-/// of. The variable is not set outside of Slurm steps.
+/// Environment variable that Slurm sets and an agent (launch's process on each node) reads: the
+/// number of the Slurm step that the agent is part of. The variable is not set outside of Slurm
+/// steps.
 pub const SLURM_STEP_ID: &str = "SLURM_STEP_ID";
-/// Environment variable that launch reads: the number of nodes on which launch is started, `N` or
-/// `MIN:MAX` (`--nodes`).
+/// Environment variable that launch reads: the number of nodes (machines on which the user starts
+/// launch) that form one job, `N` or `MIN:MAX` (`--nodes`).
 pub const LAUNCH_NODES: &str = "LAUNCH_NODES";
-/// Environment variable that launch reads: the number of this node, from 0 (`--node-rank`).
+/// Environment variable that launch reads: the number of this node among the nodes on which the
+/// user starts launch, from 0 (`--node-rank`).
 pub const LAUNCH_NODE_RANK: &str = "LAUNCH_NODE_RANK";
 /// Environment variable that launch reads: the address at which node 0 listens for the other nodes
-/// (`--rendezvous`).
+/// that join its run (`--rendezvous`).
 pub const LAUNCH_RENDEZVOUS: &str = "LAUNCH_RENDEZVOUS";
-/// Environment variable that launch reads: the file with the key that the nodes share
-/// (`--key-file`).
+/// Environment variable that launch reads: the file with the secret key by which the nodes of a job
+/// recognize each other (`--key-file`).
 pub const LAUNCH_KEY_FILE: &str = "LAUNCH_KEY_FILE";
-/// Environment variable that launch reads: `1` lets nodes join without a key (`--insecure`).
+/// Environment variable that launch reads: `1` lets other nodes join a run without a secret key
+/// (`--insecure`).
 pub const LAUNCH_INSECURE: &str = "LAUNCH_INSECURE";
 /// Environment variable that launch reads: the id of the batch job that started launch, such as the
 /// UID of a JobSet.
 pub const LAUNCH_BATCH_JOB: &str = "LAUNCH_BATCH_JOB";
-/// Environment variable for tests: the number of agents that launch starts on this machine. Each of
-/// these agents stands for a host.
+/// Environment variable for tests: the number of agents (launch's processes that start workers) on
+/// this machine, each of which stands for a host.
 pub const LAUNCH_LOCAL_AGENTS: &str = "LAUNCH_LOCAL_AGENTS";
 /// Environment variable for tests: the number of accelerators that launch assumes on this machine,
 /// instead of asking the driver. `8` stands for NVIDIA GPUs, `npu:8` for another kind, and

@@ -12,7 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest time for which a pipe may provide no data. Reading fails after a longer pause.
+/// The longest time for which an input file that is a pipe may provide no data. Reading fails after
+/// a longer pause.
 const MAX_PIPE_PAUSE: Duration = Duration::from_secs(5);
 /// The time limit for reading a whole pipe, as a multiple of the longest time for which it may
 /// provide no data.
@@ -23,15 +24,15 @@ const OPEN_FLAGS: OFlag = OFlag::O_NONBLOCK.union(OFlag::O_NOCTTY);
 /// The largest number of bytes that one read from a pipe returns.
 const PIPE_READ_BYTES: usize = 64 << 10;
 
-/// Reads at most `limit + 1` bytes of the file at `path`. The additional byte shows the caller that
-/// the file is longer than `limit`. A pipe, such as that of `<(command)` in a shell, must provide
-/// data within [`MAX_PIPE_PAUSE`].
+/// Reads the file at `path`, but at most `limit + 1` bytes, of which the last one shows the caller
+/// that the file is longer than `limit`. A pipe, such as that of `<(command)` in a shell, must
+/// provide data within [`MAX_PIPE_PAUSE`].
 pub fn read_input_file(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_with_timeout(path, limit, MAX_PIPE_PAUSE)
 }
 
-/// Reads at most `limit + 1` bytes of the file at `path`, and fails if the file is a pipe that
-/// provides no data for the time `timeout`.
+/// Reads the file at `path`, but at most `limit + 1` bytes so that the caller recognizes a longer
+/// file, and fails if the file is a pipe that provides no data for the time `timeout`.
 fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let file = OpenOptions::new().read(true).custom_flags(OPEN_FLAGS.bits()).open(path)?;
     if !file.metadata()?.is_file() {
@@ -42,7 +43,8 @@ fn read_with_timeout(path: &Path, limit: u64, timeout: Duration) -> io::Result<V
     Ok(bytes)
 }
 
-/// Reads a pipe, a terminal or another special file to its end, but at most `limit + 1` bytes.
+/// Reads a pipe, a terminal or another special file to its end, but at most `limit + 1` bytes, so
+/// that the caller recognizes a longer input.
 fn read_pipe(mut file: &File, limit: u64, timeout: Duration) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut chunk = vec![0; PIPE_READ_BYTES];

@@ -14,9 +14,9 @@ use serde_json::{Map, Value};
 const FIELD_SUFFIXES: [&str; 2] = ["", "_ms"];
 
 impl JobSpec {
-    /// Converts the job to JSON whose fields have the present names of the keys in job.yaml,
-    /// although the serialized form has deprecated ones. The result cannot be deserialized to a
-    /// [`JobSpec`], because the serialized form has other names.
+    /// Converts the job to JSON whose fields have the present names of the keys in job.yaml, in
+    /// contrast to the serialized form of [`JobSpec`], in which some keys keep deprecated names.
+    /// The result cannot be deserialized to a [`JobSpec`].
     pub fn to_key_json(&self) -> Value {
         let mut job = serde_json::to_value(self).unwrap_or(Value::Null);
         for name in DEPRECATED_NAMES.iter() {
@@ -29,8 +29,8 @@ impl JobSpec {
     }
 }
 
-/// Gives the field with a deprecated name in `fields`, a section of the serialized job, its present
-/// name. Replaces the field's value if the value was renamed, too.
+/// Renames, in a section of a job in JSON, the field of a key that the serialized form of the job
+/// contains under a deprecated name. Replaces the field's value if the value was renamed, too.
 fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     for suffix in FIELD_SUFFIXES {
         let Some(value) = fields.remove(&format!("{}{suffix}", name.old)) else { continue };
@@ -40,8 +40,8 @@ fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     }
 }
 
-/// Converts a value from its form in job.yaml to its form in the serialized job. `true` and `false`
-/// become booleans. A keyword becomes the name of an enum variant, by a capital first letter.
+/// Converts a keyword or boolean from its form in job.yaml to its form in the serialized job:
+/// `true` to a boolean, `host` to the name `Host` of an enum variant.
 fn serialize_value(value: &str) -> Value {
     match value {
         "true" => Value::Bool(true),

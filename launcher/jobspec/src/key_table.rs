@@ -17,9 +17,8 @@ pub static KEYS: LazyLock<Vec<KeyInfo>> = LazyLock::new(|| {
     table
 });
 
-/// Converts the path of a key of job.yaml to the path under which docs/job.md documents the key.
-/// The last part of `path` may be an alias or a deprecated name. An unknown path is returned
-/// unchanged.
+/// Converts the path of a key of job.yaml, whose last part may be an alias or a deprecated name, to
+/// the path under which docs/job.md documents the key. An unknown path is returned unchanged.
 pub(crate) fn canonicalize_key_path(path: &str) -> String {
     let (section, name) = path.rsplit_once('.').unwrap_or(("", path));
     let keys = || list_section_keys(&KEYS, section);

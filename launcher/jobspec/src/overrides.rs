@@ -53,8 +53,8 @@ fn invalid_override_error(span: SourceSpan, message: impl Into<String>) -> Value
     ValueError::new(codes::SET_ARGUMENT_INVALID, span, message)
 }
 
-/// Converts an error about a `--set path=value` argument to a diagnostic. `path` is the documented
-/// path of the key, if known.
+/// Converts an error about the path or value of a `--set path=value` argument to a diagnostic for
+/// the user. `path` is the documented path of the key, if known.
 fn override_diagnostic(sources: &SourceMap, path: Option<&str>, error: ValueError) -> Diagnostic {
     let code = error.code;
     let mut list = error.into_diagnostics(sources, path, "`--set` ").into_iter();
@@ -163,8 +163,9 @@ fn set_value_at_path(
     Ok(())
 }
 
-/// Finds the entry of the key `path` in a YAML mapping under any of the key's names. If `entries`
-/// lacks the key, adds an entry with the name and span of the override.
+/// Finds the entry of the key `path` in a YAML mapping under any of the key's names, or adds an
+/// entry without a value if the mapping lacks the key. The added entry has the name and the span of
+/// the override.
 fn find_or_insert_entry<'e>(
     entries: &'e mut Vec<YamlEntry>,
     name: &str,

@@ -60,7 +60,7 @@ impl ReloadValues {
         ReloadValues { log_ranks: job.run.logs.show.clone(), checkpoint_every: job.checkpoint.every, train }
     }
 
-    /// Sets those keys of `job` that may change while the job runs to these values.
+    /// Copies the values of those keys that may change while the job runs into `job`.
     pub fn apply_to(&self, job: &mut JobSpec) {
         job.run.logs.show.clone_from(&self.log_ranks);
         job.checkpoint.every = self.checkpoint_every;
@@ -74,8 +74,8 @@ impl ReloadValues {
     }
 }
 
-/// Compares a running job with the job in its edited file. Returns the changed keys, and the values
-/// with which the job continues.
+/// Compares a running job with the job in its edited file, and returns which keys have changed, and
+/// the values with which the running job continues.
 pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
     let (before, after) = (list_key_values(running), list_key_values(file));
     let keys: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
@@ -99,8 +99,8 @@ pub fn compare_jobs(running: &JobSpec, file: &JobSpec) -> ReloadChanges {
     ReloadChanges { changed, not_reloadable, values }
 }
 
-/// Returns the values of those keys that have an effect in a job, as YAML text by the path of the
-/// key.
+/// Returns the values of all keys that have an effect in a job, as YAML text by the path of the
+/// key, so that two jobs can be compared.
 pub fn list_key_values(job: &JobSpec) -> BTreeMap<String, String> {
     job.list_used_values().list_paths_and_values().into_iter().collect()
 }

@@ -152,9 +152,9 @@ fn is_secret_name(name: &str, is_variable: bool) -> bool {
     is_probable_secret_name(&name) && (is_variable || !is_lower_case || is_specific)
 }
 
-/// Returns the byte offset of the value in `text`, which follows a name as in `: value` or
-/// `=value`. Returns `None` if no value follows, or if the value is a reference such as `{from_env:
-/// NAME}`.
+/// Returns at which byte of `text`, which follows the name of a variable or key, the value begins,
+/// as after the `=` of `=value` or the `: ` of `: value`. Returns `None` if no value follows, or if
+/// the value is a reference such as `{from_env: NAME}`.
 fn find_value_start(text: &str) -> Option<usize> {
     let after_quote = text.trim_start_matches(['"', '\'']).trim_start_matches(' ');
     let value = after_quote.strip_prefix([':', '='])?.trim_start_matches(' ');
@@ -162,9 +162,9 @@ fn find_value_start(text: &str) -> Option<usize> {
     is_value.then_some(text.len() - value.len())
 }
 
-/// Returns the byte offset of the value in `text`, which follows the name of an option as in `
-/// value` or `=value`. Recognizes `--token=value`, `--token value`, `[--token, value]` and
-/// `["--token", "value"]`.
+/// Returns at which byte of `text`, which follows the name of a command-line option, the value of
+/// the option begins, as after the `=` of `=value`. Recognizes `--token=value`, `--token value`,
+/// `[--token, value]` and `["--token", "value"]`.
 fn find_option_value_start(text: &str) -> Option<usize> {
     let value = match text.strip_prefix('=') {
         Some(value) => value,
@@ -176,9 +176,10 @@ fn find_option_value_start(text: &str) -> Option<usize> {
     (start > 0 && may_be_secret_argument(&value[..end])).then_some(start)
 }
 
-/// Returns the length in bytes of the value of a command-line option at the start of `value`.
-/// `before` is the text before the value. A value that is quoted, alone or with its option, ends at
-/// the quote. Another value ends at a space or a quote and, in a list, at the next separator.
+/// Returns the length in bytes of the value of a command-line option, such as `--token`, with which
+/// the text `value` begins. `before` is the text before the value. A value that is quoted, alone or
+/// with its option, ends at the quote. Another value ends at a space or a quote and, in a list, at
+/// the next separator.
 fn measure_option_value(value: &str, before: &str) -> usize {
     let line = value.find('\n').unwrap_or(value.len());
     let before_option = before.strip_suffix('=').map(|option| option.trim_end_matches(is_name_character));
@@ -190,7 +191,7 @@ fn measure_option_value(value: &str, before: &str) -> usize {
     end.unwrap_or(line).min(line)
 }
 
-/// Returns the length in bytes of the YAML or shell value at the start of `text`. In a flow
+/// Returns the length in bytes of the YAML or shell value with which `text` begins. In a flow
 /// mapping, a plain value ends before the next separator.
 fn measure_value(text: &str, in_mapping: bool) -> usize {
     let line = text.find('\n').unwrap_or(text.len());

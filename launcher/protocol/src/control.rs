@@ -50,7 +50,8 @@ pub const PROTOCOL_VERSION: u32 = 14;
 /// bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
 
-/// A message from the controller to an agent.
+/// A message from the controller (the process that controls a run) to an agent (launch's process on
+/// each host).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToAgent {
     /// The first message of the controller. The agent answers with [`FromAgent::Hello`].
@@ -145,7 +146,8 @@ pub enum ToAgent {
     Heartbeat,
 }
 
-/// A request to an agent to bind the rendezvous port (`MASTER_PORT`) on its host.
+/// A request to the agent of a host to bind the rendezvous port (`MASTER_PORT`) of the job's
+/// workers on this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RendezvousRequest {
     /// The attempt that the rendezvous is for.
@@ -179,7 +181,8 @@ impl RendezvousRequest {
     }
 }
 
-/// A message from an agent to the controller.
+/// A message from an agent (launch's process on each host) to the controller (the process that
+/// controls a run).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromAgent {
     /// The first message of the agent, which answers [`ToAgent::Hello`].
@@ -386,8 +389,8 @@ pub enum FromAgent {
 }
 
 impl FromAgent {
-    /// Returns whether the message may be lost, because the agent soon sends a newer one of the
-    /// same kind, such as a heartbeat.
+    /// Returns whether the message may be dropped when the connection is slow or lost, because the
+    /// agent soon sends a newer one of the same kind, such as a heartbeat.
     pub fn is_transient(&self) -> bool {
         matches!(
             self,
@@ -399,7 +402,7 @@ impl FromAgent {
     }
 }
 
-/// A message from an agent to a worker of the built-in training.
+/// A message from an agent (launch's process on each host) to a worker of the built-in training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToWorker {
     /// The identity and the job of the worker. The first message of the agent, and the first
@@ -460,8 +463,8 @@ pub struct WorkerInit {
 }
 
 impl WorkerInit {
-    /// Returns the batch job from whose newest checkpoint the attempt resumes, whatever
-    /// `resume.from` states. Returns `None` if `resume.from` applies.
+    /// Returns the batch job, such as a Slurm job that was requeued, from whose newest checkpoint
+    /// the workers resume in place of `resume.from`. Returns `None` if `resume.from` applies.
     pub fn continued_batch_job(&self) -> Option<&BatchJobRecord> {
         self.batch_job.as_ref().filter(|_| self.continues_batch_job)
     }

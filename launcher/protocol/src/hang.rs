@@ -40,7 +40,7 @@ pub struct RankEvidence {
     pub nccl_warnings: Vec<String>,
 }
 
-/// How many collectives of one process group a rank has entered and completed.
+/// How many collectives a rank has entered and completed in one of torch's process groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupCounters {
     /// The name of the group.
@@ -164,8 +164,8 @@ pub struct RankGpuFault {
     pub fault: GpuFault,
 }
 
-/// The content of the file `hang-ATTEMPT.json` in the run directory: the verdict on a hang, and
-/// what agents have collected about the ranks.
+/// The content of the file `hang-ATTEMPT.json` in the run directory: why the ranks hang (the
+/// verdict), and what agents have collected about each rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HangFile {
     /// The result of the diagnosis.
@@ -182,7 +182,8 @@ impl HangFile {
     }
 }
 
-/// The way in which ranks hang, such as ranks that have not entered a collective.
+/// The way in which the ranks of a job hang, for example because some ranks have not entered a
+/// collective in which the others wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HangKind {
@@ -256,7 +257,8 @@ pub enum RankActivity {
     Unknown,
 }
 
-/// A call of a collective that several ranks have made with equal arguments.
+/// A call of a collective that several ranks have made with equal arguments, listed in the verdict
+/// on a hang because other ranks have made a different call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CollectiveCallOfRanks {
     /// The ranks.

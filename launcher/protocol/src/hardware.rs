@@ -21,15 +21,16 @@ pub struct CpuCore {
 }
 
 impl CpuTopology {
-    /// Creates a topology in which each CPU is a separate core of NUMA node 0, for a host whose
-    /// topology is unknown or not valid.
+    /// Creates a topology in which each CPU (hardware thread) is a separate core of NUMA node 0,
+    /// for a host whose topology is unknown or not valid.
     pub fn with_one_core_per_cpu(cpus: &[u32]) -> CpuTopology {
         CpuTopology { cores: cpus.iter().map(|cpu| CpuCore { cpus: vec![*cpu], numa_node: 0 }).collect() }
     }
 
-    /// Returns whether the cores of this topology contain exactly the CPUs in `cpus`, each of them
-    /// once. The caller must pass `cpus` in ascending order without duplicates. The controller
-    /// calls this function because the inventory that an agent reports is untrusted input.
+    /// Returns whether the cores of this topology contain exactly the CPUs (hardware threads) in
+    /// `cpus`, each of them once. The caller must pass `cpus` in ascending order without
+    /// duplicates. The controller calls this function because the inventory that an agent reports
+    /// is untrusted input.
     pub fn covers_exactly(&self, cpus: &[u32]) -> bool {
         let mut core_cpus: Vec<u32> = self.cores.iter().flat_map(|core| core.cpus.iter().copied()).collect();
         core_cpus.sort_unstable();

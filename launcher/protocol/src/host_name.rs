@@ -7,8 +7,8 @@ pub fn read_host_name() -> String {
     read_host_name_below(Path::new("/")).unwrap_or_default()
 }
 
-/// Reads the hostname of a machine from its `/proc` below the directory `root`, which tests
-/// replace. The error contains the path of the file.
+/// Reads the hostname of a machine from the `proc` directory below the directory `root`, which is
+/// `/` except in tests. The error contains the path of the file.
 pub fn read_host_name_below(root: &Path) -> io::Result<String> {
     let path = "proc/sys/kernel/hostname";
     let name = fs::read_to_string(root.join(path));

@@ -8,11 +8,11 @@ use jobspec::PortSelection;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf};
 
-/// The largest number of other hosts to which one [`ProbeRequest::Connect`] makes an agent
-/// connect.
+/// The largest number of other hosts to which `launch check` makes one agent connect with a single
+/// request.
 pub const MAX_PEERS: usize = 64;
 
-/// A request of `launch check` to an agent.
+/// A request of `launch check` to the agent of a host: inspect the host, or connect to other hosts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ProbeRequest {
     /// Inspects the hardware, limits and directories of the host. Afterwards, the agent listens for
@@ -46,7 +46,8 @@ pub enum ProbeRequest {
     Measure(MeasureRequest),
 }
 
-/// The agent of another host, and the addresses at which it listens during `launch check`.
+/// The agent of another host, as a target of connections that `launch check` makes between hosts,
+/// with the addresses at which the agent listens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerListener {
     /// The name of the host.
@@ -57,7 +58,8 @@ pub struct PeerListener {
     pub greeting: String,
 }
 
-/// The answer of an agent to a [`ProbeRequest`].
+/// The answer of an agent to a request of `launch check`: what it found on its host, or which other
+/// hosts it could reach.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ProbeAnswer {
     /// The answer to [`ProbeRequest::Inspect`].

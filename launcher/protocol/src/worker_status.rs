@@ -2,14 +2,15 @@
 //! from shared memory even if the worker is stuck.
 use std::borrow::Cow;
 
-/// The size in bytes of a worker's status in the shared memory. The status of the worker with local
-/// rank r begins at byte r × `STATUS_BYTES` of the shared memory.
+/// The size in bytes of one worker's status in the shared memory that the host's agent reads. The
+/// status of the worker with local rank r begins at byte r × `STATUS_BYTES` of the shared memory.
 pub const STATUS_BYTES: usize = 128;
 /// The version of the form in which a worker's status is stored in the shared memory.
 const ENCODING_VERSION: u32 = 1;
 /// The bytes of an encoded worker status that contain the name of the last collective.
 const COLLECTIVE_BYTE_RANGE: std::ops::Range<usize> = 32..64;
-/// The bytes of an encoded worker status that contain the worker's task.
+/// The bytes of an encoded worker status that contain the worker's task, that is, what its main
+/// thread does, such as `training`.
 const TASK_BYTE_RANGE: std::ops::Range<usize> = 64..120;
 /// The byte offset, in an encoded worker status, of the checksum of all earlier bytes.
 const CHECKSUM_OFFSET: usize = 120;

@@ -21,7 +21,7 @@ pub struct HostAddress {
 
 impl HostAddress {
     /// Returns the name of the host as plans, logs and filters show it: without the login name, and
-    /// with the port if the text contains one.
+    /// with the port if the user has written one.
     pub fn name_with_port(&self) -> String {
         match self.port {
             None => self.host.clone(),

@@ -85,8 +85,8 @@ impl HostSyntaxError {
         }
     }
 
-    /// Adds `by` to the byte position of the error. This converts a position in a part of a text to
-    /// a position in the whole text, if the part begins at byte `by`.
+    /// Adds `by` to the byte position of the error, which converts a position in a part of a list
+    /// of hosts to a position in the whole list, if the part begins at byte `by`.
     pub(super) fn shift_by(self, by: usize) -> Self {
         HostSyntaxError { at: self.at + by, ..self }
     }

@@ -21,7 +21,7 @@ pub enum HostSlots {
 
 impl HostSlots {
     /// Returns the number of slots (places of workers) on the host; `None` if it follows from the
-    /// hardware of the host ([`HostSlots::Auto`]).
+    /// job or from the hardware of the host.
     pub fn count(&self) -> Option<u32> {
         match self {
             HostSlots::Auto => None,
@@ -87,8 +87,8 @@ pub fn filter_hosts(
     }
 }
 
-/// Lists the numbers of a host's slots (places of workers), counted from 0; returns `None` for
-/// [`HostSlots::Auto`].
+/// Lists the numbers of a host's slots (places of workers), counted from 0; returns `None` if the
+/// number of slots follows from the job or from the hardware of the host.
 fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     match slots {
         HostSlots::Auto => None,
@@ -97,9 +97,9 @@ fn list_slot_numbers(slots: &HostSlots) -> Option<Vec<u32>> {
     }
 }
 
-/// Parses one filter of hosts, such as `worker-0@worker-1:0,2`, and adds the hosts and slots that
-/// it names to `named`. `by_name` contains the index in `hosts` of each host name. Fails if `hosts`
-/// lacks a host or a slot.
+/// Parses one filter of hosts, such as `worker-0@worker-1:0,2`, and adds the hosts and slots
+/// (places of workers) that it names to `named`, which contains those of earlier filters. `by_name`
+/// contains the index in `hosts` of each host name. Fails if `hosts` lacks a host or a slot.
 fn parse_filter(
     hosts: &[(String, HostSlots)],
     by_name: &HashMap<&str, usize>,
@@ -133,9 +133,10 @@ fn expand_host_name(text: &str) -> Result<Vec<String>, FilterProblem> {
     }
 }
 
-/// Adds the slots with the numbers `these` of one host, whose index in the list of hosts is
-/// `index`, to the slots `named` that filters name. An empty list stands for all slots. Fails if
-/// the host lacks one of the slots, or if filters name the host both with and without slots.
+/// Adds slots (places of workers) of one host, whose numbers are in `these`, to `named`, the slots
+/// that filters of hosts name. `index` is the index of the host in the list of hosts. An empty list
+/// stands for all slots. Fails if the host lacks one of the slots, or if filters name the host both
+/// with and without slots.
 fn add_slots(
     (host, slots): &(String, HostSlots),
     index: usize,
@@ -161,8 +162,8 @@ fn add_slots(
     Ok(())
 }
 
-/// Parses the slots in a filter of hosts, such as `0,2-3`, into ascending numbers without
-/// duplicates.
+/// Parses the numbers of slots (places of workers) in a filter of hosts, such as `0,2-3`, into
+/// ascending numbers without duplicates.
 fn parse_slots(text: &str) -> Result<Vec<u32>, FilterProblem> {
     let mut slots = Vec::new();
     for part in text.split(',') {

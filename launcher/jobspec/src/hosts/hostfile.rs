@@ -56,7 +56,7 @@ struct HostfileParser {
     by_name: HashMap<String, (usize, bool)>,
 }
 
-/// A mistake in a line of a hostfile: its byte offset in the line, and its kind.
+/// A mistake in a line of a hostfile: the byte offset of the mistake in the line, and its kind.
 type LocatedProblem = (usize, HostfileProblem);
 
 impl HostfileParser {

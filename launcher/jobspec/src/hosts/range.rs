@@ -88,10 +88,10 @@ fn expand_name(text: &str) -> Result<Vec<String>, HostSyntaxError> {
     Ok(names)
 }
 
-/// Fails if the first of the host names `names` would be longer than [`MAX_NAME_BYTES`] bytes after
-/// appending `piece`. The other names are not examined, because their lengths differ by a few
-/// digits at most. The check avoids the cost of appending a long text to thousands of names. `at`
-/// becomes the position of the error.
+/// Fails if the host names `names`, which are expanded from a pattern such as `n[1-3]`, would
+/// become longer than [`MAX_NAME_BYTES`] bytes by appending `piece`. Only the first name is
+/// examined, because the lengths of the others differ by a few digits at most. The check avoids the
+/// cost of appending a long text to thousands of names. `at` becomes the position of the error.
 fn check_name_length(names: &[String], piece: &str, at: usize) -> Result<(), HostSyntaxError> {
     match names.first().is_some_and(|name| name.len() + piece.len() > MAX_NAME_BYTES) {
         true => Err(range_error(at, HostSyntaxProblem::NameTooLong)),

@@ -17,8 +17,8 @@ pub struct RendezvousAddress {
     pub port: u16,
 }
 
-/// The error that a text is not a valid rendezvous address. The message describes the expected
-/// form.
+/// The error that a text is not a valid rendezvous address (where node 0 listens for the other
+/// nodes). The message describes the expected form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidRendezvousAddress;
 
@@ -31,7 +31,8 @@ impl fmt::Display for InvalidRendezvousAddress {
 impl std::error::Error for InvalidRendezvousAddress {}
 
 impl RendezvousAddress {
-    /// Creates the rendezvous address of the host `host` with the default port.
+    /// Creates the rendezvous address (where node 0 listens for the other nodes) of the host `host`
+    /// with the default port.
     pub fn with_default_port(host: &str) -> RendezvousAddress {
         RendezvousAddress { host: host.to_owned(), port: DEFAULT_PORT }
     }

@@ -12,8 +12,7 @@ use serde_json::json;
 
 /// An enum whose values are keywords in job.yaml.
 pub(crate) trait Choice: Copy + PartialEq + 'static {
-    /// All values of the enum. Each entry has the keyword in job.yaml, the value, and the
-    /// documentation of the value.
+    /// All values of the enum, each with its keyword in job.yaml and with its documentation.
     const CHOICES: &'static [(&'static str, Self, &'static str)];
 }
 

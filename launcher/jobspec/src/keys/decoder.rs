@@ -41,7 +41,7 @@ pub(crate) struct JobSection<'n> {
 }
 
 impl JobSection<'_> {
-    /// Returns the section `path` of a job that does not contain this section.
+    /// Creates an empty section with the path `path`, for a job that does not contain this section.
     pub(crate) fn absent(path: &'static str) -> JobSection<'static> {
         JobSection { path, entries: &[], given: false }
     }
@@ -73,9 +73,9 @@ impl JobDecoder {
         }
     }
 
-    /// Calls `decode` to read the entries of a mapping that is part of a key's value, such as an
-    /// item of a list of parameter groups. Returns the result, the keys without a value, and the
-    /// errors, which have no location yet.
+    /// Reads a mapping that is part of a key's value, such as an item of a list of parameter
+    /// groups, by calling `decode` with the entries of the mapping. Returns the result, the keys
+    /// without a value, and the errors, which have no location yet.
     pub(crate) fn decode_record<T>(
         entries: &[YamlEntry],
         decode: impl FnOnce(&mut JobDecoder, &JobSection<'_>) -> T,
@@ -139,8 +139,8 @@ impl JobDecoder {
         }
     }
 
-    /// Reports that the key of `entry` in the section `section` is unknown. The advice is a similar
-    /// name, or else a list of the section's keys.
+    /// Reports that a section of the job contains an unknown key, and advises a key with a similar
+    /// name, or else lists the section's keys.
     fn report_unknown_key(&mut self, section: &'static str, entry: &YamlEntry) {
         if self.errors.len() >= MAX_ERRORS {
             return;
@@ -246,8 +246,9 @@ fn find_inner_section<'n>(parent: &JobSection<'n>, path: &str) -> Option<&'n Yam
     parent.entries.iter().find(|entry| entry.key == name).map(|entry| &entry.value)
 }
 
-/// Returns the path of the only key in the whole job.yaml whose last name or alias is `name`.
-/// Returns `None` if no key or several keys match.
+/// Returns the path of the key whose last part or alias is `name`, if the whole job.yaml has
+/// exactly one such key, to suggest it for a key in the wrong section. Returns `None` if no key or
+/// several keys match.
 fn find_key_by_last_name<'t>(table: &'t [KeyInfo], name: &str) -> Option<&'t str> {
     let mut found = table.iter().filter(|key| key.has_name(name));
     let first = found.next()?;

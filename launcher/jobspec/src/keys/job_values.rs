@@ -29,7 +29,7 @@ impl JobValues {
         }
     }
 
-    /// Returns the YAML text of the value of the key `path`; an empty text if the value has several
+    /// Returns the value of the key `path` as YAML text, or an empty text if the value has several
     /// lines. Returns `None` if the key has no value.
     pub(crate) fn get(&self, path: &str) -> Option<&str> {
         self.values.iter().find(|(of, _)| of == path).map(|(_, value)| match value {

@@ -99,7 +99,7 @@ impl Condition {
     }
 
     /// Returns whether the condition holds for a job in which the examined key has the YAML text
-    /// `value`; `None` if the key has no value.
+    /// `value`, or has no value if `value` is `None`.
     pub(crate) fn holds(&self, value: Option<&str>) -> bool {
         match self {
             Condition::Given(_) => value.is_some(),
@@ -110,8 +110,8 @@ impl Condition {
     }
 }
 
-/// A rule that a key of job.yaml is an error or has no effect in jobs in which other keys have
-/// certain values.
+/// A rule by which a key of job.yaml is reported as an error or as without effect in jobs in which
+/// other keys have certain values.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     /// The conditions under which the rule applies. All of them must hold.
@@ -162,8 +162,9 @@ impl Rule {
         Rule { help, ..self }
     }
 
-    /// Returns whether the conditions of the rule do not examine the key `path` itself, so that the
-    /// rule concerns each value of this key. If such a rule applies, the printed job omits the key.
+    /// Returns whether the rule applies to the key `path` whatever the value of this key is,
+    /// because the conditions of the rule examine only other keys. If such a rule applies, the
+    /// printed job omits the key.
     pub(crate) fn ignores_value_of(&self, path: &str) -> bool {
         self.when.iter().all(|condition| condition.key_path() != path)
     }

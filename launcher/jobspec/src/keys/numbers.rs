@@ -32,7 +32,8 @@ impl Integer for u64 {
     const LARGEST: u64 = u64::MAX;
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept integers in `range`.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept integers in a range, such
+/// as from 1 to 8.
 pub(crate) fn integer_type<T: Integer>(range: RangeInclusive<u64>) -> ValueType<T> {
     let (low, high) = (*range.start(), *range.end());
     let expected = format!("an integer from {low} to {high}");
@@ -103,8 +104,8 @@ fn guess_intended_integer(node: &YamlNode) -> Option<u64> {
 }
 
 /// Returns the value type ([`ValueType`]) of keys of job.yaml that accept finite numbers for which
-/// `fits` returns true. `accepts` describes them, and `schema` has the keywords of JSON Schema for
-/// their range.
+/// the function `fits` returns true. `accepts` describes them, and `schema` has the keywords of
+/// JSON Schema for their range.
 fn number_type(accepts: &'static str, schema: serde_json::Value, fits: fn(f64) -> bool) -> ValueType<f64> {
     let expected = format!("a {accepts}");
     let read = move |node: &YamlNode| {

@@ -71,7 +71,8 @@ fn read_record<T: Section>(table: &[KeyInfo], node: &YamlNode, entries: &[YamlEn
     ValueError::merge(errors).map_or(Ok(value), Err)
 }
 
-/// Creates the error that a mapping contains the key of `entry`, which is not declared in `table`.
+/// Creates the error that a mapping contains an unknown key, which is not in `table`, with advice:
+/// a key with a similar name, or else a list of the keys.
 fn unknown_key_error(table: &[KeyInfo], entry: &YamlEntry) -> ValueError {
     let message = format!("has the unknown key `{}`", make_excerpt(&entry.key));
     let error = ValueError::new(codes::JOB_KEY_UNKNOWN, entry.key_span, message);

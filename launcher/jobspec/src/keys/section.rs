@@ -44,8 +44,9 @@ pub(crate) struct FieldContext {
 }
 
 impl FieldContext {
-    /// Creates the context of the field `field`, which is declared in the struct of the section
-    /// `section`. The name of its key is that of the field without the unit of milliseconds.
+    /// Creates the description of the field `field` in the struct of the section `section`: where
+    /// it is declared, its name and its documentation. The name of its key is that of the field
+    /// without the unit of milliseconds.
     pub(crate) fn new(
         section: &'static str,
         field: &'static str,
@@ -184,11 +185,12 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-/// The declaration of a field that is part of a section struct, but not a key of job.yaml.
+/// The declaration of a field that is part of a section struct, but not a key of job.yaml, because
+/// the code fills it in after decoding.
 pub(crate) struct FieldWithoutKey<T>(PhantomData<T>);
 
-/// Declares a field that is part of a section struct, but not a key of job.yaml. Decoding leaves
-/// the field at the default of its type.
+/// Declares a field that is part of a section struct, but not a key of job.yaml, because the code
+/// fills it in after decoding. Decoding leaves the field at the default of its type.
 pub(crate) fn field_without_key<T>() -> FieldWithoutKey<T> {
     FieldWithoutKey(PhantomData)
 }

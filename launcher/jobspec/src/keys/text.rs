@@ -31,9 +31,9 @@ pub(crate) fn path_type() -> ValueType<PathBuf> {
     text_type().documented_as("path").convert(PathBuf::from, |path| Some(path.to_string_lossy().into_owned()))
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept texts for which `fits`
-/// returns true. `pattern` is the regular expression of the format in JSON Schema, and `fits` is
-/// the exact check. `expected` describes the format in messages.
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept texts for which the
+/// function `fits` returns true. `pattern` is the regular expression of the format in JSON Schema,
+/// and `fits` is the exact check. `expected` describes the format in messages.
 pub(crate) fn formatted_text_type(
     accepts: &'static str,
     expected: &'static str,

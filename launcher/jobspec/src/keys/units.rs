@@ -15,7 +15,7 @@ pub(crate) fn duration_type() -> ValueType<u64> {
     number_with_unit_type("duration", example, "ms|s|m|h|d", "s", parse_duration, format_duration)
 }
 
-/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept durations in `range`,
+/// Returns the value type ([`ValueType`]) of keys of job.yaml that accept durations in a range,
 /// which are converted to milliseconds. `expected` describes the durations in messages.
 pub(crate) fn duration_range_type(range: RangeInclusive<u64>, expected: &'static str) -> ValueType<u64> {
     duration_type().restricted_to(expected, json!({}), move |ms| range.contains(ms))

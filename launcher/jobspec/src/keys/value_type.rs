@@ -114,8 +114,9 @@ impl<T: 'static> ValueType<T> {
         }
     }
 
-    /// Restricts the accepted values to those for which `fits` returns true. `expected` describes
-    /// them in messages, and `schema` has the additional keywords of the JSON Schema.
+    /// Restricts the accepted values to those for which the function `fits` returns true.
+    /// `expected` describes them in messages, and `schema` has the additional keywords of the JSON
+    /// Schema.
     pub(crate) fn restricted_to(
         self,
         expected: impl Into<String>,
@@ -137,8 +138,7 @@ impl<T: 'static> ValueType<T> {
 }
 
 impl<T: Clone + 'static> ValueType<T> {
-    /// Converts the type to one whose values are `Option`s, where `None` is written by leaving out
-    /// the key.
+    /// Makes the values `Option`s, where `None` stands for a key that the job does not contain.
     pub(crate) fn optional(self) -> ValueType<Option<T>> {
         self.convert(Some, Clone::clone)
     }

@@ -78,8 +78,8 @@ const DOCUMENTED_VALUES: &str =
 const EXPECTED_VALUES: &str =
     "`{venv: path}`, `{conda: name}`, `{modules: [name]}`, `{script: path}`, or a list of these";
 
-/// Returns the value type ([`ValueType`]) of names of Conda environments and modules, which
-/// commands get as arguments.
+/// Returns the value type ([`ValueType`]) of names of Conda environments and modules, which must
+/// not begin with `-` or contain special characters, because they become arguments of commands.
 fn environment_name_type() -> ValueType<String> {
     let expected = "a name of letters, digits and `_-.,:/@+~`";
     formatted_text_type("name", expected, "^[A-Za-z0-9_.,:/@+~][A-Za-z0-9_.,:/@+~-]{0,254}$", |name| {

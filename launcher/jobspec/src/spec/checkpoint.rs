@@ -89,15 +89,15 @@ section! {
     pub keep_workers: bool = Key::new(boolean_type(), "true");
 }
 
-/// Returns the default of `checkpoint.memory.keep_workers`, which jobs stored by earlier versions
-/// lack.
+/// Returns the default of `checkpoint.memory.keep_workers` (whether the processes of workers that
+/// did not fail are kept for a restart), for jobs stored by earlier versions, which lack the key.
 fn keeps_workers_by_default() -> bool {
     true
 }
 
-/// The largest number of other hosts that a job can make keep a copy of each worker's state
-/// (`checkpoint.memory.copies`). More copies than this protect against failures that are less
-/// likely than the loss of all hosts.
+/// The largest value of `checkpoint.memory.copies`, the number of other hosts that keep a copy of
+/// each worker's training state in memory. More copies than this protect against failures that are
+/// less likely than the loss of all hosts.
 const MAX_MEMORY_COPIES: u64 = 8;
 
 /// `checkpoint.every`: the interval between checkpoints. A checkpoint is always saved at the end of

@@ -86,13 +86,13 @@ section! {
     pub ports: PortSelection = Key::new(ports_type(), "any");
 }
 
-/// The largest number of hosts in `cluster.use_hosts` and `run.min_hosts`.
+/// The largest value of `cluster.use_hosts` and `run.min_hosts`, which are numbers of hosts.
 pub(crate) const MAX_HOST_COUNT: u64 = 65_536;
 /// The largest number of GPUs on a host that `cluster.devices` can select. GPU numbers are below
 /// this value.
 const MAX_GPUS_PER_HOST: u64 = 1024;
 
-/// The condition, for rules about keys, that built-in workers compute on CPUs.
+/// The condition, for rules about keys, that the workers of a built-in training compute on CPUs.
 pub(crate) const TRAINS_ON_CPUS: Condition = Condition::OneOf("cluster.devices", &["auto", "cpu"]);
 /// The condition, for rules about keys, that the job runs a program (`run.command`).
 pub(crate) const RUNS_PROGRAM: Condition = Condition::Given("run.command");

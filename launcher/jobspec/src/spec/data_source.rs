@@ -113,8 +113,8 @@ const MIXTURE_KEY: &str = "train.data.mixture";
 /// whose sources have these keys themselves.
 const FILES_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given(MIXTURE_KEY)])
     .with_help("move the key into the sources of the mixture")];
-/// The rule that `train.data.loss_on: assistant` requires chats, for jobs with `train.data.files`.
-/// [`LOSS_RULES`] is the rule for sources of a mixture.
+/// The rule that `train.data.loss_on: assistant` requires records that are chats (`format: chat`),
+/// for jobs with `train.data.files`. [`LOSS_RULES`] is the rule for sources of a mixture.
 const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
     Condition::NoneOf("train.data.format", &["chat"]),
     Condition::OneOf("train.data.loss_on", &["assistant"]),
@@ -122,8 +122,8 @@ const FILES_LOSS_RULES: &[Rule] = &[Rule::conflict(&[
 .with_message("`train.data.loss_on: assistant` requires `train.data.format: chat`")
 .with_help("set `train.data.format: chat`, or remove `loss_on`")];
 
-/// The declaration of the field with the data sources of a job, which are given by
-/// `train.data.files` or `train.data.mixture`.
+/// The declaration of the field with the data sources of a job, which job.yaml contains as
+/// `train.data.files` (one source) or `train.data.mixture` (several weighted sources).
 pub(crate) struct DataSourcesDeclaration;
 
 /// Declares the keys of `train.data` that describe data sources: `files` with its settings, or
@@ -221,7 +221,7 @@ fn mixture_type() -> ValueType<Vec<DataSource>> {
     ValueType::new(accepts, schema, read_mixture, |_| None)
 }
 
-/// The phrase by which error messages describe a source of a mixture.
+/// The phrase by which error messages describe the values of a data source in `train.data.mixture`.
 const EXPECTED_SOURCE: &str = "a mapping with `files`";
 
 /// Reads the value of `train.data.mixture`, a mapping of names to data sources. The sources are

@@ -20,7 +20,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
-/// The source from which the value of an environment variable is read.
+/// The source from which the value of an environment variable in `run.env` is read: a file, or a
+/// variable of launch's own environment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EnvSource {
@@ -79,8 +80,8 @@ pub(crate) struct EnvironmentValuesDeclaration;
 /// values are read from a file or from launch's environment.
 pub(crate) struct EnvironmentSourcesDeclaration;
 
-/// Declares the key `run.env`. The field contains only the environment variables whose values are
-/// written in the job.
+/// Declares the key `run.env`, and the field that contains those of its environment variables whose
+/// values are written in the job.
 pub(crate) fn declare_environment_values() -> EnvironmentValuesDeclaration {
     EnvironmentValuesDeclaration
 }

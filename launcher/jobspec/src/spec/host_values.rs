@@ -59,8 +59,8 @@ pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
     })
 }
 
-/// Returns the value type ([`ValueType`]) of those values of `cluster.hosts` that are keywords,
-/// such as `slurm`.
+/// Returns the value type ([`ValueType`]) of those values of `cluster.hosts` that are keywords
+/// (`auto`, `local`, `slurm` and `join`).
 fn host_keywords_type() -> ValueType<HostSelection> {
     keywords_type(vec![
         ("auto", HostSelection::Auto),
@@ -150,8 +150,8 @@ pub(crate) fn host_filters_type() -> ValueType<Vec<String>> {
     ValueType::new("list of text", schema, read, move |list| filters().print(list))
 }
 
-/// Returns the value type ([`ValueType`]) of login names, which may also be written before the `@`
-/// of a host.
+/// Returns the value type ([`ValueType`]) of names of users for SSH logins, which may also be
+/// written before the `@` of a host.
 pub(crate) fn user_name_type() -> ValueType<String> {
     formatted_text_type("text", "a user name", "^[^@:\\s]+$", |name| {
         parse_hosts(&format!("{name}@host")).is_ok_and(|hosts| hosts.len() == 1)

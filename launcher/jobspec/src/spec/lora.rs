@@ -62,8 +62,8 @@ pub enum LoraTargets {
 }
 
 impl LoraSpec {
-    /// Returns a copy of the settings in which the path `from` is joined to the working directory
-    /// `workdir`.
+    /// Returns a copy of the settings in which the path of existing adapters (`from`) is joined to
+    /// the working directory `workdir`.
     pub fn resolve_paths(&self, workdir: &Path) -> LoraSpec {
         LoraSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
     }

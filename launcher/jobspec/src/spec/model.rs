@@ -88,13 +88,14 @@ const NEW_MODEL_RULES: &[Rule] = &[Rule::conflict(&[Condition::Given("train.mode
 const ROTARY_AND_RMSNORM_RULES: &[Rule] =
     &[Rule::conflict(&[Condition::OneOf("train.model.family", LEARNED_POSITION_FAMILIES)])
         .with_help(FAMILY_HELP)];
-/// The advice of errors about keys that do not apply to model families with learned positions.
+/// The advice of errors about keys that do not apply to model families with learned positions, such
+/// as GPT-2.
 pub(crate) const FAMILY_HELP: &str = "remove it; the family has LayerNorm, learned positions, and as many key heads \
     as query heads, of width `hidden_size` / `num_attention_heads`";
 
 impl ModelSpec {
-    /// Returns a copy of the settings in which the path `from` is joined to the working directory
-    /// `workdir`.
+    /// Returns a copy of the settings in which the path of the pretrained model (`from`) is joined
+    /// to the working directory `workdir`.
     pub fn resolve_paths(&self, workdir: &Path) -> ModelSpec {
         ModelSpec { from: self.from.as_ref().map(|f| workdir.join(f)), ..self.clone() }
     }

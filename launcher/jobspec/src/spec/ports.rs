@@ -40,8 +40,8 @@ impl PortSelection {
         }
     }
 
-    /// Splits the range of ports into at most `parts` ranges of about equal length, which together
-    /// contain all ports. Any port is a single part.
+    /// Splits the range of ports into at most `parts` consecutive ranges of about equal length, for
+    /// example to use one port of each range. Any port is a single part.
     pub fn split(self, parts: usize) -> Vec<PortSelection> {
         let PortSelection::Range(first, last) = self else { return vec![self] };
         let (first, count) = (usize::from(first), usize::from(last - first) + 1);
@@ -52,8 +52,8 @@ impl PortSelection {
             .collect()
     }
 
-    /// Returns the ports that a process tries to bind: 0 for any port, or every port of the range.
-    /// Processes with different process ids begin at different ports.
+    /// Returns the ports that a process tries to bind, in this order: 0 for any port, or every port
+    /// of the range. Processes with different process ids begin at different ports.
     pub fn candidate_ports(self) -> Vec<u16> {
         match self {
             PortSelection::Any => vec![0],
@@ -66,9 +66,9 @@ impl PortSelection {
         }
     }
 
-    /// Calls `bind` with one allowed port after another until a port is free, and returns the
-    /// result of that call. Port 0 stands for any port. Fails if `bind` fails for another reason,
-    /// or if all ports of the range are in use.
+    /// Calls `bind` with one allowed port after another until it succeeds because the port is free,
+    /// and returns its result. Port 0 stands for any port. Fails if `bind` fails for another
+    /// reason, or if all ports of the range are in use.
     pub fn bind_first_free_port<T>(self, mut bind: impl FnMut(u16) -> io::Result<T>) -> io::Result<T> {
         for port in self.candidate_ports() {
             match bind(port) {

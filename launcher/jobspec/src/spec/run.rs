@@ -166,26 +166,27 @@ const ACTIVATE_TIMEOUT_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::NotGiven("run.activate")]).into_warning()];
 
 /// The rule that rejects the key `run.wrap` in the built-in training, because no process may be
-/// between a built-in worker and its agent.
+/// between a built-in worker and its agent (launch's process on the host).
 const WRAP_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
     .with_message("`{key}` starts only programs; the built-in training cannot be wrapped")];
 
 /// The rule that rejects the key `run.container` in the built-in training, because built-in workers
-/// share memory with their agent.
+/// share memory with their agent (launch's process on the host).
 const CONTAINER_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])
     .with_message("`{key}` contains only programs; the built-in training runs without a container")];
 
 /// The rule that rejects the key `run.terminal` in the built-in training, which reads no input.
 const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.command")])];
 
-/// The rule that warns about the selection of shown ranks in a job in which one rank has the
-/// terminal.
+/// The rule that warns about the key `run.logs.show` (the ranks whose output is shown) in a job in
+/// which one rank has the terminal (`run.terminal`).
 const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).into_warning()];
 
 /// The largest value of `run.activate_timeout`, in milliseconds.
 const MAX_ACTIVATE_TIMEOUT_MS: u64 = 3_600_000;
 
-/// Returns the value of `run.activate_timeout` in stored jobs that do not have the key.
+/// Returns the value of `run.activate_timeout` (the time limit for activating environments) in
+/// stored jobs of earlier versions, which do not have the key.
 fn default_activate_timeout() -> u64 {
     60_000
 }
@@ -209,13 +210,13 @@ fn wrappers_type() -> ValueType<Vec<WrapSpec>> {
     )
 }
 
-/// The rule that warns about the lease of hosts or controllers in a job that runs only on this
-/// machine, where leases have no effect.
+/// The rule that warns about leases (the time after which a silent host or controller counts as
+/// lost) in a job that runs only on this machine, where they have no effect.
 const LEASE_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local"])]).into_warning()];
 
-/// The rule that warns about a timeout for unattended workers in a job whose workers stop when the
-/// controller is lost.
+/// The rule that warns about the key `run.controller_timeout` (how long workers continue without a
+/// controller) in a job whose workers stop when the controller is lost.
 const CONTROLLER_TIMEOUT_RULES: &[Rule] =
     &[Rule::no_effect(&[Condition::OneOf("run.on_controller_loss", &["stop"])]).into_warning()];
 
@@ -235,7 +236,8 @@ section! {
     pub max_size: u64 = Key::new(size_type(4096, "a size of 4KiB or more"), "1GiB");
 }
 
-/// `run.min_hosts`: the smallest number of hosts with which an attempt starts.
+/// `run.min_hosts`: the smallest number of hosts with which an attempt (start of all workers)
+/// begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MinHosts {
     /// All hosts that the job uses.

@@ -57,15 +57,15 @@ const MAX_SIGNAL_TIME_MS: u64 = 65_535_000;
 /// The longest `slurm.time`, in milliseconds: a hundred years.
 const MAX_TIME_LIMIT_MS: u64 = 36_525 * 86_400_000;
 
-/// Returns the value type ([`ValueType`]) of `slurm.time`: a duration from one minute to
-/// [`MAX_TIME_LIMIT_MS`], which is converted to milliseconds.
+/// Returns the value type ([`ValueType`]) of `slurm.time`: a duration from one minute to a hundred
+/// years, which is converted to milliseconds.
 fn time_limit_type() -> ValueType<u64> {
     duration_range_type(60_000..=MAX_TIME_LIMIT_MS, "a duration from `1m` to a hundred years")
         .documented_as("duration of 1m or more")
 }
 
 /// Returns the value type ([`ValueType`]) of `slurm.signal_time`: a duration from one second to
-/// [`MAX_SIGNAL_TIME_MS`], which is converted to milliseconds.
+/// 65535 seconds, which is converted to milliseconds.
 fn signal_time_type() -> ValueType<u64> {
     duration_range_type(1000..=MAX_SIGNAL_TIME_MS, "a duration from `1s` to `65535s`")
 }
@@ -88,8 +88,8 @@ fn sbatch_option_type() -> ValueType<String> {
     })
 }
 
-/// The options of srun that launch sets itself when it starts the agents, and that a job therefore
-/// cannot set.
+/// The options of srun that launch sets itself when it starts its agents (one process on each
+/// node), and that a job therefore cannot set.
 const RESERVED_STEP_OPTIONS: &[&str] = &[
     "bcast",
     "cpu-bind",

@@ -142,7 +142,8 @@ const ATTENTION_RULES: &[Rule] = &[
 /// The condition, for rules about keys, that the job sets `train.attention: cudnn`.
 const ATTENTION_IS_CUDNN: Condition = Condition::OneOf("train.attention", &["cudnn"]);
 
-/// Returns `true`, the default of switches that are absent from jobs stored by earlier releases.
+/// Returns `true`, as the default of boolean keys that are absent from jobs stored by earlier
+/// releases.
 fn enabled_by_default() -> bool {
     true
 }
@@ -152,8 +153,8 @@ fn enabled_by_default() -> bool {
 mod numerics {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    /// The name by which a checkpoint manifest stores `train.deterministic`, in the field
-    /// `numerics`.
+    /// The value of the field `numerics` in a checkpoint manifest, by which `train.deterministic`
+    /// is stored.
     #[derive(Serialize, Deserialize)]
     enum Numerics {
         Reproducible,

@@ -58,8 +58,9 @@ pub enum DocumentValue {
 }
 
 impl DocumentItem {
-    /// Creates a value that is not part of the file, such as one from a command line. Its position
-    /// is that of `neighbor`, a value of the file to which the new value is added.
+    /// Creates a value that is not part of the file, such as one from a command line; messages
+    /// about it show the position of `neighbor`, the value of the file to which the new value is
+    /// added.
     pub fn new_at_position_of(neighbor: &DocumentItem, value: DocumentValue, text: String) -> DocumentItem {
         DocumentItem { value, text, span: neighbor.span }
     }
@@ -126,7 +127,7 @@ impl Document {
     }
 }
 
-/// Converts a YAML node and its children to values of a [`Document`].
+/// Converts a YAML node and its children to values of a configuration file of another program.
 fn item_from_yaml(node: YamlNode) -> DocumentItem {
     let value = match node.value {
         YamlValue::Null => DocumentValue::Null,
@@ -151,8 +152,8 @@ fn begins_with_brace(text: &str) -> bool {
 /// Quoted strings stay unchanged. The length in bytes does not change either, so spans of the
 /// result are valid in `text`.
 fn blank_out_comments(text: &str) -> String {
-    /// The kind of text at the current character: code, a quoted string, or a line or block
-    /// comment.
+    /// The kind of text of which the current character of a JSON file is a part, while comments are
+    /// removed: code, a quoted string, or a line or block comment.
     #[derive(PartialEq)]
     enum LexerState {
         Code,

@@ -76,7 +76,7 @@ struct YamlTreeBuilder<'t> {
 }
 
 impl<'t> YamlTreeBuilder<'t> {
-    /// Creates a builder for the tree of `text`.
+    /// Creates a builder of the tree of nodes for the YAML text `text`.
     fn new(text: &'t str, source: u32, base: u32) -> Self {
         let offsets = if text.is_ascii() {
             Vec::new()
@@ -113,7 +113,8 @@ impl<'t> YamlTreeBuilder<'t> {
         self.make_span(start, end.max(start))
     }
 
-    /// Creates the [`SourceSpan`] of the bytes `start..end` of the YAML text.
+    /// Creates the span (position in the texts of the job) of the bytes `start..end` of the YAML
+    /// text.
     fn make_span(&self, start: u32, end: u32) -> SourceSpan {
         SourceSpan { source: self.source, start: self.base + start, end: self.base + end }
     }
@@ -248,9 +249,9 @@ impl<'t> YamlTreeBuilder<'t> {
         self.add_node(node, 0)
     }
 
-    /// Counts `nodes` nodes and `bytes` bytes of scalars as added to the tree. Fails if the tree
-    /// then has more than [`MAX_NODES`] nodes or [`MAX_SCALAR_BYTES`] bytes of scalars. The error
-    /// points at `span`.
+    /// Adds to the counts of nodes and of bytes of scalars in the tree, and fails if the tree then
+    /// has more than [`MAX_NODES`] nodes or [`MAX_SCALAR_BYTES`] bytes of scalars. The error points
+    /// at `span`.
     fn count_against_limits(
         &mut self,
         nodes: usize,

@@ -4,7 +4,7 @@ use crate::secret_text::hide_secret_values;
 use diagnostic::{Diagnostic, Location};
 use std::{collections::BTreeMap, ops::Range};
 
-/// A command-line argument from which a part of a job's text was made.
+/// A command-line argument, and which bytes of the text of a job were made from the argument.
 #[derive(Clone, Debug)]
 pub struct JobArgument {
     /// The bytes of the job's text that were made from the argument.
@@ -41,24 +41,25 @@ pub struct SourceMap {
 }
 
 impl SourceMap {
-    /// The index of the job file's text among the texts of a [`SourceMap`].
+    /// The index of the job file among the texts that a job is read from.
     pub(crate) const JOB_FILE_INDEX: u32 = 0;
 
-    /// Creates a map of a job file with the content `text`, in which no keys are recorded yet.
-    /// `name` is the name of the file.
+    /// Creates the map for a job file with the content `text`, in which the positions of the keys
+    /// are recorded later. `name` is the name of the file.
     pub(crate) fn new(name: &str, text: &str) -> Self {
         let texts = vec![JobText::File { name: name.to_owned(), text: text.to_owned() }];
         SourceMap { texts, keys: BTreeMap::new() }
     }
 
-    /// Creates a map of a job that was made from command-line arguments, in which no keys are
-    /// recorded yet. `name` is the name of the command line in messages.
+    /// Creates the map for a job that was made from command-line arguments, in which the positions
+    /// of the keys are recorded later. `name` is the name of the command line in messages.
     pub(crate) fn from_command_line(name: &str, text: &str, arguments: Vec<JobArgument>) -> Self {
         let text = JobText::CommandLine { name: name.to_owned(), text: text.to_owned(), arguments };
         SourceMap { texts: vec![text], keys: BTreeMap::new() }
     }
 
-    /// Adds the text of a `--set` argument to the map. Returns the index of the text.
+    /// Adds the text of a `--set` argument to the texts that the job is read from. Returns the
+    /// index of the text.
     pub(crate) fn add_override_text(&mut self, text: &str) -> u32 {
         self.texts.push(JobText::Override { text: text.to_owned() });
         self.texts.len() as u32 - 1

@@ -12,8 +12,8 @@ pub(crate) fn file_error(code: Code, name: &str, message: impl Into<String>) -> 
     Diagnostic::error(code, message).with_location(Location::File { file: name.to_owned() })
 }
 
-/// Reads a whole file, and fails if it is larger than [`MAX_JOB_BYTES`] bytes. Messages name the
-/// file `name`, and describe it as `what`, such as `job file`.
+/// Reads a whole file, and fails if it is larger than the limit on the size of a job file (1 MiB).
+/// Messages name the file `name`, and describe it as `what`, such as `job file`.
 pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnostic::Result<Vec<u8>> {
     let cannot_read = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::NotFound => {
@@ -41,8 +41,9 @@ pub(crate) fn read_limited_file(path: &Path, name: &str, what: &str) -> diagnost
     Ok(bytes)
 }
 
-/// Creates the error that the file `name` has more than [`MAX_JOB_BYTES`] bytes. `bytes` is a lower
-/// bound of the file's size, because the reader stops one byte above the limit.
+/// Creates the error that the file `name` is larger than the limit on the size of a job file (1
+/// MiB). `bytes` is a lower bound of the file's size, because the reader stops one byte above the
+/// limit.
 pub(crate) fn too_large_error(name: &str, what: &str, bytes: u64) -> Diagnostic {
     let mib = bytes as f64 / MAX_JOB_BYTES as f64;
     let message = format!("the {what} is too large: {mib:.1} MiB or more, at most 1 MiB is allowed");

@@ -3,8 +3,8 @@
 /// The largest number of characters of a value that an error message quotes.
 const MAX_EXCERPT_CHARS: usize = 60;
 
-/// A part of a text: the bytes `start..end` of the text with the index `source` in the
-/// `SourceMap`.
+/// A part of a text that a job is read from: the bytes `start..end` of the job file, or of the
+/// `--set` argument, with the index `source` in the `SourceMap`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceSpan {
     pub(crate) source: u32,

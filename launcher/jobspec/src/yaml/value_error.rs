@@ -72,8 +72,8 @@ impl ValueError {
         })
     }
 
-    /// Names the wrong part of the value, such as `item 2`, so that the error text becomes "`part`
-    /// must be …".
+    /// Adds to the error which part of the value is wrong, such as `item 2`, so that the error text
+    /// becomes "`part` must be …".
     pub(crate) fn with_part(mut self, part: &str) -> Self {
         self.part = if self.part.is_empty() { part.to_owned() } else { format!("{part} {}", self.part) };
         self.others = self.others.into_iter().map(|error| error.with_part(part)).collect();

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 /// The largest length of the id and of the label of a batch job, in bytes.
 const MAX_TEXT_BYTES: usize = 512;
 
-/// The batch job that started a run: a job of a scheduler, which may start its command again after
-/// a failure. Each start is a separate run.
+/// The batch job that started a run: a job of Slurm or Kubernetes, whose command the scheduler may
+/// start again after a failure. Each start is a separate run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchJobRecord {
     /// Identifies the batch job and the command line that it runs. The runs of one command of one
@@ -28,7 +28,8 @@ impl BatchJobRecord {
         self.restarts != Some(0)
     }
 
-    /// Returns whether `id` is that of the same batch job, but of another command line.
+    /// Returns whether `id` belongs to the same batch job as this record, but to a run of another
+    /// command line in that batch job.
     pub fn is_other_command(&self, id: &str) -> bool {
         match (id.rsplit_once(':'), self.id.rsplit_once(':')) {
             (Some((job, command)), Some((own_job, own_command))) => job == own_job && command != own_command,
@@ -36,7 +37,8 @@ impl BatchJobRecord {
         }
     }
 
-    /// Returns whether the id and the label are not longer than those that launch writes.
+    /// Returns whether the texts of a record that was read, the id and the label, are neither empty
+    /// nor longer than those that launch writes.
     pub fn has_valid_lengths(&self) -> bool {
         let is_valid = |text: &str| (1..=MAX_TEXT_BYTES).contains(&text.len());
         is_valid(&self.id) && is_valid(&self.label)

@@ -37,8 +37,8 @@ pub enum ExecRequest {
     Cancel,
 }
 
-/// An answer to [`ExecRequest::Start`]: output of the command, how the command ended, or why it
-/// could not be started.
+/// An answer of an agent to `launch exec`, which runs a command next to a worker: output of the
+/// command, how the command ended, or why it could not be started.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ExecReply {
     /// Output of the command, of at most [`EXEC_CHUNK_BYTES`].
@@ -55,7 +55,8 @@ pub enum ExecReply {
 }
 
 impl ExecReply {
-    /// Returns whether this is the last message about the command.
+    /// Returns whether this is the agent's last message about a command of `launch exec`, because
+    /// the command has ended or could not be started.
     pub fn is_last(&self) -> bool {
         !matches!(self, ExecReply::Output { .. })
     }

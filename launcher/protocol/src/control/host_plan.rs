@@ -37,7 +37,8 @@ pub struct HostPlan {
     pub debug_filter: String,
 }
 
-/// The command, environment and CPU binding of one worker's process.
+/// How an agent starts one worker's process: its command, its environment, and the CPUs that it is
+/// bound to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerPlan {
     /// The global rank of the worker.

@@ -52,7 +52,8 @@ pub struct HostInventory {
 }
 
 impl HostInventory {
-    /// Creates the inventory of a machine of which only the hostname is known.
+    /// Creates an inventory that contains only the hostname, for a machine whose hardware is not
+    /// known.
     pub fn unknown(host: &str) -> HostInventory {
         HostInventory { host: host.to_owned(), ..HostInventory::default() }
     }
@@ -64,7 +65,7 @@ impl HostInventory {
     }
 
     /// Removes all environment variables from the inventory except those that select devices and
-    /// network interfaces, because an agent reports no others to the controller.
+    /// network interfaces, because an agent reports only these to the controller.
     pub fn without_unreported_env(mut self) -> HostInventory {
         self.inherited_env.retain(|(name, _)| is_device_variable(name) || is_interface_variable(name));
         self

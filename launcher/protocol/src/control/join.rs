@@ -31,7 +31,8 @@ pub struct JobSettingHash {
     pub hash: u64,
 }
 
-/// The answer of node 0 to a node that wants to join its run.
+/// The answer of node 0 to another node (a machine on which the user started launch) that wants to
+/// join its run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum JoinAnswer {
     /// The node takes part in the run. The control messages of its agent follow.

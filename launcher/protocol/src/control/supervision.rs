@@ -11,9 +11,9 @@ use diagnostic::Diagnostic;
 use jobspec::ControllerLossAction;
 use serde::{Deserialize, Serialize};
 
-/// Identifies one of the successive controllers of a run, so that agents can decide which of them
-/// to obey. An agent obeys the controller with the greatest token that it has accepted, and no
-/// other.
+/// Identifies a controller among those that have controlled a run one after another, so that agents
+/// can decide which of them to obey. An agent obeys the controller with the greatest token that it
+/// has accepted, and no other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ControllerToken {
     /// The number of the controller in the order in which controllers took over the run, from 1.
@@ -49,9 +49,9 @@ pub struct SupervisionTerms {
     pub controller_timeout_ms: u64,
 }
 
-/// A request of a new controller to the agent that is already running on a host: obey the new
-/// controller, or end. The controller sends this message first on a connection to a new `launch
-/// agent` process, which forwards the message to the running agent.
+/// A request of a new controller of a run to the agent that is already running on a host: to obey
+/// the new controller, or to end. The controller sends this message first on a connection to a new
+/// `launch agent` process, which forwards the message to the running agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttachRequest {
     /// The version of the control protocol.
@@ -71,8 +71,8 @@ pub struct AttachRequest {
     pub purpose: AttachPurpose,
 }
 
-/// What a new controller requests of a running agent in an [`AttachRequest`]: obey the controller,
-/// or end.
+/// What a new controller of a run requests of an agent that is already running on a host: to obey
+/// the controller, or to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AttachPurpose {
     /// The agent is to obey the new controller.
@@ -85,7 +85,7 @@ pub enum AttachPurpose {
     },
 }
 
-/// The reason why a running agent does not obey the controller that has sent an [`AttachRequest`].
+/// The reason why a running agent does not obey a new controller of the run that asked it to do so.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum AttachRejection {
     /// No agent of the run is alive on the host.
@@ -107,8 +107,8 @@ pub enum AttachRejection {
     Failed(Diagnostic),
 }
 
-/// The state of a running agent, which the agent reports to a new controller that it begins to
-/// obey. The agent then repeats its reports.
+/// The state of an agent that was already running, which the agent reports to a new controller of
+/// the run when it begins to obey this controller. The agent then repeats its reports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdoptedAgent {
     /// The process id of the agent.

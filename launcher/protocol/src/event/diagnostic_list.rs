@@ -1,15 +1,17 @@
-//! Functions for `#[serde(with)]` that serialize lists of diagnostics in the form of
-//! [`diagnostic::Diagnostic::to_json`], and deserialize this form.
+//! Functions for `#[serde(with)]` that serialize lists of diagnostics as the JSON objects that
+//! `--json` prints, and deserialize these objects.
 use diagnostic::{Code, Diagnostic};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 use serde_json::{Map, Value, json};
 
-/// Serializes a list of diagnostics in the form of [`Diagnostic::to_json`].
+/// Serializes a list of diagnostics as the JSON objects that `--json` prints, instead of their
+/// complete serialized form.
 pub(super) fn serialize<S: Serializer>(diagnostics: &[Diagnostic], serializer: S) -> Result<S::Ok, S::Error> {
     diagnostics.iter().map(Diagnostic::to_json).collect::<Vec<_>>().serialize(serializer)
 }
 
-/// Deserializes a list of diagnostics from the form of [`Diagnostic::to_json`].
+/// Deserializes a list of diagnostics from the JSON objects that `--json` prints, which lack some
+/// fields.
 pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Diagnostic>, D::Error> {
     let objects = Vec::<Map<String, Value>>::deserialize(deserializer)?;
     let diagnostic =
@@ -17,8 +19,8 @@ pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<
     objects.into_iter().map(diagnostic).collect()
 }
 
-/// Converts a diagnostic from the form of [`Diagnostic::to_json`] to its serialized form, by adding
-/// the fields that `to_json` omits. The source line of a location is lost.
+/// Adds the fields that the JSON object of a diagnostic, as `--json` prints it, lacks, so that the
+/// diagnostic can be deserialized. The source line of a location is lost.
 fn restore_omitted_fields(mut object: Map<String, Value>) -> Value {
     let code = object.get("code").and_then(Value::as_str).and_then(Code::from_name);
     if let Some(code) = code {

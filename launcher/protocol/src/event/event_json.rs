@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::PathBuf;
 
-/// The events that schema 2 of the JSON form has renamed, as pairs of the name in schema 1 and the
-/// name in schema 2.
+/// The events whose names in JSON have changed since earlier releases, as pairs of the earlier name
+/// (in schema 1) and the present one (in schema 2).
 const RENAMED_EVENTS: [(&str, &str); 2] = [("placed", "placement"), ("gathered", "gather")];
-/// The fields of events that schema 2 of the JSON form has renamed, as pairs of the name in schema
-/// 1 and the name in schema 2.
+/// The fields of events whose names in JSON have changed since earlier releases, as pairs of the
+/// earlier name (in schema 1) and the present one (in schema 2).
 const RENAMED_FIELDS: [(&str, &str); 3] =
     [("epoch", "attempt"), ("left", "restarts_left"), ("cause", "message")];
 
@@ -39,7 +39,8 @@ impl Event {
         format_event_line(self, schema, Some(time))
     }
 
-    /// Parses an event from its JSON object in schema 1 or 2.
+    /// Parses an event from its JSON object in the present form (schema 2) or in that of earlier
+    /// releases (schema 1).
     pub fn from_json(line: &str) -> serde_json::Result<Event> {
         let mut object: Map<String, Value> = serde_json::from_str(line)?;
         upgrade_to_schema_2(&mut object);
@@ -48,8 +49,8 @@ impl Event {
 }
 
 impl TimedEvent {
-    /// Parses a line of a run's journal (its file of events), in schema 1 or 2, into the event and
-    /// its time.
+    /// Parses a line of a run's journal (its file of events), in the present JSON form (schema 2)
+    /// or in that of earlier releases (schema 1), into the event and its time.
     pub fn from_json(line: &str) -> serde_json::Result<TimedEvent> {
         #[derive(Deserialize)]
         struct EventTime {
@@ -79,8 +80,9 @@ fn format_event_line(event: &Event, schema: EventSchema, time: Option<f64>) -> s
     }
 }
 
-/// Renames an event and its fields in a JSON object from their names in schema 1 to those in schema
-/// 2. An object that already has the names of schema 2 stays unchanged.
+/// Renames an event and its fields in a JSON object from their names in earlier releases (schema 1)
+/// to the present names (schema 2). An object that already has the names of schema 2 stays
+/// unchanged.
 fn upgrade_to_schema_2(object: &mut Map<String, Value>) {
     if let Some(Value::String(name)) = object.get_mut("event")
         && let Some((_, new)) = RENAMED_EVENTS.iter().find(|(old, _)| old == name)
@@ -94,7 +96,8 @@ fn upgrade_to_schema_2(object: &mut Map<String, Value>) {
     }
 }
 
-/// The JSON object of an event in schema 2.
+/// The JSON object of an event in schema 2, the present form: the event, its time and the number of
+/// the schema.
 #[derive(Serialize)]
 struct EventLineV2<'a> {
     schema: u8,
@@ -106,8 +109,8 @@ struct EventLineV2<'a> {
     time: Option<f64>,
 }
 
-/// Fields that the JSON object of an event has in addition: the code of a failure, and values under
-/// their deprecated names.
+/// Fields that the JSON object of an event contains in addition to those of [`Event`]: the code of
+/// a failure, and values under deprecated names of fields.
 #[derive(Default, Serialize)]
 #[serde(default)]
 struct DerivedFields<'a> {
@@ -122,7 +125,8 @@ struct DerivedFields<'a> {
 }
 
 impl<'a> DerivedFields<'a> {
-    /// Computes the additional fields in the JSON object of `event`.
+    /// Computes the fields that the JSON object of `event` contains in addition to the fields of
+    /// the event: the code of a failure, and values under deprecated names.
     fn from_event(event: &'a Event) -> Self {
         let of_failure = |failure: &'a FailureReport| DerivedFields {
             code: Some(failure.reason.code()),
@@ -142,7 +146,7 @@ impl<'a> DerivedFields<'a> {
     }
 }
 
-/// The JSON object of an event in schema 1, the form of earlier releases.
+/// The JSON object of an event in schema 1, the form of earlier releases: the event and its time.
 #[derive(Serialize)]
 struct EventLineV1<'a> {
     #[serde(flatten)]
@@ -160,8 +164,8 @@ enum EventV1<'a> {
     Unchanged(&'a Event),
 }
 
-/// The JSON form of those events whose names or fields differ between schema 1 and schema 2, in
-/// schema 1.
+/// Those events whose names or fields in JSON schema 1 (the form of earlier releases) differ from
+/// schema 2.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum RenamedEventV1<'a> {
@@ -189,7 +193,8 @@ enum RenamedEventV1<'a> {
     },
 }
 
-/// A [`FailureReport`] in the JSON form of schema 1, that of earlier releases.
+/// The root cause of a failed run or attempt (start of all workers) in JSON schema 1, the form of
+/// earlier releases.
 #[derive(Serialize)]
 struct FailureReportV1<'a> {
     rank: Option<u32>,

@@ -6,7 +6,8 @@ use jobspec::{ReloadValues, ids::Rank};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The place from which the training state is read when a run resumes.
+/// The storage from which the training state is read when a run resumes: a checkpoint on disk, or
+/// copies in the memory of the hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ResumeSource {
@@ -206,13 +207,14 @@ pub enum Event {
 }
 
 impl Event {
-    /// Creates a notice, which is a message to the user, without a diagnostic.
+    /// Creates a notice (a message to the user) that consists only of a text, without a warning or
+    /// an error as data.
     pub fn new_notice(rank: Option<Rank>, message: impl Into<String>) -> Event {
         Event::Notice { rank, message: message.into(), diagnostics: Vec::new() }
     }
 
-    /// Creates a notice, which is a message to the user, with `diagnostic`, the warning or error
-    /// that it is about.
+    /// Creates a notice (a message to the user) with a text and with `diagnostic`, the warning or
+    /// error that the notice is about.
     pub fn new_diagnostic_notice(
         rank: Option<Rank>,
         message: impl Into<String>,
@@ -249,7 +251,8 @@ pub struct FailureReport {
     pub tail: Vec<String>,
 }
 
-/// The current activity of a rank, which the live view shows.
+/// The current activity of a worker of the built-in training, such as reading a checkpoint or
+/// training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerPhase {

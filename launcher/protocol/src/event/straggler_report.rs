@@ -118,8 +118,8 @@ pub struct TimeRange {
 }
 
 impl StragglerReport {
-    /// Creates the event from a change that the straggler detector of rank 0 has found. The
-    /// controller adds host, reason and message.
+    /// Creates the event that a rank began or ceased to slow down the others, from what the
+    /// straggler detector of rank 0 has found. The controller adds host, reason and message.
     pub fn new(change: &StragglerChange) -> StragglerReport {
         StragglerReport {
             state: if change.is_slow { StragglerState::Slow } else { StragglerState::Recovered },
