@@ -1,4 +1,5 @@
-//! `launch agent`: runs the agent, which the controller starts on each host.
+//! `launch agent`: runs the agent, the process that the controller of a run starts on each host to
+//! start and watch the workers there.
 use super::context::CommandContext;
 use crate::{agent, executable};
 use clap::Args;
@@ -24,8 +25,8 @@ pub(crate) struct AgentArgs {
     remove_own_file: bool,
 }
 
-/// Runs `launch agent`: runs the agent of this host or, with `--own-hash`, prints the content hash
-/// of the executable. Returns the exit code.
+/// Runs `launch agent`: runs this host's agent (the process that starts and watches the workers)
+/// or, with `--own-hash`, prints the content hash of the executable. Returns the exit code.
 pub(crate) fn run(args: AgentArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     if args.own_hash {
         return Ok(executable::sync_and_print_executable_hash());

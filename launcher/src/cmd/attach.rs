@@ -179,7 +179,7 @@ fn start_detached_takeover(args: &AttachArgs, run: &Run, context: &CommandContex
     }
 }
 
-/// Reads the part of a text file that begins at byte `position`.
+/// Reads a text file from the byte offset `position` to the end of the file.
 fn read_file_from_offset(path: &Path, position: u64) -> io::Result<String> {
     let mut file = File::open(path)?;
     file.seek(SeekFrom::Start(position))?;

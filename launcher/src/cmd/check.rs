@@ -65,8 +65,8 @@ pub(crate) fn run(args: CheckArgs, context: &CommandContext) -> diagnostic::Resu
     }
 }
 
-/// Takes part, as a node that joins, in the `launch check` that node 0 at `address` performs for
-/// the whole job. Returns the exit code of the check.
+/// Connects this node to node 0 at `address`, whose `launch check` inspects all nodes of the job,
+/// and lets this node be inspected. Returns the exit code of the check.
 fn join_check(
     request: &JobRequest,
     address: &RendezvousAddress,
@@ -75,8 +75,8 @@ fn join_check(
     join_run(&load_job(request)?.job, address, node_rank)
 }
 
-/// Loads the job whose hosts `launch check` inspects, and marks it as a check for the nodes that
-/// join.
+/// Loads the job whose hosts `launch check` inspects, and marks the job so that node 0 and the
+/// nodes that join it agree on a check instead of a run.
 fn load_job(request: &JobRequest) -> diagnostic::Result<LoadedJob> {
     let mut loaded = LoadedJob::load(request)?;
     loaded.job.cluster.join.checks_hosts = true;
@@ -153,8 +153,8 @@ fn compute_peer_timeout_ms(job: &JobSpec) -> u64 {
     job.cluster.ssh.connect_timeout_ms.min(5000)
 }
 
-/// Creates a text that is unique for each run of `launch check`, from the process ID and the time.
-/// The names of the files that test shared directories contain the text.
+/// Creates a text that is unique for each run of `launch check`, for the names of the files by
+/// which the check finds out which hosts share a directory.
 fn create_nonce() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{:x}-{:x}", std::process::id(), now.as_nanos())

@@ -53,8 +53,8 @@ pub(crate) fn run(args: CkptArgs, context: &CommandContext) -> diagnostic::Resul
     run_subcommand(args.command, context.format.json)
 }
 
-/// Runs a subcommand and returns the exit code. With `json`, the subcommand prints its result as
-/// JSON.
+/// Runs a subcommand of `launch ckpt`, such as `verify`, and returns the exit code or the error to
+/// report. With `json`, the subcommand prints its result as JSON.
 fn run_subcommand(command: CkptCommand, json: bool) -> diagnostic::Result<u8> {
     match command {
         CkptCommand::Inspect(args) => inspect::run(args, json),

@@ -288,7 +288,8 @@ struct PidFile {
 }
 
 impl PidFile {
-    /// Creates the file and writes the process ID of this process to it. Fails if it exists.
+    /// Creates the file that `deepspeed --save_pid` requests, in [`PID_FILE_DIRECTORY`], and writes
+    /// the process ID of this process to it. Fails if it exists.
     fn create() -> diagnostic::Result<PidFile> {
         let pid = std::process::id();
         let path = Path::new(PID_FILE_DIRECTORY).join(format!("{pid}.deepspeed"));

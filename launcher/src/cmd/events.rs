@@ -72,7 +72,8 @@ fn print_journal(run: &Run, follow: bool, format: OutputFormat) -> diagnostic::R
 /// schema, and adds a line end. A line that this version cannot read, such as half a line after a
 /// crash, stays unchanged.
 fn convert_line_to_schema(line: &str, format: OutputFormat) -> String {
-    /// The members of a journal line that its conversion to another schema needs.
+    /// The part of a journal line (a stored event of a run) that decides whether the line must be
+    /// converted: the version of its event schema.
     #[derive(Deserialize)]
     struct StoredEvent {
         #[serde(default = "default_schema_number")]

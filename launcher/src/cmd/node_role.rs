@@ -1,5 +1,6 @@
-//! [`NodeRole`]: whether this process runs a job alone, controls the nodes that join, or is one of
-//! these nodes. The options and the environment variables of the process decide.
+//! [`NodeRole`]: whether this process runs a job alone, controls other nodes on which the user also
+//! starts launch (nodes that join), or is one of these nodes. The options and the environment
+//! variables of the process decide.
 use super::prepare::{JobRequest, LoadedJob};
 use crate::cluster::{NodeEnvironment, detect_node_environment, find_host_provider, is_own_address};
 use clap::Args;
@@ -51,8 +52,8 @@ impl NodeArgs {
     }
 }
 
-/// The role of this process: it runs a job alone, controls nodes that join, or is one of these
-/// nodes.
+/// The role of this process: it runs a job alone, controls other nodes on which the user also
+/// starts launch (nodes that join), or is one of these nodes.
 #[derive(Debug)]
 pub(super) enum NodeRole {
     /// This process controls the job, on the hosts that the job names.
@@ -76,8 +77,9 @@ pub(super) enum NodeRole {
     },
 }
 
-/// Chooses whether this process runs the requested job alone, controls the nodes that join, or is
-/// one of these nodes. Fails if this process is one node of several, but cannot join the others.
+/// Chooses whether this process runs the requested job alone, controls the nodes that join its run,
+/// or is itself a node that joins the run of node 0. Fails if this process is one node of several,
+/// but cannot join the others.
 pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::Result<NodeRole> {
     let option = args.find_given_node_option();
     let loaded = LoadedJob::load(&request)?;
@@ -187,7 +189,7 @@ impl NodeSettings {
     }
 
     /// Determines from the settings whether this process controls the nodes that join or is one of
-    /// these nodes, and adds the settings to the overrides of `request`.
+    /// these nodes, and adds the settings as job keys to the request to load the job.
     fn into_role(self, mut request: JobRequest) -> diagnostic::Result<NodeRole> {
         let NodeSettings { nodes, node_rank, rendezvous, key_file } = self;
         let mut set = |key: &str, value: String| request.set.push(format!("{key}={value}"));

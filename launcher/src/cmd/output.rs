@@ -18,8 +18,8 @@ pub(crate) struct OutputFormat {
     pub(crate) schema: EventSchema,
 }
 
-/// Returns the exit code of a command from its result. If the command failed, prints the error with
-/// [`report_error`].
+/// Returns the exit code of a command: the one in its result or, after printing the error, the exit
+/// code that belongs to the error.
 pub(crate) fn report_error_of_result(result: diagnostic::Result<u8>, format: OutputFormat) -> u8 {
     result.unwrap_or_else(|error| report_error(&error, format))
 }

@@ -15,12 +15,14 @@ use std::{
 
 /// The text of the example job in the repository, which trains on the files of the repository.
 const EXAMPLE_JOB_TEXT: &str = include_str!("../../../configs/quickstart.yaml");
-/// The first key of the example job. Only comments precede the key.
+/// The first key of the example job, from which on the example is copied, without the comments
+/// before the key.
 const FIRST_JOB_KEY: &str = "name: quickstart\n";
-/// The beginning of the line of the example job that names the training files.
+/// The beginning of the line of the example job that names the training files, which `launch
+/// quickstart` replaces by its training text.
 const FILES_LINE_PREFIX: &str = "    files: ";
 /// The beginning of the line of the example job with the share of the text that is held out for
-/// evaluations.
+/// evaluations, which `launch quickstart` replaces by a larger share.
 const HELD_OUT_LINE_PREFIX: &str = "    held_out: ";
 /// The name of the job file that `launch quickstart` writes.
 const JOB_FILE: &str = "job.yaml";

@@ -1,4 +1,5 @@
-//! `launch report`: writes the page of `launch serve` about some runs to one HTML file.
+//! `launch report`: writes one HTML file with the page (dashboard) that `launch serve` would show
+//! about the selected runs.
 use super::{
     context::CommandContext,
     dashboard_runs::create_dashboard,

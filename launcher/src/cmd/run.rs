@@ -35,8 +35,8 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The function by which `launch run` prepares the checkpoint from which the program of a job
-/// resumes.
+/// The function that the controller calls to prepare the checkpoint from which the program of a job
+/// resumes (`resume.from`).
 pub(super) const PREPARE_PROGRAM_RESUME_FN: controller::ResumePreparer =
     super::ckpt::resume::prepare_program_resume;
 
@@ -352,8 +352,9 @@ fn read_overrides_from_stdin(args: &RunArgs) -> diagnostic::Result<Vec<String>> 
     Ok(text.split('\0').map(str::to_owned).collect())
 }
 
-/// Parses the value `RUN:FD` of the internal option `--detached`. Returns the ID of the run, and
-/// the inherited pipe through which the controller reports that the job has started.
+/// Parses the internal option `--detached RUN:FD`, by which `launch run --detach` passes the run ID
+/// and an inherited pipe to the controller that it starts. Returns the ID of the run, and the
+/// inherited pipe through which the controller reports that the job has started.
 pub(super) fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, StartNotifier)> {
     let invalid = || {
         let message = "`--detached` is an internal option of launch";
@@ -421,7 +422,8 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
     Ok(controller::run_job(request, options))
 }
 
-/// Finds the module that knows the hosts of a job: a list of hosts, Slurm, or nodes that join.
+/// Finds the implementation that knows the hosts of a job: a list of hosts, Slurm, or nodes that
+/// join.
 pub(super) fn find_cluster(job: &JobSpec) -> diagnostic::Result<&'static dyn Cluster> {
     cluster::find_host_provider(job).map_err(build_hosts_error)
 }
@@ -440,14 +442,15 @@ fn create_run_id(now: SystemTime, random: u16) -> RunId {
     RunId(format!("{}-{random:04x}", now.strftime("%Y%m%d-%H%M%S")))
 }
 
-/// Draws 16 random bits with the random state of std's hash maps, for the ID of a run.
+/// Draws 16 random bits for the ID of a run, from the random seed of the standard library's hash
+/// maps.
 fn draw_random_bits() -> u16 {
     RandomState::new().hash_one(std::process::id()) as u16
 }
 
-/// Prints the events of a run that ended before its workers ran, as JSON lines to stdout, from the
-/// journal of the run. If the controller did not record its end, prints that it ended with
-/// `exit_code`.
+/// Prints, as JSON lines, the events that the journal (the file of events) has about a detached run
+/// that ended before its workers ran. If the controller did not record its end, prints that it
+/// ended with `exit_code`.
 fn print_recorded_events(run_dir: &Path, exit_code: u8, elapsed: Duration, format: OutputFormat) {
     let journal = fs::read_to_string(run_dir.join("events.jsonl")).unwrap_or_default();
     let events: Vec<Event> = journal.lines().filter_map(|line| Event::from_json(line).ok()).collect();

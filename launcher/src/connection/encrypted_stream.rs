@@ -102,8 +102,8 @@ impl<S: AsyncRead + Unpin> EncryptedStream<S> {
     }
 }
 
-/// Encrypts `text` as the record (a piece of the stream) with the number `number`. Fails if the
-/// text is longer than [`MAX_PLAINTEXT_BYTES`].
+/// Encrypts the bytes `text` as one record (a piece of the encrypted stream), whose number `number`
+/// in the stream is the nonce. Fails if `text` is longer than [`MAX_PLAINTEXT_BYTES`].
 fn encrypt_record(keys: &StatelessTransportState, number: u64, text: &[u8]) -> io::Result<Vec<u8>> {
     let mut record = vec![0; HEADER_BYTES + text.len() + TAG_BYTES];
     let (header, ciphertext) = record.split_at_mut(HEADER_BYTES);
@@ -136,9 +136,9 @@ impl<R> EncryptedReader<R> {
 }
 
 impl<R: AsyncRead + Unpin> EncryptedReader<R> {
-    /// Reads more of the next encrypted record into `self.record`, and is ready when the record is
-    /// complete. Returns false if the stream ends between two records. Fails if the stream ends
-    /// within a record.
+    /// Reads further bytes of the next record (an encrypted piece of the stream) into the reader's
+    /// buffer, and is ready when the record is complete. Returns false if the stream ends between
+    /// two records. Fails if the stream ends within a record.
     fn poll_record(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
         loop {
             let length = match self.record.first_chunk::<HEADER_BYTES>() {
@@ -164,8 +164,9 @@ impl<R: AsyncRead + Unpin> EncryptedReader<R> {
         }
     }
 
-    /// Decrypts the complete encrypted record in `self.record`. If the record was altered, it stays
-    /// there, so that every later call fails, too.
+    /// Decrypts the complete record (an encrypted piece of the stream) in the reader's buffer, so
+    /// that the caller can take the plaintext. If the record was altered, it stays in the buffer,
+    /// so that every later call fails, too.
     fn decrypt_record(&mut self) -> io::Result<()> {
         let ciphertext = &self.record[HEADER_BYTES..self.filled];
         self.text.resize(ciphertext.len(), 0);
@@ -187,7 +188,7 @@ fn build_altered_record_error() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the encrypted data were altered on the way")
 }
 
-/// Empties a buffer of the stream, and frees its memory if the buffer is large.
+/// Empties a buffer of encrypted or decrypted bytes, and frees its memory if its capacity is large.
 fn clear_and_shrink_buffer(buffer: &mut Vec<u8>) {
     buffer.clear();
     buffer.shrink_to(MAX_KEPT_BUFFER_BYTES);

@@ -9,31 +9,34 @@ use tokio::{
     sync::mpsc,
 };
 
-/// The number of unsent messages that fit into the queue of a control connection. A message that
-/// does not fit is dropped or, if it is critical, kept in the overflow buffer of the [`Outbox`].
+/// The number of messages that may wait in the queue of a control connection until they are sent. A
+/// message that does not fit is dropped or, if it is critical, kept in the overflow buffer of the
+/// [`Outbox`].
 const QUEUE_CAPACITY: usize = 4096;
-/// The number of places in the queue of a control connection that messages of
-/// [`MessagePriority::Low`] must leave free. Messages of low priority are dropped if no further
+/// The number of places in the queue of a control connection that messages of low priority must
+/// leave free for messages of higher priority. Messages of low priority are dropped if no further
 /// place is free.
 const PLACES_RESERVED_ABOVE_LOW: usize = 3072;
 /// The number of places in the queue of a control connection that only critical messages may take.
 /// Messages of [`MessagePriority::Normal`] are dropped if no further place is free.
 const PLACES_RESERVED_FOR_CRITICAL: usize = 512;
-/// The number of critical messages that an [`Outbox`] keeps in addition while the queue of its
-/// connection is full. If queue and buffer are full, critical messages are dropped, too.
+/// The number of critical messages that the sending end of a control connection keeps in a second
+/// buffer while the queue of the connection is full. If queue and buffer are full, critical
+/// messages are dropped, too.
 const OVERFLOW_CAPACITY: usize = 4096;
 /// The number of bytes of encoded messages that are collected before they are written to the stream
 /// together. A full batch is written before waiting messages are encoded.
 pub(super) const BATCH_BYTES: usize = 64 << 10;
 
-/// The sending end of a channel that receives the messages of several connections, each with the id
-/// of its sender.
+/// The sending end of a channel into which several connections put the messages that they receive,
+/// each with the id of its connection.
 ///
 /// The last message of a connection is `Ok(None)` if the stream ended, or an error.
 pub(crate) type InboxSender<K, T> = mpsc::Sender<(K, Result<Option<T>, FrameError>)>;
 
-/// Reads messages from a stream and sends each to `inbox`, with the id `sender` of the connection,
-/// until the stream ends or fails. Waits while the inbox is full.
+/// Reads messages from the stream of a control connection, and puts each with the connection's id
+/// `sender` into the channel `inbox`, until the stream ends or fails. Waits while the inbox is
+/// full.
 pub(crate) async fn read_frames<K, R, T>(sender: K, stream: R, inbox: InboxSender<K, T>)
 where
     K: Clone,
@@ -51,9 +54,9 @@ where
     }
 }
 
-/// Writes the messages of `queue` to the stream of a control connection until the queue is closed
-/// or the stream fails. Collects small messages and writes them with one system call. Drops
-/// messages that are too long for a frame.
+/// Writes the messages in the queue of a control connection to the stream of the connection, until
+/// the queue is closed or the stream fails. Collects small messages and writes them with one system
+/// call. Drops messages that are too long for a frame.
 ///
 /// Ends when the queue is closed and empty, or when the stream fails. The failure is not returned,
 /// because the task that reads from the connection reports it.
@@ -108,17 +111,18 @@ impl<T> Clone for Outbox<T> {
 }
 
 impl<T> Outbox<T> {
-    /// Creates the sending end of a control connection, and the receiving end of its queue for
-    /// [`write_frames`].
+    /// Creates the queue of a control connection: the end into which messages are put, and the end
+    /// from which [`write_frames`] takes the messages to send them.
     pub(crate) fn channel() -> (Self, mpsc::Receiver<T>) {
         let (queue, receiver) = mpsc::channel(QUEUE_CAPACITY);
         (Outbox { queue, overflow: VecDeque::new() }, receiver)
     }
 
-    /// Queues a message to be sent on the control connection. Keeps a critical message in the
-    /// overflow buffer while the queue is full. Returns `false` if the message was dropped, because
-    /// the queue (and for a critical message the overflow buffer) is too full for its priority, or
-    /// because the connection has ended. Never blocks.
+    /// Puts a message into the queue of the control connection, or drops the message if the queue
+    /// has too few free places for its priority. Keeps a critical message in the overflow buffer
+    /// while the queue is full. Returns `false` if the message was dropped, because the queue (and
+    /// for a critical message the overflow buffer) is too full for its priority, or because the
+    /// connection has ended. Never blocks.
     pub(crate) fn send_message(&mut self, priority: MessagePriority, message: T) -> bool {
         self.flush_overflow();
         let reserved = match priority {
@@ -136,14 +140,14 @@ impl<T> Outbox<T> {
         fits
     }
 
-    /// Returns whether the queue of messages has space for a report of an agent, and for critical
-    /// messages after it.
+    /// Returns whether the queue of the connection has a free place for a report (a message that
+    /// the agent keeps until a controller has it), and places for critical messages after it.
     pub(crate) fn has_space_for_report(&self) -> bool {
         self.overflow.is_empty() && self.queue.capacity() > PLACES_RESERVED_FOR_CRITICAL
     }
 
-    /// Waits until the queue of messages has space for a report of an agent, or until the
-    /// connection has ended. Cancel-safe.
+    /// Waits until the queue of the connection has a free place for a report (a message that the
+    /// agent keeps until a controller has it), or until the connection has ended. Cancel-safe.
     pub(crate) async fn wait_for_space_for_report(&self) {
         // The permits are returned at once; only the wait matters.
         _ = self.queue.reserve_many(PLACES_RESERVED_FOR_CRITICAL + 1).await;

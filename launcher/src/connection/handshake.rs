@@ -44,8 +44,8 @@ const MAX_NAME_BYTES: usize = 255;
 /// the protocol and its version.
 const INVITATION_PREFIX: &str = "launch-join-1";
 
-/// The secret key by which a controller and a group of its agents recognize each other. It is never
-/// printed.
+/// The secret key that a controller and its agents share, by which each recognizes that the other
+/// belongs to the same run. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct HandshakeKey([u8; 32]);
 
@@ -61,13 +61,13 @@ impl HandshakeKey {
         read_random_bytes().map(HandshakeKey)
     }
 
-    /// Derives a key from a secret text of any length; different values of `purpose` give different
-    /// keys. `purpose` distinguishes the uses of texts.
+    /// Derives a handshake key from a secret text of any length; the text `purpose` makes the keys
+    /// for different purposes differ.
     pub(crate) fn derive_from_secret(purpose: &str, secret: &[u8]) -> HandshakeKey {
         HandshakeKey(blake3::derive_key(purpose, secret))
     }
 
-    /// Returns the key with which processes of a run prove that they belong to the run.
+    /// Converts the key of a run, by which its processes recognize each other, to a handshake key.
     pub(crate) fn from_job_key(key: &JobKey) -> HandshakeKey {
         HandshakeKey(key.0)
     }
@@ -176,15 +176,15 @@ impl From<InvitationError> for Diagnostic {
     }
 }
 
-/// Reads 32 random bytes from the kernel.
+/// Reads 32 random bytes from the kernel, for a secret key.
 fn read_random_bytes() -> io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes)?;
     Ok(bytes)
 }
 
-/// The key and the addresses by which an agent connects to its controller. The agent gets the
-/// invitation as one line of text on its standard input.
+/// The secret key and the addresses by which an agent connects to its controller, which the agent
+/// reads as one line from its standard input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Invitation {
     /// The key with which the agent proves that it belongs to the job.
@@ -243,8 +243,8 @@ fn parse_key(hex: &str) -> Option<HandshakeKey> {
     bytes.try_into().ok().map(HandshakeKey)
 }
 
-/// Performs the agent's side of the handshake on `stream` until the controller has proved that it
-/// holds the key. Fails if the peer does not hold the key.
+/// Performs the agent's side of the handshake on a new connection until the controller has proved
+/// that it holds the key of the run. Fails if the peer does not hold the key.
 ///
 /// An agent may perform handshakes on several connections simultaneously. The connection on which
 /// the agent then calls [`VerifiedControllerStream::send_proof_of_key`] becomes the control
@@ -278,23 +278,23 @@ where
     Ok(VerifiedControllerStream(EncryptedStream::new(stream, handshake.into_stateless_transport_mode()?)))
 }
 
-/// A connection whose controller has proved that it holds the key, while the agent has not yet sent
-/// its own proof.
+/// A connection whose controller has proved that it holds the key of the run, while the agent has
+/// not yet sent its own proof.
 pub(crate) struct VerifiedControllerStream<S>(EncryptedStream<S>);
 
 impl<S: AsyncWrite + Unpin> VerifiedControllerStream<S> {
-    /// Sends the proof that this agent holds the key, which makes this connection the agent's
-    /// control connection.
+    /// Sends the proof that this agent holds the key of the run, and so makes this connection the
+    /// agent's control connection.
     pub(crate) async fn send_proof_of_key(mut self) -> Result<EncryptedStream<S>, HandshakeError> {
         self.0.write_empty_record().await?;
         Ok(self.0)
     }
 }
 
-/// Performs the controller's side of the handshake on `stream`, in which the agent and the
-/// controller prove that they hold the key. Returns the connection and the name of the host whose
-/// agent connected. Fails if the peer does not hold the key. The function has no time limit, so the
-/// caller must apply [`HANDSHAKE_TIMEOUT`].
+/// Performs the controller's side of the handshake on a new connection, in which agent and
+/// controller prove that they hold the key of the run. Returns the connection and the name of the
+/// host whose agent connected. Fails if the peer does not hold the key. The function has no time
+/// limit, so the caller must apply [`HANDSHAKE_TIMEOUT`].
 ///
 /// A peer without the key receives no answer. The function allocates less than 1 KiB for a peer
 /// that has not proved the key.
@@ -332,9 +332,9 @@ where
     }
 }
 
-/// Reads an agent's first message of the handshake, which proves that the agent holds the key.
-/// Returns the state of the handshake and the name of the agent's host. Fails if the agent does not
-/// hold the key.
+/// Reads an agent's first message of the handshake, and checks that the agent holds the key of the
+/// run. Returns the state of the handshake and the name of the agent's host. Fails if the agent
+/// does not hold the key.
 async fn read_agent_message<S>(
     stream: &mut S,
     key: &HandshakeKey,
@@ -386,7 +386,8 @@ where
 /// are read as a handshake, and as records after a handshake. Returns the error of the handshake.
 /// Panics if the handshake succeeds or a record is decrypted.
 pub(crate) fn check_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
-    /// Runs a future, whose streams are always ready, to its end.
+    /// Runs a future over streams in memory, which are always ready, to its end without an async
+    /// runtime.
     fn poll_to_completion<F: Future>(future: F) -> F::Output {
         let mut context = Context::from_waker(Waker::noop());
         match pin!(future).poll(&mut context) {

@@ -11,8 +11,8 @@ mod local_stream;
 mod resumable_stream;
 mod router;
 
-/// The number of heartbeats that a neighbour in the tree sends within the time after which a silent
-/// link counts as broken.
+/// The number of heartbeats that each side of a connection between neighbours in the tree sends
+/// within the time after which a silent connection counts as broken.
 pub(crate) const HEARTBEATS_PER_LEASE: u32 = 5;
 
 pub(crate) use frame::{MAX_TREE_FRAME_BYTES, StreamId, TreeFrame, TreeParent, TreeSetup};

@@ -1,6 +1,6 @@
-//! [`AttemptPreparation`]: an attempt that is planned but not started, and the rendezvous
-//! (`MASTER_PORT`) that must be bound first. [`HostInventories`] holds the hardware of the hosts,
-//! from which the plan is made.
+//! [`AttemptPreparation`]: an attempt (one start of all workers) that is planned but not started,
+//! because its rendezvous port (`MASTER_PORT`) must be bound first. [`HostInventories`] holds the
+//! hardware of the hosts, from which the plan is made.
 use super::core::{HostIndex, PlannedWorker};
 use crate::{
     cluster::HostTarget,
@@ -42,8 +42,9 @@ impl HostInventories {
         }
     }
 
-    /// Describes the hosts `hosts`, in this order, as the planner of an attempt needs them.
-    /// `targets` holds all hosts of the run, by index. Leaves out hosts without an inventory.
+    /// Describes the hosts with the indices `hosts`, in this order, for the planning of an attempt:
+    /// name, slots (places for workers) and inventory. `targets` holds all hosts of the run, by
+    /// index. Leaves out hosts without an inventory.
     pub(super) fn build_job_hosts(&self, targets: &[HostTarget], hosts: &[HostIndex]) -> Vec<JobHost> {
         let job_host = |host: &HostIndex| {
             let target = targets.get(*host)?;
@@ -91,8 +92,9 @@ pub(super) struct AttemptPreparation {
 }
 
 impl AttemptPreparation {
-    /// Creates, from the plan of an attempt, the request to bind its rendezvous (`MASTER_PORT`).
-    /// `allowed` are the addresses from which clients may connect to the rendezvous. Binds nothing.
+    /// Creates the preparation of an attempt from its plan, with the request to bind the rendezvous
+    /// port (`MASTER_PORT`), which an agent will execute. `allowed` are the addresses from which
+    /// clients may connect to the rendezvous. Binds nothing.
     pub(super) fn new(job: &JobSpec, plan: Plan, allowed: &[IpAddr]) -> Self {
         let address = plan.master_address.unwrap_or(Ipv4Addr::LOCALHOST.into());
         let port = if let MasterPort::Fixed(number) = job.cluster.master_port { number } else { 0 };
@@ -117,8 +119,8 @@ impl AttemptPreparation {
     }
 }
 
-/// Groups the workers of a plan by host, as the controller's state machine receives them in
-/// [`ControllerInput::Planned`](super::core::ControllerInput::Planned).
+/// Returns, for each host of a plan, what the controller's state machine needs to know about the
+/// workers there.
 pub(super) fn group_workers_by_host(plan: &Plan) -> Vec<Vec<PlannedWorker>> {
     let host_workers =
         |host: &HostPlan| host.workers.iter().map(|w| PlannedWorker { log: w.log.clone() }).collect();

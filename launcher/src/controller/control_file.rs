@@ -11,9 +11,11 @@ use protocol::control::JobKey;
 use serde::{Deserialize, Serialize};
 use std::{io, path::Path};
 
-/// The version of the format of `control.json`. The file contains this number.
+/// The version of the format of `control.json`, the file with which a later controller reaches the
+/// agents of a run. The file contains this number.
 const VERSION: u32 = 1;
-/// The name of the file in which a [`ControlFile`] is stored in the run directory.
+/// The name, in the run directory, of the file with which a later controller reaches the agents of
+/// the run.
 const FILE_NAME: &str = "control.json";
 /// The largest size of `control.json` and of `job.json` that a controller reads, in bytes. A larger
 /// file is an error.
@@ -66,13 +68,15 @@ impl ControlFile {
         Some(JobKey(bytes.filter(|_| digits.len() == 64)?.try_into().ok()?))
     }
 
-    /// Writes `control.json` to the run directory `run_dir`.
+    /// Writes `control.json`, with which a later controller reaches the agents, to the run
+    /// directory.
     pub(crate) fn write(&self, run_dir: &Path) -> io::Result<()> {
         write_atomically(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Reads `control.json` from the run directory `run_dir`. Fails if there is no file, because
-    /// the workers of the run end with their controller (`run.on_controller_loss: stop`).
+    /// Reads `control.json`, with which a later controller reaches the agents, from the run
+    /// directory `run_dir`. Fails if there is no file, because the workers of the run end with
+    /// their controller (`run.on_controller_loss: stop`).
     pub(crate) fn read(run_dir: &Path) -> diagnostic::Result<ControlFile> {
         let path = run_dir.join(FILE_NAME);
         let unusable = |error: &(dyn std::error::Error + 'static)| {
@@ -97,8 +101,8 @@ impl ControlFile {
     }
 }
 
-/// Reads the stored job of a run (`job.json`) from its run directory. The values of secret
-/// variables are missing.
+/// Reads the job of a run from the file `job.json` that the run's first controller has stored in
+/// the run directory. The values of secret variables are missing.
 pub(crate) fn read_stored_job(run_dir: &Path) -> diagnostic::Result<JobSpec> {
     let path = run_dir.join("job.json");
     let unusable = |error: &(dyn std::error::Error + 'static)| {

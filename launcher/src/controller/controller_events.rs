@@ -22,8 +22,9 @@ pub(crate) struct ControllerEvents {
 }
 
 impl ControllerEvents {
-    /// Continues the numbering of the controllers' events after the event with the number `newest`.
-    /// `unstored` are the events of earlier controllers that the journal lacks, oldest first.
+    /// Sets the number of the newest controller event of the run to `newest` after a takeover, so
+    /// that this controller's events get the following numbers. `unstored` are the events of
+    /// earlier controllers that the journal lacks, oldest first.
     pub(crate) fn continue_numbering_after(
         &mut self,
         newest: u64,

@@ -6,8 +6,8 @@ use protocol::control::{
     AttachPurpose, AttachRequest, ControllerToken, JobKey, PROTOCOL_VERSION, SupervisionTerms,
 };
 
-/// The key of the run, the token by which agents recognize the newest controller, and the time
-/// limits that the controller and its agents observe.
+/// What identifies a controller to agents: the key of the run, the token by which agents recognize
+/// the newest controller, and the time limits that both sides observe.
 #[derive(Clone, Debug)]
 pub(super) struct ControllerIdentity {
     run: String,
@@ -20,7 +20,8 @@ pub(super) struct ControllerIdentity {
 }
 
 impl ControllerIdentity {
-    /// Creates the identity of the first controller of a run, with a new random key.
+    /// Creates the identity (key, token and time limits) of the first controller of a run, with a
+    /// new random key.
     pub(super) fn create(
         run: &str,
         settings: &RunSpec,
@@ -38,9 +39,9 @@ impl ControllerIdentity {
         })
     }
 
-    /// Creates the identity of a controller that takes over the run with the key `key` from a lost
-    /// controller. Agents obey the controller only if `epoch` is greater than that of earlier
-    /// controllers.
+    /// Creates the identity (key, token and time limits) of a controller that takes over a run,
+    /// whose key is `key`, from a lost controller. Agents obey the controller only if `epoch` is
+    /// greater than that of earlier controllers.
     pub(super) fn create_for_takeover(
         run: &str,
         settings: &RunSpec,
@@ -82,8 +83,8 @@ impl ControllerIdentity {
         }
     }
 
-    /// Builds the conditions under which the agent on host `host` obeys this controller, such as
-    /// the time limits; `number` is the number of the agent.
+    /// Builds the conditions under which the agent on host `host`, the agent with the number
+    /// `number`, obeys this controller, such as the time limits.
     pub(super) fn build_supervision_terms(&self, host: &str, number: u64) -> SupervisionTerms {
         SupervisionTerms {
             run: self.run.clone(),
@@ -99,8 +100,8 @@ impl ControllerIdentity {
     }
 }
 
-/// Creates the token of a controller with a random ID. `epoch` is the number of the controller
-/// within its run.
+/// Creates the token (a number and a random ID) by which agents decide which of several controllers
+/// of a run they obey. `epoch` is the number of the controller within its run.
 fn draw_token(epoch: u64) -> diagnostic::Result<ControllerToken> {
     Ok(ControllerToken { epoch, id: u64::from_le_bytes(draw_random_bytes()?) })
 }

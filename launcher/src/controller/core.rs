@@ -324,9 +324,9 @@ impl ControllerCore {
         deadlines.into_iter().flatten().min()
     }
 
-    /// Processes an input of the controller's state machine, such as a message of an agent, and
-    /// returns the actions that must be executed. `now` is the time since the start of the driver's
-    /// clock, and never decreases.
+    /// Changes the controller's state as an input, such as a message of an agent or a signal,
+    /// requires, and returns the actions that must be executed. `now` is the time since the start
+    /// of the driver's clock, and never decreases.
     pub(crate) fn handle_input(&mut self, now: Duration, input: ControllerInput) -> Vec<ControllerAction> {
         match self.state {
             AttemptState::Finished => return Vec::new(),
@@ -339,8 +339,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Processes an input, such as a message or a signal, unless the controller is still taking
-    /// over the run.
+    /// Calls the handler of an input, such as a message, a signal or the loss of an agent, in every
+    /// phase of a run but its takeover from a lost controller.
     fn handle_run_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(host, message) => {
@@ -416,9 +416,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes a message of a connected agent, which may be a report: a message that the agent
-    /// keeps until the controller acknowledges it. If the message is a report, the report is
-    /// acknowledged once the journal contains its event.
+    /// Handles a message of a connected agent and, if the message is a report (which the agent
+    /// keeps until it is acknowledged), has it acknowledged once it is stored.
     fn handle_report_or_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         let FromAgent::Report { seq, age_ms, message } = message else {
             return self.handle_agent_message(now, host, message);
@@ -444,9 +443,9 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the content of a message of a connected agent, such as the start or exit of a
-    /// worker. Drops messages of earlier attempts, except output lines and failures of the agent
-    /// itself.
+    /// Calls the handler of a message of a connected agent, such as the start or exit of a worker,
+    /// unless the message belongs to an earlier attempt. Output lines and failures of the agent
+    /// itself are handled in any case.
     fn handle_agent_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         if let FromAgent::Hello { version, pid, stream, inventory } = message {
             self.hosts[host].stream = stream;

@@ -10,8 +10,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 /// The number of file descriptors that the controller needs independently of the number of hosts.
 const BASE_DESCRIPTORS: u64 = 96;
 
-/// Raises the limit of open files of this process to the hard limit if the soft limit is too low
-/// for a job on this number of hosts, whose connections need `connections` descriptors.
+/// Raises this process's soft limit of open files to the hard limit if a job on `hosts` hosts,
+/// whose connections need `connections` descriptors, would exceed it.
 pub(super) fn reserve_descriptors(hosts: usize, connections: u64) -> diagnostic::Result<()> {
     let failed = |message: &str, error: nix::Error| {
         Diagnostic::error(CONTROLLER_SETUP_FAILED, message.to_owned()).with_cause(&error)
@@ -27,8 +27,8 @@ pub(super) fn reserve_descriptors(hosts: usize, connections: u64) -> diagnostic:
         .map_err(|error| failed("cannot raise the limit of open files", error))
 }
 
-/// Fails if the limit of open files `limit` is too low for the controller of a job on this number
-/// of hosts, which needs `needed` descriptors.
+/// Fails if the limit of open files `limit` is below the `needed` descriptors of a controller for a
+/// job on `hosts` hosts.
 fn check_descriptor_limit(hosts: usize, needed: u64, limit: u64) -> diagnostic::Result<()> {
     if needed <= limit {
         return Ok(());

@@ -67,8 +67,8 @@ use std::{
 use tokio::sync::mpsc;
 use tracing::info;
 
-/// The largest number of messages that may wait in each channel to the controller's event loop:
-/// that of all agents, and that of lines for the user.
+/// The largest number of messages that may wait in a channel to the controller's event loop, such
+/// as the channel of the agents' messages.
 const EVENT_CHANNEL_CAPACITY: usize = 1024;
 
 /// Runs the job to its end and returns the exit code of `launch`. Blocks.
@@ -122,8 +122,8 @@ enum EventLoopEnd {
     Abandoned(AttachFailure),
 }
 
-/// How this controller has lost the control of its run: to another controller, or because it was
-/// silent for too long. An agent reports this, or the journal shows it.
+/// How this controller has lost the control of its run: to another controller, or because its
+/// agents received nothing from it for too long. An agent reports this, or the journal shows it.
 #[derive(Clone, Copy, Debug)]
 struct ControllerReplacement {
     /// Whether another controller controls the run. Otherwise the agents obey no controller,

@@ -25,8 +25,8 @@ const REREAD_DELAY: Duration = Duration::from_millis(500);
 const MAX_REPEATED_READS: u32 = 5;
 /// How long [`watch_file`] waits until the file was read for the first time.
 const FIRST_READ_TIMEOUT: Duration = Duration::from_secs(1);
-/// The number of changed contents of a watched file that may wait until they are received. If the
-/// channel is full, the watcher waits.
+/// The number of new contents of a watched file that may wait in the channel until the receiver
+/// takes them. If the channel is full, the watcher waits.
 const CHANNEL_CAPACITY: usize = 4;
 
 /// The content of a watched file after a change.
@@ -52,8 +52,8 @@ pub(crate) enum FileReadError {
 }
 
 /// Watches a file and sends its content through the returned channel after each change, until the
-/// receiver is dropped. A separate thread reads the file, because its disk may stall. Blocks until
-/// the file was read for the first time, so that no later change is missed, but at most for
+/// caller drops the receiver. A separate thread reads the file, because its disk may stall. Blocks
+/// until the file was read for the first time, so that no later change is missed, but at most for
 /// [`FIRST_READ_TIMEOUT`].
 ///
 /// A file of more than `limit` bytes is reported as unreadable. If the file is unreadable or
@@ -90,8 +90,8 @@ pub(crate) fn watch_file(
     receiver
 }
 
-/// Sends the new content of a file after each change, until the receiver is dropped. `first` is the
-/// state of the file before the first change.
+/// Sends the new content of a file through a channel after each change, until the receiver of the
+/// channel is dropped. `first` is the state of the file before the first change.
 async fn send_content_after_changes(
     watcher: &mut ChangeWatcher,
     path: &Path,

@@ -221,8 +221,8 @@ fn compare_collective_calls(
     (calls.len() > 1).then_some((kind, calls))
 }
 
-/// Describes the call of a collective by the ranks `callers`, from `entry`, an entry of a flight
-/// recorder (torch's list of the last collectives).
+/// Describes how the ranks `callers` have called a collective (operation, inputs, place in the
+/// program), from torch's flight recorder and the stack of a rank.
 fn build_collective_call(
     callers: Vec<Rank>,
     entry: &CollectiveEntry,
@@ -244,8 +244,8 @@ fn build_collective_call(
     }
 }
 
-/// Describes the call with which ranks have entered a pending collective. Returns `None` if no
-/// flight recorder has recorded it.
+/// Describes how the ranks that have entered a pending collective have called it (operation, inputs
+/// and place in the program). Returns `None` if no flight recorder has recorded it.
 fn build_entered_call(
     p: &PendingCollective<'_>,
     ranks: &BTreeMap<Rank, &RankEvidence>,

@@ -116,9 +116,9 @@ impl HostfileWatch {
         }
     }
 
-    /// Evaluates a change of the hostfile: compares its new content with the `hosts` of the run,
-    /// and overwrites the slots of known hosts there. The caller must append the added hosts of the
-    /// result to `hosts`.
+    /// Compares the new content of the hostfile with `hosts`, the hosts of the run, and stores
+    /// changed slots (numbers of workers) of known hosts in `hosts`. The caller must append the
+    /// added hosts of the result to `hosts`.
     ///
     /// If the hostfile cannot be read, is not valid or lists too many hosts, the result has a
     /// notice and no hosts, and `hosts` stays unchanged.

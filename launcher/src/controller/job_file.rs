@@ -68,10 +68,11 @@ impl JobFileWatch {
         }
     }
 
-    /// Compares the changed job file with the `running` job. Returns the new values of keys that
-    /// can be reloaded, which the caller must apply, and notices for the user. Each changed key
-    /// that is not reloadable is reported in a notice once. A file that cannot be read or is not
-    /// valid results in a notice and no values.
+    /// Compares the changed job file with `running`, the job that runs, and returns the new values
+    /// that can be applied while the job runs, and notices for the user. Returns the new values of
+    /// keys that can be reloaded, which the caller must apply, and notices for the user. Each
+    /// changed key that is not reloadable is reported in a notice once. A file that cannot be read
+    /// or is not valid results in a notice and no values.
     pub(super) fn evaluate_change(
         &mut self,
         running: &JobSpec,

@@ -43,15 +43,18 @@ const JOB_FILE_VERSION: u32 = 1;
 /// The interval at which the journal (the files of a run's events and metrics) is synced to the
 /// disk, if it has grown.
 const SYNC_INTERVAL: Duration = Duration::from_secs(1);
-/// The interval at which the journal's modification time is set to the present. `launch ps` derives
-/// from this time how long a run is without a controller.
+/// The interval at which the modification time of the journal (the run's file of events) is set to
+/// the present, which shows that the controller is alive. `launch ps` derives from this time how
+/// long a run is without a controller.
 const MTIME_UPDATE_INTERVAL: Duration = Duration::from_secs(30);
-/// How long a write to the journal may take before the user gets a notice that the disk stalls.
+/// How long a write to the journal (the run's file of events) may take before the user gets a
+/// notice that the disk stalls.
 const STALL_REPORT_DELAY: Duration = Duration::from_secs(5);
-/// How long the controller waits at the end of a run until the journal is written to a disk that is
-/// full or stalls.
+/// How long the controller waits at the end of a run for the last writes to the journal (the run's
+/// file of events), if the disk is full or stalls.
 const JOURNAL_CLOSE_TIMEOUT: Duration = Duration::from_secs(600);
-/// The largest number of messages of the journal's thread that may wait for the controller.
+/// The largest number of messages of the thread that writes the journal (the run's file of events)
+/// that may wait for the controller.
 const STATUS_CHANNEL_CAPACITY: usize = 16;
 
 /// The content of `job.json`: the job of a run, without secrets, and the command that started it.
@@ -86,8 +89,8 @@ pub(super) struct Journal {
     is_deletion_reported: bool,
 }
 
-/// The receiver of the numbers of the agents' reports whose events the journal has stored on the
-/// disk. An item has the newest stored report of each sequence of reports.
+/// Receives from the journal which reports of agents are now on the disk, so that the agents need
+/// not keep them any longer. An item has the newest stored report of each sequence of reports.
 pub(super) type StoredReportReceiver = mpsc::Receiver<Vec<ReportId>>;
 
 impl Journal {
@@ -144,7 +147,8 @@ impl Journal {
         });
     }
 
-    /// Creates a journal that has no open files yet, and starts its thread.
+    /// Creates a journal and starts its thread; the files are set afterwards, after a takeover only
+    /// once they are taken over.
     fn start_without_files(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
         let (stored, receiver) = mpsc::channel(STATUS_CHANNEL_CAPACITY);
         let journal = Journal {
@@ -200,8 +204,8 @@ impl Journal {
         self.is_dirty = true;
     }
 
-    /// Calls `work` on the journal's thread with the open files of the journal and a function that
-    /// stores an error. Does nothing if the files are not open.
+    /// Calls `work` on the thread that writes the journal, with the open files and a callback for
+    /// the error of a write that is being repeated. Does nothing if the files are not open.
     fn run_with_files(
         &self,
         work: impl FnOnce(&mut JournalFiles, &mut dyn FnMut(&io::Error)) + Send + 'static,
@@ -217,8 +221,9 @@ impl Journal {
         });
     }
 
-    /// Calls a function on the journal's thread, which may block on a slow disk. Repeats the
-    /// function while it fails with a transient error, such as a full disk. Never blocks.
+    /// Calls a function on the thread that writes the journal, so that a slow disk does not block
+    /// the controller. Repeats the function while it fails with a transient error, such as a full
+    /// disk. Never blocks.
     pub(super) fn run_in_background(&self, work: impl Fn() -> io::Result<()> + Send + 'static) {
         let error = self.error.clone();
         self.thread.enqueue_job(0, move || {
@@ -245,8 +250,8 @@ impl Journal {
         receiver
     }
 
-    /// Begins to write what agents have collected about the ranks of an attempt that hangs to a
-    /// file in the run directory.
+    /// Begins to write a file in the run directory with what agents have found out about the ranks
+    /// of an attempt that hangs.
     pub(super) fn write_hang_file(&self, attempt: u32, file: &HangFile) {
         let name = HangFile::file_name(attempt);
         let (run_dir, text) = (self.run_dir.clone(), serde_json::to_vec_pretty(file));

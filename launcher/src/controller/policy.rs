@@ -4,7 +4,8 @@ use protocol::exit;
 use serde::{Deserialize, Serialize};
 use std::{fmt, time::Duration};
 
-/// The pause before the first restart, and before a restart that follows progress.
+/// The pause before the first restart of a job, and before a restart after an attempt that has made
+/// progress in the training.
 pub(crate) const FIRST_RESTART_PAUSE: Duration = Duration::from_secs(1);
 /// The number of restarts in a row without progress after which a job with copies of its training
 /// state in memory is no longer restarted.

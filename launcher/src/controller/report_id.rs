@@ -2,11 +2,11 @@
 //! was written. A controller that takes over a run thus knows which lines are already stored, and
 //! neither loses nor repeats a line.
 
-/// Identifies the report from which a line of the journal was written: the number of the agent's
-/// (or controllers') sequence of reports, and the number of the report in it. Each agent has a
-/// sequence. The controllers of a run share the sequence [`CONTROLLER_REPORT_STREAM`].
+/// Identifies the report of an agent or controller from which a line of the journal was written:
+/// the number of the sender, and the number of the report among those of the sender. Each agent has
+/// a number. The controllers of a run share the number [`CONTROLLER_REPORT_STREAM`].
 pub(crate) type ReportId = (u64, u64);
 
-/// The number under which the controllers of a run report events, in place of the number of an
-/// agent's sequence of reports.
+/// The number of the sender under which all controllers of a run report their events; agents have
+/// other numbers.
 pub(crate) const CONTROLLER_REPORT_STREAM: u64 = 0;

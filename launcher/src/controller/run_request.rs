@@ -32,8 +32,8 @@ pub(crate) struct RunRequest {
     pub(crate) prepare_resume: ResumePreparer,
 }
 
-/// A function that prepares, for the plan of an attempt, the checkpoint from which programs resume.
-/// It adds the path of the checkpoint to the environment of the planned workers.
+/// A function that prepares the checkpoint from which a job's program resumes, and passes its path
+/// to the planned workers of an attempt.
 pub(crate) type ResumePreparer = fn(&JobSpec, &mut Plan) -> diagnostic::Result<()>;
 
 /// The options of a controller that do not come from the job: output format, secrets, batch job,

@@ -34,7 +34,8 @@ pub(super) enum SignalEvent {
 }
 
 impl SignalEvent {
-    /// Creates a request of a signal that passes `input` to the controller's state machine.
+    /// Creates the request to pass `input`, such as a stop request, to the controller's state
+    /// machine, as the meaning of a received signal.
     fn from_input(input: ControllerInput) -> SignalEvent {
         SignalEvent::Request(Box::new(input))
     }
@@ -82,8 +83,8 @@ impl SignalReceiver {
     }
 }
 
-/// Returns what the signal `signal` requests of the controller, if `run.signals` assigns the action
-/// `action` to it.
+/// Returns what the signal `signal` requests of the controller, given `action`, the meaning that
+/// `run.signals` assigns to this signal.
 fn interpret_signal(action: SignalAction, signal: Signal) -> SignalEvent {
     match action {
         SignalAction::Save => SignalEvent::from_input(ControllerInput::Save(signal as i32)),

@@ -127,9 +127,9 @@ impl Deduplicator {
         self.waiting.get_mut(number.checked_sub(first)? as usize)
     }
 
-    /// Returns the number of the waiting line to which a new, equal line of rank `rank` must be
-    /// added. This is the first waiting line with equal stream and text that arrived after the last
-    /// line of `rank`. Returns `None` if there is no such line.
+    /// Finds the waiting line to which a new, equal line of rank `rank` must be added, and returns
+    /// its number. This is the first waiting line with equal stream and text that arrived after the
+    /// last line of `rank`. Returns `None` if there is no such line.
     fn find_equal_line(&self, rank: Rank, stderr: bool, text: &str) -> Option<u64> {
         if self.shown_ranks < 2 {
             return None;

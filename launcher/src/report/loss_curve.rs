@@ -8,8 +8,8 @@ const PLOT_ROWS: usize = 8;
 /// neighboring points are averaged in pairs.
 const MAX_POINTS: usize = 1 << 16;
 
-/// The losses of all steps of a run. If the run has more than [`MAX_POINTS`] steps, the losses of
-/// neighboring steps are averaged.
+/// The losses of all steps of a run, which are plotted as a curve of braille characters. If the run
+/// has more than [`MAX_POINTS`] steps, the losses of neighboring steps are averaged.
 #[derive(Debug, Default)]
 pub(super) struct LossCurve {
     points: Vec<(u64, f64)>,

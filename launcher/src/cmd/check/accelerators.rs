@@ -8,17 +8,18 @@ use protocol::{
     probe::HostInspection,
 };
 
-/// Checks the accelerators of a host unless they are whole GPUs of NVIDIA, which have separate
-/// checks. Warns if the host has accelerators of several kinds and the job does not choose one, if
-/// permissions deny all of them, if the number differs from that of `first`, the first host that
-/// answered, or if the hostfile declares more `slots`. Returns no check for other hosts.
+/// Checks the number and kind of the accelerators of a host, such as MIG instances or NPUs, unless
+/// all are whole GPUs of NVIDIA, which have separate checks. Warns if the host has accelerators of
+/// several kinds and the job does not choose one, if permissions deny all of them, if the number
+/// differs from that of `first`, the first host that answered, or if the hostfile declares more
+/// `slots`. Returns no check for other hosts.
 pub(super) fn check_accelerators(
     job: &JobSpec,
     host: &HostInspection,
     first: &HostInspection,
     slots: Option<u32>,
 ) -> Option<CheckResult> {
-    /// The name of this check in the report of `launch check`.
+    /// The name that the check of a host's accelerators has in the report of `launch check`.
     const CHECK_NAME: &str = "accelerators";
     let kinds = list_accelerator_kinds(&host.accelerators);
     let found = describe_accelerators(&host.accelerators);

@@ -28,8 +28,9 @@ pub(super) struct StartedAgent {
 }
 
 impl StartedAgent {
-    /// Returns the connection to the remote host on which the agent was started. Returns `None` if
-    /// the agent is a child process or could not be started.
+    /// Returns the connection to the agent on a remote host, such as an SSH session, which has a
+    /// stage of progress and can explain a failed start. Returns `None` if the agent is a child
+    /// process or could not be started.
     pub(super) fn remote_connection(&self) -> Option<&dyn RemoteConnection> {
         match self.agent.as_ref().ok().map(|agent| &agent.handle) {
             Some(AgentHandle::Connection(connection)) => Some(connection.as_ref()),

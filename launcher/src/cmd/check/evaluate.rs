@@ -15,8 +15,9 @@ use jobspec::JobSpec;
 use protocol::probe::HostInspection;
 use std::collections::BTreeSet;
 
-/// The largest clock skew of a host for which `launch check` does not warn, in seconds. With a
-/// larger skew, the times in the logs of several hosts are hard to compare.
+/// The largest difference between the clocks of a host and of this machine for which `launch check`
+/// does not warn, in seconds. With a larger skew, the times in the logs of several hosts are hard
+/// to compare.
 const MAX_CLOCK_SKEW_S: f64 = 1.0;
 /// `launch check` warns if the limit of open files of a host is below this number.
 const MIN_OPEN_FILES: u64 = 4096;
@@ -228,8 +229,9 @@ fn check_limits(host: &HostInspection) -> Vec<CheckResult> {
     checks
 }
 
-/// Warns if the clock skew of a host exceeds [`MAX_CLOCK_SKEW_S`] by more than the uncertainty of
-/// the measurement. Returns `None` if the skew was not measured.
+/// Warns if the clock of a host certainly (in view of the uncertainty of the measurement) differs
+/// by more than [`MAX_CLOCK_SKEW_S`] from the clock of this machine. Returns `None` if the skew was
+/// not measured.
 fn check_clock(probe: &ProbeResult) -> Option<CheckResult> {
     let (skew, uncertainty) = probe.clock_skew_s?;
     let found = format!("{skew:+.3} s (± {uncertainty:.3} s)");

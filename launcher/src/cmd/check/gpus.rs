@@ -39,7 +39,7 @@ pub(super) fn check_gpus(
 /// slots), and with the number of GPUs of `first`, the first host that answered. Warns if there are
 /// fewer GPUs than slots, if the numbers differ, or if the GPU driver does not work.
 fn check_gpu_count(gpus: &GpuReport, first: &HostInspection, slots: Option<u32>) -> CheckResult {
-    /// The name of this check in the report of `launch check`.
+    /// The name that the check of the number of GPUs has in the report of `launch check`.
     const CHECK_NAME: &str = "gpus";
     let (count, first_count) = (gpus.gpus.len() as u32, first.gpus.gpus.len());
     let model = gpus.gpus.first().map_or("", |g| g.name.as_str());
@@ -86,7 +86,7 @@ fn check_nccl_version(gpus: &GpuReport, first: &HostInspection) -> CheckResult {
 /// A required library that cannot be loaded is a failure. Another version than on `first`, the
 /// first host that answered, is a warning.
 fn check_cuda_libraries(gpus: &GpuReport, first: &HostInspection) -> Vec<CheckResult> {
-    /// The name of this check in the report of `launch check`.
+    /// The name that the check of the CUDA libraries has in the report of `launch check`.
     const CHECK_NAME: &str = "cuda";
     let first_version = |name: &str| {
         let library = first.gpus.libraries.iter().find(|library| library.name == name)?;
@@ -134,7 +134,8 @@ fn join_help_texts(error: &Diagnostic, advice: &str) -> String {
 /// can use it. Returns one warning for each problem, or one passed check if the GPUs have no
 /// problem. Returns no checks for a host without GPUs.
 fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
-    /// The name of this check in the report of `launch check`.
+    /// The name that the check of memory errors, clocks and modes of GPUs has in the report of
+    /// `launch check`.
     const CHECK_NAME: &str = "gpu health";
     let mut checks = Vec::new();
     for (index, gpu) in gpus.gpus.iter().enumerate() {
@@ -187,7 +188,8 @@ fn check_gpu_health(gpus: &GpuReport) -> Vec<CheckResult> {
 /// Warns if GPUs of a host cannot access each other's memory, or have different numbers of active
 /// NVLinks. Returns `None` if the host has fewer than two GPUs.
 fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
-    /// The name of this check in the report of `launch check`.
+    /// The name that the check of peer access and NVLinks between GPUs has in the report of `launch
+    /// check`.
     const CHECK_NAME: &str = "gpu links";
     let (first, _) = (gpus.gpus.first()?, gpus.gpus.get(1)?);
     // Every pair of GPUs is listed once, under the lower index.
@@ -215,7 +217,8 @@ fn check_gpu_links(gpus: &GpuReport) -> Option<CheckResult> {
 /// Warns if processes already use GPUs of a host. Returns one warning for each GPU in use. If no
 /// GPU is in use, returns one passed check with the free memory of the fullest GPU.
 fn check_gpus_not_in_use(gpus: &GpuReport) -> Vec<CheckResult> {
-    /// The name of this check in the report of `launch check`.
+    /// The name that the check for processes that already use GPUs has in the report of `launch
+    /// check`.
     const CHECK_NAME: &str = "gpu memory";
     let fullest = gpus.gpus.iter().min_by_key(|g| g.memory_free);
     if let Some(gpu) = fullest.filter(|_| gpus.gpus.iter().all(|g| g.processes.is_empty())) {

@@ -23,20 +23,22 @@ use tokio::{task::spawn_local, time::Instant};
 
 pub(super) use network_checks::add_network_checks;
 
-/// How long after its start `launch check --network` may still begin a round of measurements.
+/// How long after its start `launch check --network` may still begin a round (measurements of
+/// several pairs of hosts at the same time).
 const MAX_MEASURING_TIME: Duration = Duration::from_secs(180);
-/// The largest number of additional rounds in which `launch check --network` searches for the host
-/// at fault, after the rounds that it plans at first.
+/// The largest number of rounds of measurements that `launch check --network` adds to the planned
+/// ones to find out which host is at fault.
 const MAX_SEARCH_ROUNDS: usize = 12;
 /// For how long a measurement sends data in each direction between two hosts, in milliseconds.
 const TRANSFER_MS: u64 = 300;
 /// The time limit for an agent's answer to a request to inspect or measure the network, in addition
 /// to the time limits of the connections that the agent opens.
 const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(15);
-/// How many connections an agent opens one after another when it measures the network to another
-/// host: one to all ports at the same time, and two for each direction of data.
+/// How many times an agent waits for new connections while it measures the network to another host:
+/// once for test connections to all ports, and twice for each direction of data.
 const SEQUENTIAL_CONNECTIONS_PER_MEASUREMENT: u32 = 5;
-/// The number of a host's CPUs for which a transfer gets one parallel TCP connection.
+/// How many CPUs of a host justify one TCP connection: a transfer that measures the rate uses one
+/// parallel connection for each this many CPUs.
 const CPUS_PER_STREAM: u32 = 2;
 
 /// The options with which `launch check --network` measures the network of a job.
@@ -73,8 +75,8 @@ impl NetworkCheckOptions {
     }
 }
 
-/// The sessions of `launch check` with the agents of all hosts, by host index; `None` for a host
-/// that takes part in a measurement at the moment.
+/// The agents of all hosts of a `launch check` with their control connections, by host index;
+/// `None` for a host that takes part in a measurement at the moment.
 type AgentSessions = Vec<Option<ProbeSession>>;
 
 /// Measures the connections between the hosts of a job, so that each host takes part in only one

@@ -28,11 +28,11 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long node 0 waits at the end of `launch check` until the agents of the nodes that joined
 /// have ended.
 const JOINED_AGENT_END_TIMEOUT: Duration = Duration::from_secs(2);
-/// The number of bytes that are read from the beginning of an agent's stderr. Further bytes are
-/// ignored. An error about the agent contains the text.
+/// The number of bytes at the beginning of an agent's stderr that an error about the agent shows.
+/// Further bytes are ignored.
 const MAX_STDERR_BYTES: u64 = 4 << 10;
-/// To how many hosts that follow it in the list of hosts each host of a large job opens test
-/// connections, in addition to the first host.
+/// In a large job, each host opens test connections to the first host and to this number of hosts
+/// that follow it in the list of hosts.
 const NEIGHBOURS_PER_HOST: usize = 4;
 /// The largest number of hosts for which every host opens test connections to all other hosts.
 const MAX_FULL_MESH_HOSTS: usize = 16;
@@ -78,8 +78,8 @@ pub(super) struct ProbeResult {
     pub(super) client: Option<String>,
 }
 
-/// Sends the requests of `launch check` (probes) to all `agents` in parallel, and returns the
-/// sessions in the order of `agents`, with the answers. Dropping a session ends its agent.
+/// Sends the requests of `launch check` (probes) to all `agents` in parallel, and returns their
+/// answers and connections in the order of `agents`. Dropping a session ends its agent.
 ///
 /// `nonce` is the beginning of the nonces of all hosts. `connect_timeout_ms` limits each TCP
 /// connection between two hosts, in milliseconds. The caller must run in a
@@ -137,8 +137,8 @@ impl ProbeSession {
 /// it ends the agent.
 pub(super) type ProbedAgent = (StartedAgent, Option<AgentConnection>);
 
-/// Splits the sessions of `launch check` with its hosts into the results and the agents that still
-/// run, both in the order of the sessions.
+/// Separates the sessions (connections to agents) of `launch check` into what was found on each
+/// host and the agents that still run, both in the order of the sessions.
 pub(super) fn split_sessions(sessions: Vec<ProbeSession>) -> (Vec<ProbeResult>, Vec<ProbedAgent>) {
     sessions.into_iter().map(|session| (session.probe, (session.host, session.connection))).unzip()
 }
@@ -259,7 +259,8 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     ProbeSession { probe, host, connection }
 }
 
-/// Returns the error to report for a host whose agent did not answer.
+/// Returns the error to report for a host whose agent did not answer: that of the connection or of
+/// the agent's start, which caused the missing answer, or else `error`.
 ///
 /// Returns the first of these that exists: the error of the connection to the host, the error of
 /// starting the agent, and `error`. Adds the text of the agent's stderr to the message of the
@@ -353,9 +354,9 @@ fn select_neighbours(index: usize, listeners: &[Option<PeerListener>]) -> Vec<Pe
     others.filter_map(|other| listeners.get(other)?.clone()).take(MAX_PEERS).collect()
 }
 
-/// Requests that an agent open test connections to the agents `peers`, and search its directories
-/// for the files that the agents of all hosts have written. Stores the answer, or the error if the
-/// request fails, in the session's probe result.
+/// Requests that an agent open test connections to the agents `peers`, and look which files of
+/// other hosts' agents it finds, which shows whether directories are shared. Stores the answer, or
+/// the error if the request fails, in the session's probe result.
 async fn request_peer_connections(
     mut session: ProbeSession,
     peers: Vec<PeerListener>,

@@ -92,7 +92,8 @@ fn parse_memory_limit(text: &str) -> Result<u64, OptionValueError> {
     }
 }
 
-/// One `--group PATTERN=N` option: parameters with matching names get optimizer group N.
+/// One `--group PATTERN=N` option: parameters whose names match the glob pattern get the optimizer
+/// group (hyper-parameters) with the number N.
 #[derive(Clone, Debug)]
 struct OptimizerGroupRule {
     pattern: GlobMatcher,
@@ -110,8 +111,9 @@ fn parse_group_rule(text: &str) -> Result<OptimizerGroupRule, OptionValueError> 
     Ok(OptimizerGroupRule { pattern: glob.compile_matcher(), group })
 }
 
-/// Assigns optimizer groups to the parameters of a checkpoint that does not record which group each
-/// parameter belongs to. Returns the group of each parameter whose name a rule matches.
+/// Assigns optimizer groups (parameters with equal hyper-parameters) to the parameters of a
+/// checkpoint that does not record which group each parameter belongs to. Returns the group of each
+/// parameter whose name a rule matches.
 ///
 /// Fails if the checkpoint records all groups, if a rule matches no parameter or names a group that
 /// does not exist, or if two rules match one parameter.

@@ -15,7 +15,8 @@ const MAX_SHOWN_SETTINGS: usize = 32;
 /// The length, in characters, to which a setting in the table of optimizer groups is truncated.
 const MAX_CELL_CHARS: usize = 60;
 
-/// Describes a checkpoint of launch as a JSON object with the properties, shards and tensors.
+/// Returns a JSON object that describes a checkpoint in launch's own format: its properties, shards
+/// and tensors.
 pub(super) fn describe_native_as_json(checkpoint: &Checkpoint) -> Value {
     let facts = checkpoint.run_facts();
     let tensors: Vec<Value> = checkpoint.tensors().map(|t| tensor_to_json(&t)).collect();
@@ -77,8 +78,8 @@ fn list_missing_parts(checkpoint: &Checkpoint) -> Vec<&'static str> {
     parts.into_iter().filter(|(_, present)| !present).map(|(name, _)| name).collect()
 }
 
-/// Describes a checkpoint of launch as text: a list of properties, and tables of the optimizer
-/// groups and tensors.
+/// Returns a text that describes a checkpoint in launch's own format: a list of properties, and
+/// tables of the optimizer groups and tensors.
 pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
     let facts = checkpoint.run_facts();
     let tensors: Vec<TensorInfo> = checkpoint.tensors().collect();
@@ -106,8 +107,8 @@ pub(super) fn describe_native_as_text(checkpoint: &Checkpoint) -> String {
     join_properties_and_tables(&lines, &facts.groups, &tensors)
 }
 
-/// Describes a checkpoint that another program has written as text: a list of properties, and
-/// tables of the optimizer groups, tensors and RNG streams (random generators).
+/// Returns a text that describes a checkpoint written by another program: properties, and tables of
+/// optimizer groups, tensors and RNG streams (random generators).
 pub(super) fn describe_external_as_text(checkpoint: &ExternalCheckpoint) -> String {
     let facts = checkpoint.facts();
     let tensors = checkpoint.tensors();
@@ -189,7 +190,7 @@ fn read_rng_streams(checkpoint: &ExternalCheckpoint) -> diagnostic::Result<Vec<R
     if digests.is_empty() { Ok(rank_files::compute_rng_state_digests(parent)?) } else { Ok(digests) }
 }
 
-/// Describes a checkpoint that another program has written as a JSON object with properties, files,
+/// Returns a JSON object that describes a checkpoint written by another program: properties, files,
 /// tensors and RNG streams (random generators).
 pub(super) fn describe_external_as_json(checkpoint: &ExternalCheckpoint) -> Value {
     let mut value = serde_json::to_value(checkpoint.facts()).unwrap_or(Value::Null);
@@ -231,9 +232,9 @@ fn format_ties(ties: &[TiedWeight]) -> String {
     )
 }
 
-/// Summarizes the tensors of a checkpoint by role, such as weight or moment. Returns the name of
-/// each role that occurs, with a text of the number of tensors, the number of elements and the
-/// dtypes.
+/// Summarizes the tensors of a checkpoint by role, such as weights or optimizer moments, with the
+/// number and size of each. Returns the name of each role that occurs, with a text of the number of
+/// tensors, the number of elements and the dtypes.
 fn format_role_lines(tensors: &[TensorInfo]) -> Vec<(&'static str, String)> {
     let mut lines = Vec::new();
     for role in TensorRole::ALL {

@@ -26,8 +26,8 @@ pub(super) struct VerifyArgs {
     pub(super) strict: bool,
 }
 
-/// Runs `launch ckpt verify`: verifies the checkpoint, or all checkpoints in the directory, that
-/// `args` name and prints the result.
+/// Runs `launch ckpt verify`: verifies the checkpoint, or each checkpoint in the directory, at the
+/// given path and prints the result.
 ///
 /// With `--values`, NaN and infinite values are counted. Returns exit code 4 if a checkpoint is
 /// damaged or, with `--strict`, if there are warnings or files without checksums.

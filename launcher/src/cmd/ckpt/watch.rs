@@ -152,8 +152,9 @@ fn report_new_checkpoints(
     Ok(())
 }
 
-/// Verifies and gathers one checkpoint if `args` request it, and returns the event to print. Errors
-/// are part of the event, because the next checkpoint may be usable.
+/// Verifies and gathers one new checkpoint, as far as the options of `launch ckpt watch` request
+/// this, and returns the event to print. Errors are part of the event, because the next checkpoint
+/// may be usable.
 fn process_checkpoint(report: &DirectoryReport, args: &WatchArgs) -> Value {
     let mut event = json!({"event": "checkpoint", "path": report.path, "state": "complete", "notes": []});
     let mut notes: Vec<String> = Vec::new();

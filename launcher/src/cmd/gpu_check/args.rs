@@ -1,9 +1,10 @@
-//! [`GpuCheckArgs`]: the arguments of `launch gpu-check`, and the type of its implementation.
+//! [`GpuCheckArgs`]: the arguments of `launch gpu-check`, and the type of the function that
+//! implements the command.
 use clap::Args;
 use std::path::PathBuf;
 
-/// A function that runs the check that [`GpuCheckArgs`] describes, and prints the results to
-/// stdout. Returns whether all results agree with the CPU.
+/// A function that implements `launch gpu-check`: compares a GPU with the CPU as the arguments
+/// require, and prints the results to stdout. Returns whether all results agree with the CPU.
 ///
 /// Crate `launcher` does not depend on crate `worker`, which implements the check. The `main`
 /// function of the executable passes the implementation to [`crate::main`].

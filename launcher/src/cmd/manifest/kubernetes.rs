@@ -315,9 +315,9 @@ impl KubernetesManifestBuilder<'_> {
         Ok(container)
     }
 
-    /// Returns the label of the pods that contains the UID of the workload. The controller of a
-    /// JobSet creates its Jobs again after a failure, so the UID of a Job would not identify the
-    /// JobSet.
+    /// Returns the name of the pod label whose value is the UID of the JobSet or Job that created
+    /// the pod. The controller of a JobSet creates its Jobs again after a failure, so the UID of a
+    /// Job would not identify the JobSet.
     fn find_uid_label(&self) -> &'static str {
         match self.args.kind {
             WorkloadKind::JobSet => "jobset.sigs.k8s.io/jobset-uid",

@@ -8,8 +8,9 @@ use std::{fmt, net::SocketAddr};
 /// The largest size of a message between two neighbours in the tree of agents, in bytes.
 pub(crate) const MAX_TREE_FRAME_BYTES: u32 = 64 << 10;
 
-/// The number that identifies an agent of the tree and its stream (its control connection through
-/// the tree). A controller gives each agent that it starts another number.
+/// The number that identifies an agent of the tree, and also the byte stream (control connection)
+/// between this agent and the controller. A controller gives each agent that it starts another
+/// number.
 pub(crate) type StreamId = u64;
 
 /// A message between two neighbours in the tree of agents, such as a piece of the control
@@ -90,7 +91,8 @@ impl TreeFrame {
     }
 }
 
-/// An agent of the tree to which another agent may connect as its parent, with its addresses.
+/// An agent of the tree to which another agent may connect to reach the controller through it (its
+/// parent), with the addresses at which it listens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TreeParent {
     /// The stream whose end the agent is.
@@ -98,7 +100,8 @@ pub(crate) struct TreeParent {
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
-/// The first message to an agent of the tree, which states its possible parents and its settings.
+/// The first message to an agent of the tree, which names the agents through which it may reach the
+/// controller (its possible parents), and its settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct TreeSetup {
     /// The stream whose end the agent is.

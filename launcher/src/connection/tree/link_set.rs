@@ -1,5 +1,5 @@
-//! [`LinkSet`]: the links of one node of the tree of agents to its neighbours, each with a task
-//! that reads and a task that writes.
+//! [`LinkSet`]: the connections (links) of one process of the tree of agents to its neighbours,
+//! each with a task that reads and a task that writes.
 use super::frame::{MAX_TREE_FRAME_BYTES, TreeFrame};
 use crate::connection::{FrameError, encode_frame, frame_tasks::BATCH_BYTES, read_short_frame};
 use std::{
@@ -28,11 +28,11 @@ pub(crate) type LinkInput = (LinkId, Option<TreeFrame>);
 /// The largest number of bytes that may wait to be sent to one neighbour in the tree. A link with
 /// more is closed, and the streams on it find another way.
 const MAX_QUEUED_BYTES: usize = 64 << 20;
-/// The number of bytes waiting for the neighbour above in the tree, from which on no frames are
-/// read from the neighbours below.
+/// While more than this number of bytes wait to be sent to the neighbour above in the tree, no
+/// messages (frames) are read from the neighbours below.
 const UPLINK_HIGH_WATER_BYTES: usize = 1 << 20;
-/// The estimated size, in bytes, of a frame between neighbours of the tree without its content,
-/// which counts for the limits of queues.
+/// The number of bytes that are added to the content of a message (frame) in a queue, to estimate
+/// the memory that the message needs.
 const FRAME_OVERHEAD_BYTES: usize = 64;
 /// How long the frames that wait for a neighbour may take to be written, after the link to the
 /// neighbour was closed. Afterwards the frames are dropped, because the neighbour takes none.
@@ -49,7 +49,8 @@ struct Link {
 }
 
 impl Link {
-    /// Closes the link after the frames in its queue were written, or after [`FLUSH_TIMEOUT`].
+    /// Closes a connection to a neighbour in the tree after the messages in its queue were written,
+    /// or after [`FLUSH_TIMEOUT`].
     async fn flush_and_close(self) {
         let Link { queue, reader, mut writer, .. } = self;
         reader.abort();
@@ -60,7 +61,8 @@ impl Link {
     }
 }
 
-/// The links (connections) of one node of the tree of agents to its neighbours.
+/// The connections (links) of the controller or of one agent to its neighbours in the tree of
+/// agents.
 #[derive(Default)]
 pub(crate) struct LinkSet {
     links: HashMap<LinkId, Link>,
@@ -90,8 +92,9 @@ impl LinkSet {
         id
     }
 
-    /// Queues a frame (message) to the neighbour at the other end of a link. Closes a link whose
-    /// queue is full, which [`LinkSet::take_overflowed`] reports. Never blocks.
+    /// Queues a message (frame) to the neighbour at the other end of a connection (link) of the
+    /// tree. Closes a link whose queue is full, which [`LinkSet::take_overflowed`] reports. Never
+    /// blocks.
     pub(crate) fn send_frame(&mut self, link: LinkId, frame: TreeFrame) {
         let Some(target) = self.links.get(&link) else { return };
         let size = estimate_frame_bytes(&frame);
@@ -104,14 +107,14 @@ impl LinkSet {
         _ = target.queue.try_send(frame);
     }
 
-    /// Returns the links that were closed because too many bytes waited for the neighbour, and
-    /// clears the list.
+    /// Returns the connections (links) that were closed because too many bytes waited for the
+    /// neighbour, and clears the list of these connections.
     pub(crate) fn take_overflowed(&mut self) -> Vec<LinkId> {
         std::mem::take(&mut self.overflowed)
     }
 
-    /// Records that a frame has arrived on a link from a neighbour in the tree, which proves that
-    /// the neighbour is alive. Returns whether the link is open.
+    /// Records that a message (frame) has just arrived from a neighbour in the tree, which proves
+    /// that the neighbour is alive. Returns whether the link is open.
     pub(crate) fn record_frame_arrival(&mut self, link: LinkId) -> bool {
         let found = self.links.get_mut(&link);
         found.map(|link| link.last_heard = Instant::now()).is_some()
@@ -132,7 +135,8 @@ impl LinkSet {
         while closed.join_next().await.is_some() {}
     }
 
-    /// Returns the links to neighbours from which nothing has arrived for longer than `lease`.
+    /// Returns the connections (links) to neighbours from which nothing has arrived for longer than
+    /// the duration `lease`.
     pub(crate) fn list_silent_links(&self, lease: Duration) -> Vec<LinkId> {
         let silent = self.links.iter().filter(|(_, link)| link.last_heard.elapsed() > lease);
         silent.map(|(id, _)| *id).collect()
@@ -146,8 +150,8 @@ impl LinkSet {
         }
     }
 
-    /// Excludes `pause`, a time during which this process did not run, from the time for which
-    /// neighbours count as silent.
+    /// Subtracts `pause`, a time during which this process did not run (such as Ctrl-Z), from the
+    /// time for which neighbours count as silent.
     pub(crate) fn exclude_pause_from_silence(&mut self, pause: Duration) {
         let now = Instant::now();
         for link in self.links.values_mut() {
@@ -155,28 +159,29 @@ impl LinkSet {
         }
     }
 
-    /// Makes all links except `except` count as just heard, because this process has not read from
-    /// them before.
+    /// Begins to measure the silence of all neighbours but `except` at the present time, because
+    /// this process has not read their messages until now.
     pub(crate) fn reset_silence_except(&mut self, except: Option<LinkId>) {
         let now = Instant::now();
         let renewed = self.links.iter_mut().filter(|(id, _)| Some(**id) != except);
         renewed.for_each(|(_, link)| link.last_heard = now);
     }
 
-    /// Returns all links to neighbours except `except`.
+    /// Returns the connections (links) to all neighbours in the tree but `except`.
     pub(crate) fn list_links_except(&self, except: Option<LinkId>) -> Vec<LinkId> {
         self.links.keys().copied().filter(|link| Some(*link) != except).collect()
     }
 
-    /// Returns whether so many frames wait for the neighbour on `link` that no further frames
-    /// should be read for it.
+    /// Returns whether so many messages wait to be sent to a neighbour that no further messages for
+    /// this neighbour should be read from the others.
     pub(crate) fn is_congested(&self, link: Option<LinkId>) -> bool {
         let link = link.and_then(|link| self.links.get(&link));
         link.is_some_and(|link| link.queued.load(Ordering::Relaxed) > UPLINK_HIGH_WATER_BYTES)
     }
 }
 
-/// Estimates the number of bytes that a frame (message) needs in the queue to a neighbour.
+/// Estimates the number of bytes of memory that a message (frame) needs in the queue to a neighbour
+/// in the tree.
 fn estimate_frame_bytes(frame: &TreeFrame) -> usize {
     FRAME_OVERHEAD_BYTES
         + match frame {
@@ -186,8 +191,9 @@ fn estimate_frame_bytes(frame: &TreeFrame) -> usize {
         }
 }
 
-/// Reads the frames (messages) of a neighbour in the tree into `inbox`, until the link ends or
-/// `inbox` is closed. An error is an end, too, because nothing after it can be read.
+/// Reads the messages (frames) of a neighbour in the tree and passes them to the channel `inbox`,
+/// until the connection ends or the channel is closed. An error is an end, too, because nothing
+/// after it can be read.
 async fn read_frames_of_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: mpsc::Sender<LinkInput>) {
     let mut input = BufReader::new(input);
     loop {
@@ -204,8 +210,8 @@ async fn read_frames_of_link(id: LinkId, input: impl AsyncRead + Unpin, inbox: m
     }
 }
 
-/// Writes the frames (messages) of a queue to a neighbour in the tree, until the queue is closed
-/// and empty, or the link fails.
+/// Writes the queued messages (frames) to a neighbour in the tree, until the queue is closed and
+/// empty, or the connection fails.
 async fn write_frames_to_link(
     mut output: impl AsyncWrite + Unpin,
     mut queue: mpsc::Receiver<TreeFrame>,

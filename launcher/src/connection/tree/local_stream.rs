@@ -1,5 +1,5 @@
-//! [`LocalStream`]: connects the end of an agent's control connection through the tree with its
-//! reader and writer in this process.
+//! [`LocalStream`]: the end of an agent's control connection through the tree of agents in the
+//! process (controller or agent) that reads and writes the messages of this connection.
 use super::{frame::StreamId, router::TreeRouter};
 use std::sync::Arc;
 use tokio::{
@@ -7,15 +7,15 @@ use tokio::{
     sync::{Semaphore, mpsc},
 };
 
-/// The capacity, in bytes, of the pipe between the tree's router and the reader or writer of a
-/// control connection.
+/// The capacity, in bytes, of the pipe in memory between a control connection's reader or writer
+/// and the code that sends its bytes through the tree of agents.
 const PIPE_BYTES: usize = 64 << 10;
-/// The largest number of bytes that are taken from the writer of a control connection through the
-/// tree at once. A controller has thousands of streams.
+/// The largest number of bytes that are taken at once from what this process has written to a
+/// control connection through the tree of agents. A controller has thousands of streams.
 const READ_BYTES: usize = 4 << 10;
 
-/// An event at this process's end of a control connection through the tree: written bytes, the end
-/// of writing, or read bytes.
+/// What happened at this process's end of a control connection through the tree: bytes were
+/// written, the writer has ended, or received bytes were read.
 #[derive(Debug)]
 pub(crate) enum LocalStreamEvent {
     /// The writer has written these bytes.
@@ -26,8 +26,9 @@ pub(crate) enum LocalStreamEvent {
     Consumed(StreamId, usize),
 }
 
-/// The tree's end of a control connection whose reader and writer are in this process. Dropping it
-/// ends the stream for the reader.
+/// One end of a control connection through the tree of agents, in the process that reads and writes
+/// its messages: takes written bytes for the tree, and delivers received ones. Dropping it ends the
+/// stream for the reader.
 pub(crate) struct LocalStream {
     /// The bytes that the writer may still write.
     space: Arc<Semaphore>,
@@ -35,16 +36,17 @@ pub(crate) struct LocalStream {
     delivered: Option<mpsc::Sender<Vec<u8>>>,
 }
 
-/// The byte streams for reading and writing at one end of a control connection through the tree.
+/// The two byte streams (one for reading, one for writing) by which a process uses its end of a
+/// control connection through the tree of agents.
 pub(crate) struct StreamHalves {
     pub(crate) input: DuplexStream,
     pub(crate) output: DuplexStream,
 }
 
 impl StreamHalves {
-    /// Creates two connected pipes (one for each direction), and returns their ends for the tree's
-    /// router and for the reader and writer. Returns the end of the router, and the end of the
-    /// reader and writer.
+    /// Creates two pipes in memory, one for each direction, between the code that sends bytes
+    /// through the tree of agents and the reader and writer of a control connection. Returns the
+    /// ends of the tree, and the ends of the reader and writer.
     pub(crate) fn create_pair() -> (StreamHalves, StreamHalves) {
         let (written, output) = duplex(PIPE_BYTES);
         let (input, read) = duplex(PIPE_BYTES);
@@ -53,8 +55,9 @@ impl StreamHalves {
 }
 
 impl LocalStream {
-    /// Starts the tasks that copy bytes between the tree's router and the reader and writer of a
-    /// control connection. The tasks report to `events`.
+    /// Starts the tasks that move bytes between the reader and writer of a control connection in
+    /// this process and the code that sends bytes through the tree of agents. The tasks report to
+    /// `events`.
     pub(crate) fn start(
         stream: StreamId,
         halves: StreamHalves,
@@ -68,8 +71,8 @@ impl LocalStream {
         LocalStream { space, delivered: Some(delivered) }
     }
 
-    /// Passes `bytes`, which have arrived through the tree, to the reader of the control
-    /// connection. Never blocks.
+    /// Passes bytes that have arrived through the tree of agents to the reader of the control
+    /// connection in this process. Never blocks.
     pub(crate) fn deliver_to_reader(&self, bytes: Vec<u8>) {
         if let Some(delivered) = &self.delivered {
             // An error means that the reader has gone.
@@ -82,7 +85,8 @@ impl LocalStream {
         self.delivered = None;
     }
 
-    /// Permits the writer of the control connection to write `count` more bytes.
+    /// Permits this process to write `count` more bytes to the control connection, because the
+    /// other end has acknowledged earlier ones.
     pub(crate) fn permit_writing(&self, count: usize) {
         self.space.add_permits(count);
     }
@@ -93,8 +97,8 @@ impl LocalStream {
     }
 }
 
-/// Reads what the writer of a control connection has written, while the other end has space for it,
-/// and passes it to the tree's router.
+/// Takes the bytes that this process writes to a control connection, as far as the other end has
+/// space for them, and reports them as events to be sent through the tree.
 async fn read_from_writer(
     stream: StreamId,
     mut written: DuplexStream,
@@ -115,8 +119,9 @@ async fn read_from_writer(
     _ = events.send(LocalStreamEvent::Closed(stream)).await;
 }
 
-/// Writes the bytes that have arrived through the tree to the reader of a control connection. Bytes
-/// for a reader that has gone count as taken.
+/// Passes the bytes that have arrived through the tree of agents to the reader of a control
+/// connection in this process, and reports how many were taken. Bytes for a reader that has gone
+/// count as taken.
 async fn write_to_reader(
     stream: StreamId,
     mut reader: DuplexStream,

@@ -1,5 +1,5 @@
-//! [`ResumableStream`]: one end of an agent's control connection through the tree, which survives
-//! the loss of the connections between neighbours.
+//! [`ResumableStream`]: one end of an agent's control connection through the tree of agents, which
+//! loses no bytes when a connection between two neighbours of the tree breaks.
 //!
 //! Each end keeps the bytes that the other end has not acknowledged, at most [`WINDOW_BYTES`].
 //! After a change of the way through the tree, both ends exchange how much they have received, and
@@ -8,8 +8,8 @@
 use super::frame::{StreamBytes, StreamId, StreamProgress, TreeFrame};
 use std::collections::VecDeque;
 
-/// The largest number of bytes in one direction of a stream that the other end has not yet
-/// acknowledged.
+/// The largest number of bytes that one end of a stream through the tree may send before the other
+/// end acknowledges some of them.
 pub(super) const WINDOW_BYTES: usize = 128 << 10;
 /// The largest number of bytes of a stream that one frame (message between neighbours of the tree)
 /// carries.
@@ -18,8 +18,8 @@ pub(super) const MAX_DATA_BYTES: usize = 32 << 10;
 /// other end.
 const BYTES_PER_ACK: u64 = WINDOW_BYTES as u64 / 4;
 
-/// One end of a byte stream through the tree of agents that loses no bytes when its way through the
-/// tree changes.
+/// One end of a byte stream between the controller and an agent, which keeps unacknowledged bytes
+/// to send them again when other agents of the tree pass the stream on.
 #[derive(Debug, Default)]
 pub(super) struct ResumableStream {
     /// The bytes that the other end has not acknowledged.
@@ -44,7 +44,8 @@ pub(super) struct ResumableStream {
     pub(super) is_synchronized: bool,
 }
 
-/// What a received frame adds to the data of a stream: bytes, the end, or nothing.
+/// What a received message (frame) adds to the data of a stream: new bytes, the end, or nothing; or
+/// that the message violates the protocol.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ReceivedData {
     /// These bytes follow the earlier ones.
@@ -76,8 +77,8 @@ impl ResumableStream {
         self.is_finished = true;
     }
 
-    /// Returns the number of bytes that were written to the stream so far, including those that are
-    /// not sent yet.
+    /// Returns the number of bytes that were written to the stream so far, whether or not they were
+    /// already sent.
     fn written_end_offset(&self) -> u64 {
         self.base + self.unacknowledged.len() as u64
     }
@@ -87,8 +88,8 @@ impl ResumableStream {
         self.is_end_acknowledged
     }
 
-    /// Returns the next frame to send to the other end of the stream, or `None` if everything is
-    /// sent or there is no way to the other end.
+    /// Returns the next message (frame) to send to the other end of the stream, or `None` if
+    /// everything is sent or the other end cannot be reached at the moment.
     pub(super) fn take_next_frame(&mut self, stream: StreamId) -> Option<TreeFrame> {
         if !self.is_synchronized {
             return None;
@@ -107,9 +108,9 @@ impl ResumableStream {
         })
     }
 
-    /// Frees the bytes of the stream up to the offset `acknowledged`, which the other end has
-    /// received, and returns their number. The other end needs nothing before `acknowledged` again.
-    /// Ignores acknowledgements of bytes that do not exist.
+    /// Frees the sent bytes of the stream before the offset `acknowledged`, which the other end
+    /// will not need again, and returns their number. Ignores acknowledgements of bytes that do not
+    /// exist.
     pub(super) fn handle_acknowledgement(&mut self, acknowledged: u64) -> usize {
         let end = self.written_end_offset();
         if acknowledged < self.base || acknowledged > end + u64::from(self.is_finished) {
@@ -123,9 +124,9 @@ impl ResumableStream {
         count
     }
 
-    /// Resumes sending over a new way through the tree, after the bytes that the other end has
-    /// received according to `progress`. Returns the number of bytes for which the stream has space
-    /// again.
+    /// Resumes sending after other agents have begun to pass the stream on, from the first byte
+    /// that the other end has not received according to `progress`. Returns the number of bytes for
+    /// which the stream has space again.
     pub(super) fn resume_sending(&mut self, progress: StreamProgress) -> usize {
         let freed = self.handle_acknowledgement(progress.acknowledged);
         let last = self.written_end_offset() + u64::from(self.is_finished);
@@ -134,21 +135,22 @@ impl ResumableStream {
         freed
     }
 
-    /// Reports how many bytes this end of the stream has received, so that the other end resumes
-    /// sending after them.
+    /// Returns how many bytes this end of the stream has received and its reader has taken, for the
+    /// other end, which resumes sending after them.
     pub(super) fn report_progress(&mut self) -> StreamProgress {
         self.reported = self.acknowledgeable_offset();
         StreamProgress { received: self.received, acknowledged: self.reported }
     }
 
-    /// Returns the offset in the received data up to which this end may send an acknowledgement.
-    /// These are the bytes that the reader has taken, and the end of the direction if it has
-    /// arrived.
+    /// Returns the offset up to which this end may acknowledge received data, because its reader
+    /// has taken them. These are the bytes that the reader has taken, and the end of the direction
+    /// if it has arrived.
     fn acknowledgeable_offset(&self) -> u64 {
         if self.has_received_end { self.received } else { self.consumed }
     }
 
-    /// Adds received bytes, which begin at `offset` of the stream, to the received data.
+    /// Checks received bytes, which begin at `offset` of the stream, and returns those that were
+    /// not received before.
     pub(super) fn accept_received_bytes(&mut self, offset: u64, bytes: Vec<u8>) -> ReceivedData {
         if bytes.len() > MAX_DATA_BYTES {
             return ReceivedData::Violation;
@@ -165,7 +167,8 @@ impl ResumableStream {
         ReceivedData::Bytes(if known == 0 { bytes } else { bytes[known..].to_vec() })
     }
 
-    /// Handles the other end's message that its direction of the stream ends after `offset` bytes.
+    /// Handles the message that the other end writes nothing after the first `offset` bytes of the
+    /// stream.
     pub(super) fn accept_received_end(&mut self, offset: u64) -> ReceivedData {
         if self.has_received_end || offset != self.received {
             return ReceivedData::Nothing;

@@ -1,5 +1,6 @@
-//! [`TreeRouter`]: decides which connection between neighbours of the tree carries the control
-//! connection of which agent. The controller and every agent of the tree have one.
+//! [`TreeRouter`]: decides, in each process of the tree of agents, over which connection to a
+//! neighbour the control connection of each agent continues. The controller and every agent of the
+//! tree have a router.
 use super::{
     frame::{StreamId, TreeFrame, TreeParent},
     link_set::LinkId,
@@ -8,14 +9,15 @@ use super::{
 use protocol::control::MAX_ADDRESSES;
 use std::{collections::HashMap, net::SocketAddr};
 
-/// The largest number of agents whose control connections one agent of the tree passes on.
-/// Registrations of others are ignored.
+/// The largest number of agents whose control connections to the controller one agent of the tree
+/// passes on. Registrations of others are ignored.
 const MAX_STREAMS: usize = 1 << 16;
 /// The largest number of bytes of an agent's standard error that one frame (message between
 /// neighbours of the tree) carries. Longer texts are ignored.
 const MAX_STDERR_BYTES: usize = 32 << 10;
 
-/// An action that the router of a tree node requests from its caller, which does the I/O.
+/// An action that the router of a process in the tree of agents requests from its caller, which
+/// does the I/O, such as to send a message to a neighbour.
 #[derive(Debug, PartialEq)]
 pub(crate) enum RouterAction {
     /// Send a frame on a link.
@@ -59,8 +61,8 @@ enum RouterRole {
     Agent,
 }
 
-/// Passes on frames between the neighbours of one node of the tree, and processes those of the
-/// streams that end in this process.
+/// Passes on messages (frames) between the neighbours of one process in the tree of agents, and
+/// handles those of the control connections that end in this process.
 #[derive(Debug)]
 pub(crate) struct TreeRouter {
     side: RouterRole,
@@ -77,19 +79,22 @@ pub(crate) struct TreeRouter {
 }
 
 impl TreeRouter {
-    /// Creates the router of the controller's part of the tree.
+    /// Creates the router for the controller, at which the control connections (streams) of all
+    /// agents of the tree end.
     pub(crate) fn new_controller() -> TreeRouter {
         TreeRouter::new(RouterRole::Controller)
     }
 
-    /// Creates the router of the agent to which the stream `stream` belongs.
+    /// Creates the router for an agent of the tree, in whose process its own control connection
+    /// `stream` ends.
     pub(crate) fn new_agent(stream: StreamId) -> TreeRouter {
         let mut router = TreeRouter::new(RouterRole::Agent);
         router.open_stream(stream);
         router
     }
 
-    /// Creates a router of the tree without links to neighbours and without streams.
+    /// Creates a router for a process in the tree of agents, without connections to neighbours and
+    /// without streams.
     fn new(side: RouterRole) -> TreeRouter {
         TreeRouter {
             side,
@@ -109,18 +114,19 @@ impl TreeRouter {
 
     // ---- local streams ----
 
-    /// Opens a stream through the tree whose reader and writer are in this process.
+    /// Opens this process's end of an agent's control connection (stream) through the tree.
     pub(crate) fn open_stream(&mut self, stream: StreamId) {
         self.streams.insert(stream, ResumableStream::default());
     }
 
-    /// Returns the number of bytes that may be written to a new stream before the other end
-    /// acknowledges some.
+    /// Returns the number of bytes that may be written to a new stream through the tree before the
+    /// other end acknowledges some.
     pub(crate) fn initial_writable_bytes() -> usize {
         super::resumable_stream::WINDOW_BYTES
     }
 
-    /// Writes bytes to a stream whose writer is in this process. The caller observes the space.
+    /// Writes bytes to a control connection (stream) through the tree that ends in this process,
+    /// and sends them. The caller observes the space.
     pub(crate) fn write_to_stream(&mut self, stream: StreamId, bytes: &[u8]) {
         if let Some(state) = self.streams.get_mut(&stream) {
             state.write(bytes);
@@ -128,7 +134,8 @@ impl TreeRouter {
         }
     }
 
-    /// Marks the end of the data that are written in this process to a stream.
+    /// Records that this process writes nothing more to a control connection (stream) through the
+    /// tree, and informs the other end.
     pub(crate) fn finish_writing(&mut self, stream: StreamId) {
         if let Some(state) = self.streams.get_mut(&stream) {
             state.finish_writing();
@@ -136,7 +143,8 @@ impl TreeRouter {
         }
     }
 
-    /// Records that the reader of a stream in this process has taken `count` bytes.
+    /// Records that the reader of a stream in this process has taken `count` received bytes, and
+    /// acknowledges them to the other end if this is due.
     pub(crate) fn record_consumed_bytes(&mut self, stream: StreamId, count: usize) {
         if let Some(state) = self.streams.get_mut(&stream)
             && state.record_consumed_bytes(count as u64)
@@ -146,20 +154,22 @@ impl TreeRouter {
         }
     }
 
-    /// Ends a stream of this process in both directions, and informs the other end.
+    /// Ends an agent's control connection (stream) through the tree immediately in both directions,
+    /// and informs the other end.
     pub(crate) fn abort_stream(&mut self, stream: StreamId) {
         if self.streams.remove(&stream).is_some() {
             self.send_towards_other_end(stream, TreeFrame::Abort { stream });
         }
     }
 
-    /// Sends the agent at the other end of a stream its new list of possible parents in the tree.
+    /// Sends the agent at the other end of a stream the new list of agents through which it may
+    /// reach the controller (its possible parents).
     pub(crate) fn send_parents(&mut self, stream: StreamId, parents: Vec<TreeParent>) {
         self.send_towards_other_end(stream, TreeFrame::Parents { stream, parents });
     }
 
-    /// Returns whether the other end of a stream of this process has received all data, or the
-    /// stream has ended.
+    /// Returns whether the other end of a stream has received everything that this process has
+    /// written to it, or the stream has ended.
     pub(crate) fn is_delivered(&self, stream: StreamId) -> bool {
         self.streams.get(&stream).is_none_or(ResumableStream::is_delivered)
     }
@@ -174,7 +184,8 @@ impl TreeRouter {
         self.actions.extend(way.map(|link| RouterAction::Send(link, frame)));
     }
 
-    /// Sends all frames of a stream of this process that are ready to be sent.
+    /// Sends all messages (frames) of a stream that ends in this process, as far as they may be
+    /// sent.
     fn send_pending_frames(&mut self, stream: StreamId) {
         while let Some(frame) = self.streams.get_mut(&stream).and_then(|state| state.take_next_frame(stream))
         {
@@ -185,7 +196,7 @@ impl TreeRouter {
     // ---- links ----
 
     /// Makes `link` the connection to the neighbour above, which leads to the controller, and
-    /// registers all streams on it.
+    /// announces on it all agents that are reached through this process.
     pub(crate) fn set_uplink(&mut self, link: LinkId) {
         self.uplink = Some(link);
         let local = self.streams.keys().copied();
@@ -199,32 +210,34 @@ impl TreeRouter {
         self.actions.extend(ready);
     }
 
-    /// Records that the link to the neighbour above has ended.
+    /// Records that the connection to the neighbour above, which leads to the controller, has
+    /// ended.
     pub(crate) fn remove_uplink(&mut self) {
         self.uplink = None;
         self.streams.values_mut().for_each(|state| state.is_synchronized = false);
     }
 
-    /// Reports to the controller the addresses at which the agent of this process accepts agents
-    /// below it.
+    /// Reports to the controller the addresses at which the agent in this process accepts the
+    /// connections of other agents.
     pub(crate) fn report_accepting_addresses(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
         self.ready.insert(stream, addresses.clone());
         self.send_to_uplink(TreeFrame::Ready { stream, addresses });
     }
 
-    /// Sends a frame to the neighbour above in the tree, if there is one.
+    /// Sends a message (frame) to the neighbour above in the tree, which leads to the controller,
+    /// or drops the message if there is no such neighbour.
     pub(crate) fn send_to_uplink(&mut self, frame: TreeFrame) {
         self.actions.extend(self.uplink.map(|link| RouterAction::Send(link, frame)));
     }
 
-    /// Returns the link to the neighbour through which an agent below is reached, or `None` if
-    /// there is no way to it.
+    /// Returns the connection to the neighbour through which the agent with the stream `stream` is
+    /// reached, or `None` if the agent cannot be reached.
     pub(crate) fn find_route(&self, stream: StreamId) -> Option<LinkId> {
         self.routes.get(&stream).and_then(|links| links.last().copied())
     }
 
-    /// Records that the link to a neighbour below has ended, so that the agents behind it are no
-    /// longer reached through it.
+    /// Records that the connection to a neighbour below has ended, so that this neighbour and the
+    /// agents behind it are no longer reached over this connection.
     pub(crate) fn remove_child(&mut self, link: LinkId) {
         let lost: Vec<StreamId> = self
             .routes
@@ -235,8 +248,8 @@ impl TreeRouter {
         lost.into_iter().for_each(|stream| self.detach_stream(stream, link));
     }
 
-    /// Records that an agent is no longer reached through `link`. If the stream was registered on
-    /// another link, that link carries it again.
+    /// Records that an agent (the end of `stream`) is no longer reached over the connection `link`
+    /// to a neighbour. If the stream was registered on another link, that link carries it again.
     fn detach_stream(&mut self, stream: StreamId, link: LinkId) {
         let Some(links) = self.routes.get_mut(&stream) else { return };
         let was_carried_by = links.last().copied();
@@ -258,8 +271,9 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a frame that arrived from a neighbour below in the tree. Ignores frames of streams
-    /// that are not registered on the link, and frames that no neighbour below sends.
+    /// Processes a message (frame) that arrived from a neighbour below in the tree: passes it on to
+    /// the controller or, at the controller, handles it. Ignores frames of streams that are not
+    /// registered on the link, and frames that no neighbour below sends.
     pub(crate) fn process_child_frame(&mut self, link: LinkId, frame: TreeFrame) {
         let stream = match &frame {
             TreeFrame::Register { stream } => return self.add_route(link, *stream),
@@ -292,8 +306,9 @@ impl TreeRouter {
         }
     }
 
-    /// Records that an agent is reached through `link`, which leads to a neighbour below. At the
-    /// controller, an agent whose stream does not exist any more is asked to end.
+    /// Records that an agent (the end of `stream`) is reached over `link`, the connection to a
+    /// neighbour below in the tree. At the controller, an agent whose stream does not exist any
+    /// more is asked to end.
     fn add_route(&mut self, link: LinkId, stream: StreamId) {
         let is_known = match self.side {
             RouterRole::Controller => self.streams.contains_key(&stream),
@@ -310,7 +325,8 @@ impl TreeRouter {
         }
     }
 
-    /// Handles the message on `link` that the agent of a stream is reached through this link.
+    /// Announces to the controller that an agent (the end of `stream`) is reached over a connection
+    /// of this process or, at the controller, synchronizes the agent's stream.
     fn register_stream(&mut self, link: LinkId, stream: StreamId) {
         if self.side == RouterRole::Agent {
             return self.send_to_uplink(TreeFrame::Register { stream });
@@ -322,7 +338,8 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a frame that arrived from the neighbour above in the tree.
+    /// Processes a message (frame) that arrived from the neighbour above in the tree: passes it on
+    /// to an agent below, or handles it if it is for this agent.
     pub(crate) fn process_uplink_frame(&mut self, frame: TreeFrame) {
         let stream = match &frame {
             TreeFrame::Data { stream, .. }
@@ -340,7 +357,8 @@ impl TreeRouter {
         }
     }
 
-    /// Processes a frame of a stream that ends in this process. Ignores frames of other streams.
+    /// Processes a message (frame) of a stream that ends in this process: received data, an
+    /// acknowledgement, or the end of the stream. Ignores frames of other streams.
     fn process_local_stream_frame(&mut self, frame: TreeFrame) {
         let (stream, part) = match frame {
             TreeFrame::Data { stream, offset, bytes } => {
@@ -393,7 +411,7 @@ impl TreeRouter {
         }
     }
 
-    /// Requests that the writer of a stream in this process be permitted to write `count` more
+    /// Adds an action that permits the writer of a stream in this process to write `count` more
     /// bytes.
     fn request_space_for_writer(&mut self, stream: StreamId, count: usize) {
         if count > 0 {
@@ -401,7 +419,8 @@ impl TreeRouter {
         }
     }
 
-    /// Ends a stream of this process for the reason `end`.
+    /// Removes a stream that ends in this process, and reports to its reader and writer why it has
+    /// ended (`end`).
     fn end_stream(&mut self, stream: StreamId, end: StreamEnd) {
         if self.streams.remove(&stream).is_some() {
             self.actions.push(RouterAction::End(stream, end));

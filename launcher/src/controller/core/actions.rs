@@ -23,7 +23,8 @@ use protocol::{
 };
 use std::{path::PathBuf, time::Duration};
 
-/// The part of a planned worker that the controller's state machine needs: its log file.
+/// What the controller's state machine must know of a worker in the plan of an attempt: the path of
+/// its log file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PlannedWorker {
     /// The path of the worker's log.

@@ -29,8 +29,8 @@ impl ControllerCore {
         std::mem::take(&mut self.actions)
     }
 
-    /// Processes an input of the state machine while the controller takes over a run from a lost
-    /// controller.
+    /// Handles an input of the state machine while the controller takes over a run: messages of
+    /// agents, the loss of agents, the journal, and the user's request to stop.
     pub(super) fn handle_adoption_input(&mut self, now: Duration, input: ControllerInput) {
         match input {
             ControllerInput::Agent(id, message)
@@ -51,8 +51,8 @@ impl ControllerCore {
         self.try_take_over_journal();
     }
 
-    /// Processes a message of an agent while the controller takes over a run from a lost
-    /// controller.
+    /// Stores what an agent sends to a controller that takes over the run: whether it obeys this
+    /// controller, and the reports that it repeats.
     fn handle_adoption_message(&mut self, now: Duration, id: HostIndex, message: FromAgent) {
         let Some(adoption) = &mut self.adoption else { return };
         match message {
@@ -121,8 +121,9 @@ impl ControllerCore {
         }
     }
 
-    /// Requests that the driver take over the run's journal (its file of events), once every host
-    /// has answered. Abandons the takeover if the run cannot be taken over.
+    /// Requests that the lost controller's journal (the run's file of events) be taken over, once
+    /// the agents of all hosts have answered. Abandons the takeover if the run cannot be taken
+    /// over.
     fn try_take_over_journal(&mut self) {
         let Some(adoption) = self.adoption.as_mut().filter(|_| self.state == AttemptState::Adopting) else {
             return;
@@ -148,8 +149,8 @@ impl ControllerCore {
         self.abandon_takeover(failure);
     }
 
-    /// Continues a run of a lost controller after the run's journal (its file of events) was taken
-    /// over.
+    /// Restores the state of a run from the agents' answers and the taken over journal (the run's
+    /// file of events), and lets the run continue.
     fn finish_adoption(&mut self, now: Duration, journal: TakenOverJournal) {
         let Some(Adoption { hosts, reports, placement, memo: Some(stored), .. }) = self.adoption.take()
         else {

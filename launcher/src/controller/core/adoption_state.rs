@@ -8,8 +8,8 @@ use crate::controller::root_cause::AgentEnd;
 use protocol::control::{AdoptedAgent, FromAgent, HostPlan, WorkerPeers};
 use std::time::Duration;
 
-/// What a controller that takes over a run knows so far about the agent of one host: no answer yet,
-/// adopted, ended or not reached.
+/// What a controller that takes over a run knows about the agent of one host: it has not answered,
+/// it obeys this controller, it has ended, or it cannot be reached.
 #[derive(Debug, Default)]
 pub(super) enum HostAnswer {
     /// The host has not answered.
@@ -28,7 +28,7 @@ pub(super) enum HostAnswer {
 /// the controller.
 pub(super) type SignedTimeMs = i64;
 
-/// Returns the time that is `age_ms` milliseconds before `now`.
+/// Returns the time, on the clock of this controller, that is `age_ms` milliseconds before `now`.
 pub(super) fn subtract_age(now: Duration, age_ms: u64) -> SignedTimeMs {
     to_time_ms(now).saturating_sub(i64::try_from(age_ms).unwrap_or(i64::MAX))
 }
@@ -56,8 +56,8 @@ impl ReplayedReport {
     }
 }
 
-/// The state of taking over a run from a lost controller: the answers of the hosts' agents, and the
-/// state of the run that agents and journal contain.
+/// The state of taking over a run from a lost controller: the answers of the hosts' agents, and
+/// what agents and journal (file of events) know about the run.
 #[derive(Debug)]
 pub(super) struct Adoption {
     /// The answers of the hosts, by index.
@@ -106,8 +106,9 @@ impl Adoption {
     }
 }
 
-/// The phase of a run that was taken over from a lost controller, with the plans, addresses and
-/// reports that its agents have sent. The reports of its agents are not processed yet.
+/// What is known about a run that was taken over from a lost controller: its phase, and the plans,
+/// addresses and reports that its agents have sent. The reports of its agents are not processed
+/// yet.
 pub(super) struct AdoptedRun {
     pub(super) phase: MemoPhase,
     /// The plan of each adopted host that has one.

@@ -23,10 +23,10 @@ use std::time::Duration;
 const MISSED_HEARTBEATS_UNTIL_LOST: u32 = 3;
 
 impl ControllerCore {
-    /// Processes a request of the user, or of the batch system, to stop the run. The first request
-    /// lets running workers save and stop, and a second request kills the workers. If no worker is
-    /// running, the first request ends the run immediately. After a request of the batch system,
-    /// only Ctrl-C counts as a second request.
+    /// Lets the workers save and stop at the first request of the user or the batch system to stop
+    /// the run, and kills the workers at the second one. If no worker is running, the first request
+    /// ends the run immediately. After a request of the batch system, only Ctrl-C counts as a
+    /// second request.
     pub(super) fn handle_stop_request(&mut self, now: Duration, request: StopRequest) {
         if matches!(self.state, AttemptState::Stopping(_))
             && matches!(self.stop_request, Some(StopRequest::TimeLimit | StopRequest::BatchSystem))
@@ -69,9 +69,10 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the notice of an agent that the batch system is about to end the job on its host.
-    /// Ignores the notice if the run is ending already, because the batch system notifies every
-    /// agent. On nodes that join, a user may have sent the signal, so the notice names the node.
+    /// Begins to stop the run because the agent of a host has received a signal by which the batch
+    /// system announces the end of the job. Ignores the notice if the run is ending already,
+    /// because the batch system notifies every agent. On nodes that join, a user may have sent the
+    /// signal, so the notice names the node.
     pub(super) fn handle_termination_notice(&mut self, now: Duration, id: HostIndex) {
         if self.stop_request.is_none() {
             if self.setup.arrival.max_returns > 0 {
@@ -242,9 +243,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Event(event));
     }
 
-    /// Processes the end of the time limit of the attempt's current phase, such as binding the
-    /// rendezvous port or killing the workers. Rejects an attempt that is still being prepared. In
-    /// later phases, kills the agents that have not ended their workers.
+    /// Rejects an attempt whose rendezvous port was not bound in time or, in a later phase, kills
+    /// agents that have not ended their workers in time.
     pub(super) fn handle_phase_timeout(&mut self, now: Duration) {
         if self.state == AttemptState::Preparing {
             let host = self.members.first().copied().unwrap_or(0);
@@ -298,9 +298,8 @@ impl ControllerCore {
         (self.setup.hosts[id].remote && is_joined && is_silent).then_some(id)
     }
 
-    /// Processes the end of the last process of an attempt: ends the run, or begins the pause
-    /// before the next attempt. Does nothing if a process is left, or if the attempt is neither
-    /// running nor ending.
+    /// Ends the run, or begins the pause before the next attempt, once no process of the current
+    /// attempt is left. Does nothing if the attempt is neither running nor ending.
     pub(super) fn finish_attempt(&mut self, now: Duration) {
         let has_workers = matches!(
             self.state,

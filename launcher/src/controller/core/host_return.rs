@@ -5,15 +5,16 @@ use super::{
 };
 use std::time::Duration;
 
-/// How often the time between two attempts to reach a lost host may double.
+/// How many times the pause between two attempts to reach a lost host again may double; the pause
+/// then stays the same.
 const MAX_RETRY_PAUSE_DOUBLINGS: u32 = 5;
 /// How long the controller defers an attempt to reach a lost host while the workers are not
 /// running.
 const RECONNECTION_DEFERRAL: Duration = Duration::from_secs(1);
 
 impl ControllerCore {
-    /// Schedules the next attempt to reach a lost host: after its quarantine, and after twice the
-    /// previous time for each attempt that failed.
+    /// Schedules the next attempt to reach a lost host again: after the time for which lost hosts
+    /// are not used (the quarantine), doubled for each attempt that failed.
     pub(super) fn schedule_host_reconnection(&mut self, now: Duration, id: HostIndex) {
         if !self.setup.arrival.reconnects_while_running || !self.setup.hosts[id].remote {
             return;
@@ -52,8 +53,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the first message of an agent on a host that was lost before, which makes the host
-    /// a spare host.
+    /// Informs the user that a lost host can be used again, as a spare host, because the first
+    /// message of its new agent has arrived.
     pub(super) fn record_host_return(&mut self, id: HostIndex) {
         let host = &mut self.hosts[id];
         host.failed_returns = 0;
@@ -63,9 +64,9 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the end of an agent that was started to find out whether a lost host can be
-    /// reached again. Returns `false` for other agents. The user already knows that the host is
-    /// lost.
+    /// Schedules another attempt to reach a lost host, because the agent that was started there to
+    /// find out whether the host is back has ended. Returns `false` for other agents. The user
+    /// already knows that the host is lost.
     pub(super) fn handle_failed_host_reconnection(&mut self, now: Duration, id: HostIndex) -> bool {
         if !std::mem::take(&mut self.hosts[id].is_returning) {
             return false;

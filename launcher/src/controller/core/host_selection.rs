@@ -52,8 +52,8 @@ impl ControllerCore {
         });
     }
 
-    /// Makes [`ControllerCore::try_prepare_attempt`] examine all hosts again at its next call,
-    /// those with copies of training state first.
+    /// Makes the selection of hosts for the next attempt examine all hosts again, beginning with
+    /// those whose agents keep copies of the training state in memory.
     ///
     /// Hosts whose agents keep copies of the training state in memory come first, because without
     /// them the run would repeat steps. Hosts that are being reached again in the background come
@@ -151,8 +151,8 @@ impl ControllerCore {
         }
     }
 
-    /// Returns when the next attempt may begin: after the pause, and after the quarantine of as
-    /// many lost hosts as the job misses.
+    /// Returns when the next attempt (start of all workers) may begin: after `pause` and, if too
+    /// few hosts are left, once enough lost hosts may be used again.
     pub(super) fn compute_next_attempt_time(&self, now: Duration, pause: Duration) -> Duration {
         let is_usable = |host: &&HostState| host.agent == AgentConnectionState::Joined && !host.excluded;
         let usable = self.hosts.iter().filter(is_usable).count();

@@ -6,7 +6,8 @@ use std::{cmp::Reverse, collections::BinaryHeap, ops::Range, time::Duration};
 /// Index of a host in the job's list of hosts.
 pub(crate) type HostIndex = usize;
 
-/// The state of a host's agent as the controller knows it: not started, starting, joined or lost.
+/// The state of a host's agent as the controller knows it: not started, starting, joined (its first
+/// message has arrived) or lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum AgentConnectionState {
     /// The agent is not started, or is released.
@@ -80,8 +81,8 @@ pub(super) struct HostState {
 }
 
 impl HostState {
-    /// Returns whether the host's agent is starting or has joined. Only then are its messages
-    /// processed.
+    /// Returns whether the host's agent was started and is not lost, whether or not its first
+    /// message has arrived. Only then are its messages processed.
     pub(super) fn is_starting_or_joined(&self) -> bool {
         matches!(self.agent, AgentConnectionState::Starting | AgentConnectionState::Joined)
     }
@@ -103,8 +104,8 @@ impl LeaseQueue {
     }
 }
 
-/// A lost host that may still run all workers of an attempt, which could continue without the
-/// controller.
+/// A lost host that may still run all workers of an attempt (one start of all workers), which could
+/// therefore continue without the controller.
 #[derive(Debug)]
 pub(super) struct OrphanedAttempt {
     pub(super) host: HostIndex,

@@ -19,8 +19,8 @@ use protocol::{
 };
 use std::{cmp::Reverse, time::Duration};
 
-/// How many times, during one lease, the controller checks a silent host again whose messages
-/// another silent host passes on.
+/// How often, per time limit for silence (lease), the controller checks a silent host again whose
+/// messages come through the agent of another silent host.
 const CHECKS_PER_EXTENDED_LEASE: u32 = 10;
 
 impl ControllerCore {
@@ -39,8 +39,8 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the progress of starting a host's agent, such as copying the executable: the time
-    /// limit of the agent's first message counts from this step.
+    /// Restarts the time limit for the first message of an agent because its start has made
+    /// progress, such as to copy the executable.
     pub(super) fn handle_agent_start_step(&mut self, now: Duration, id: HostIndex, step: AgentStartStep) {
         let Some(host) = self.hosts.get_mut(id) else { return };
         if host.agent == AgentConnectionState::Starting {
@@ -83,9 +83,9 @@ impl ControllerCore {
         self.send_hello(now, id);
     }
 
-    /// Processes the first message (hello) of an agent, after which its host counts as joined.
-    /// Fails the attempt if the agent speaks another version of the control protocol and the host
-    /// is needed.
+    /// Records that a host has joined, because the first message (hello) of its agent has arrived,
+    /// and stores what the agent reports about the host. Fails the attempt if the agent speaks
+    /// another version of the control protocol and the host is needed.
     pub(super) fn handle_agent_hello(
         &mut self,
         now: Duration,
@@ -125,9 +125,9 @@ impl ControllerCore {
         self.try_prepare_attempt(now);
     }
 
-    /// Processes the message of an agent that it can no longer do its work. If an attempt runs that
-    /// does not use the host, the host counts as lost and the run continues. Otherwise the attempt
-    /// fails.
+    /// Gives up a host as lost or, if the host is needed, fails the attempt, because its agent
+    /// reports that it can no longer do its work. If an attempt runs that does not use the host,
+    /// the host counts as lost and the run continues. Otherwise the attempt fails.
     pub(super) fn handle_agent_failure(&mut self, now: Duration, id: HostIndex, diagnostic: Diagnostic) {
         let joining = matches!(self.state, AttemptState::Joining | AttemptState::Preparing);
         if !joining && !self.hosts[id].active {
@@ -158,8 +158,8 @@ impl ControllerCore {
         self.actions.push(ControllerAction::Send(first, ToAgent::Bind(bind)));
     }
 
-    /// Processes the answer of the agent that was to bind the rendezvous port (`MASTER_PORT`).
-    /// Starts the attempt, or rejects it if the rendezvous could not be bound.
+    /// Starts the workers of the planned attempt, now that an agent has bound the rendezvous port
+    /// (`MASTER_PORT`), or rejects the attempt if it could not.
     pub(super) fn handle_bound_rendezvous(
         &mut self,
         now: Duration,
@@ -240,9 +240,9 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the end of an agent: marks its host as lost and, if the host is remote, does not
-    /// use the host for a while (quarantine). Does nothing if the host is lost already or its agent
-    /// was released.
+    /// Marks the host of an agent that has ended as lost and, if the host is remote, does not use
+    /// the host for a while (quarantine). Does nothing if the host is lost already or its agent was
+    /// released.
     pub(super) fn handle_agent_gone(&mut self, now: Duration, id: HostIndex, end: AgentEnd) {
         if self.state == AttemptState::Adopting {
             return self.mark_host_not_adoptable(id, end);
@@ -280,10 +280,10 @@ impl ControllerCore {
         }
     }
 
-    /// Processes the loss of a host, which may make the attempt fail. Before the workers are
-    /// started, the attempt fails only if fewer than `run.min_hosts` hosts are left. Afterwards the
-    /// attempt fails if the host had workers of the attempt (`was_active`), unless the host was
-    /// being drained.
+    /// Decides what the loss of a host means for the current attempt: wait for the host, continue
+    /// without it, or fail. Before the workers are started, the attempt fails only if fewer than
+    /// `run.min_hosts` hosts are left. Afterwards the attempt fails if the host had workers of the
+    /// attempt (`was_active`), unless the host was being drained.
     fn handle_lost_host(&mut self, now: Duration, cause: RootCause, was_active: bool) {
         self.host_lost = true;
         let id = cause.host;

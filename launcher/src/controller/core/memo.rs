@@ -1,5 +1,5 @@
-//! Sends the state of the run (the memo) to the agents before each order, and restores the state
-//! from a memo in a later controller.
+//! Sends the state of the run (the memo) to the agents before each order, such as to stop the
+//! workers, and restores this state in a later controller.
 use super::{
     AttemptState, ControllerAction, ControllerCore, HostIndex,
     host_state::AgentConnectionState,

@@ -29,8 +29,8 @@ enum MissingJournalLine {
 }
 
 impl ControllerCore {
-    /// Appends to the journal (the run's file of events) the events from before the takeover that
-    /// it lacks. Returns the other reports, in the order in which they were made.
+    /// After a takeover, appends to the journal (the run's file of events) those earlier events
+    /// that it does not contain. Returns the other reports, in the order in which they were made.
     pub(super) fn replay_events(
         &mut self,
         now: Duration,
@@ -62,8 +62,8 @@ impl ControllerCore {
         others
     }
 
-    /// Processes an event that an agent has repeated after a takeover because the journal (the
-    /// run's file of events) lacks it.
+    /// Handles, after a takeover, an event of a worker that the lost controller did not store and
+    /// the worker's agent has therefore repeated.
     fn replay_event(&mut self, now: Duration, replayed: ReplayedReport) {
         let age_ms = replayed.age_ms(now);
         let ReplayedReport { host, seq, message, .. } = replayed;
@@ -83,8 +83,9 @@ impl ControllerCore {
         }
     }
 
-    /// Processes a report that an agent has repeated after a takeover and that is not an event,
-    /// such as a worker's exit. Reports of earlier attempts have no effect.
+    /// Handles, after a takeover, a report other than an event, such as a worker's exit, that the
+    /// lost controller may have missed and an agent has therefore repeated. Reports of earlier
+    /// attempts have no effect.
     pub(super) fn replay_report(&mut self, now: Duration, replayed: ReplayedReport) {
         let age_ms = replayed.age_ms(now);
         let ReplayedReport { host, seq, message, .. } = replayed;
@@ -108,8 +109,8 @@ fn sort_reports_by_time(mut reports: Vec<ReplayedReport>) -> Vec<ReplayedReport>
     reports
 }
 
-/// Merges the missing events of lost controllers with those of workers, in the order in which they
-/// happened.
+/// Merges the events of lost controllers and of workers that the journal (the run's file of events)
+/// lacks, in the order in which they happened.
 ///
 /// The clocks of the machines of earlier controllers may differ. Therefore the start of an attempt
 /// is always placed after the events of earlier attempts, and before the events of the attempt's

@@ -189,8 +189,9 @@ impl ControllerCore {
         self.kill_workers(now, "the controller was lost while the attempt started", grace, false);
     }
 
-    /// Processes, after a takeover, the loss of the hosts whose agents could not be reached. Their
-    /// losses precede all other failures, because the loss of a host makes other workers fail.
+    /// Marks, after a takeover, those hosts of the current attempt as lost whose agents could not
+    /// be reached or have ended. Their losses precede all other failures, because the loss of a
+    /// host makes other workers fail.
     fn handle_unadopted_hosts(&mut self, now: Duration, lost: Vec<(HostIndex, AgentEnd)>) {
         for (id, end) in lost {
             let host = &mut self.hosts[id];

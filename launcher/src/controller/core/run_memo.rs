@@ -74,8 +74,8 @@ pub(crate) struct UnstoredEvent {
     pub(crate) event: Event,
 }
 
-/// The form in which agents store a [`RunMemo`] for a later controller. It also contains the events
-/// of the controller that the journal had not stored.
+/// What agents store for a later controller: the state of the run (the memo), and events and paths
+/// that only the controller knows. The events are those that the journal may not contain yet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StoredMemo {
     pub(crate) memo: RunMemo,

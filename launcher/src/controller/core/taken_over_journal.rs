@@ -23,8 +23,9 @@ pub(crate) struct MissingEvent {
 }
 
 impl TakenOverJournal {
-    /// Finds which of the events `unstored`, which agents kept for a later controller, the journal
-    /// with the summary `summary` lacks. `time` is the present time in seconds since 1970.
+    /// Compares the journal (given by its summary) with the events that agents kept for a later
+    /// controller (`unstored`), and finds the events that the journal lacks. `time` is the present
+    /// time in seconds since 1970.
     pub(crate) fn new(
         mut summary: JournalSummary,
         unstored: Vec<UnstoredEvent>,

@@ -29,8 +29,9 @@ struct WorkerExitReport {
 }
 
 impl ControllerCore {
-    /// Processes a message of an agent about its workers or about its own failure. Lines of output
-    /// and failures of the agent may belong to an earlier attempt.
+    /// Calls the handler of an agent's message about one of its workers, such as a start, an exit
+    /// or an event, or about the agent's own failure. Lines of output and failures of the agent may
+    /// belong to an earlier attempt.
     pub(super) fn handle_worker_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         match message {
             FromAgent::Started { rank, pid, .. } => self.handle_worker_started(now, host, rank, pid),
@@ -244,8 +245,8 @@ impl ControllerCore {
         }
     }
 
-    /// Records that a built-in worker has left the failed attempt, and waits for the next attempt.
-    /// For this attempt, the worker has ended because a peer failed.
+    /// Records that a built-in worker has given up the failed attempt, while its process waits to
+    /// take part in the next attempt. For this attempt, the worker has ended because a peer failed.
     fn handle_worker_left(&mut self, host: HostIndex, rank: Rank, pid: u32) {
         let Some(worker) = self.find_worker(host, rank).filter(|w| w.ended.is_none()) else { return };
         let (was_running, was_stalled) = (worker.is_running(), worker.stalled_for.take().is_some());
@@ -256,8 +257,8 @@ impl ControllerCore {
         self.stalled -= usize::from(was_stalled);
     }
 
-    /// Processes an agent's report that a worker has made no progress for the time `stalled_for`.
-    /// Fails the attempt if no running worker makes progress, or if the reported worker's process
+    /// Records that a worker has made no progress for the time `stalled_for`, and fails the attempt
+    /// if this is true of all running workers. Also fails the attempt if the process of the worker
     /// is suspended (`suspended`), for example by SIGSTOP.
     fn handle_stalled_worker(
         &mut self,
@@ -290,8 +291,8 @@ impl ControllerCore {
         self.fail_hanging_attempt(now, cause);
     }
 
-    /// Processes an agent's report that no worker of the attempt is left on its host. Fails the
-    /// attempt if the agent has not reported the end of one of these workers.
+    /// Records that no worker of the attempt is left on a host, and fails the attempt if the end of
+    /// one of them was not reported before.
     fn handle_workers_ended(&mut self, now: Duration, host: HostIndex) {
         if !self.hosts[host].active {
             return;

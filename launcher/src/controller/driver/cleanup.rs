@@ -32,10 +32,10 @@ const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 
 impl ControllerDriver {
-    /// Processes the end of the control connection to an agent. Waits until the agent has ended,
-    /// and kills an agent that has not ended after [`AGENT_EXIT_TIMEOUT`]. Then kills the processes
-    /// that the agent left on this machine, and informs the controller's state machine. `error`
-    /// states why the stream broke; `None` if the stream ended in order.
+    /// After the control connection to an agent has ended, waits until the agent has ended, kills
+    /// the processes that it left on this machine, and reports its end to the state machine. Kills
+    /// an agent that has not ended after [`AGENT_EXIT_TIMEOUT`]. `error` states why the stream
+    /// broke; `None` if the stream ended in order.
     pub(super) async fn handle_agent_end(&mut self, host: HostIndex, error: Option<Diagnostic>) {
         if let Some(agent) = self.agents.get_mut(&host) {
             agent.outbox = None;

@@ -105,8 +105,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Processes one event of the controller's event loop: passes the event to the state machine as
-    /// an input, or handles it in the driver.
+    /// Passes one event of the controller's event loop, such as a message or a signal, to the state
+    /// machine, or executes what the event requests.
     pub(super) async fn process_event(
         &mut self,
         event: LoopEvent,
@@ -198,8 +198,8 @@ impl ControllerDriver {
         self.inner_hosts.retain(|_, inner_host| *inner_host != host);
     }
 
-    /// Moves messages to agents that did not fit into the full queues of their agents into these
-    /// queues, as far as they have space now.
+    /// Moves waiting critical messages for agents into the queues of the agents' connections, which
+    /// were full before, as far as the queues have space now.
     fn flush_outboxes(&mut self) {
         let agents = &mut self.agents;
         self.backlogged.retain(|host| {
@@ -248,8 +248,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Counts a worker of the current attempt that has started. Once all workers of the attempt
-    /// run, notifies the process that started this controller, if the controller is detached.
+    /// Counts a worker that has started and, once all workers of the attempt run, informs the
+    /// process that started this controller in the background.
     fn count_started_worker(&mut self) {
         self.not_started = self.not_started.saturating_sub(1);
         if self.not_started == 0
@@ -281,8 +281,8 @@ fn is_worker_start(message: &FromAgent) -> bool {
     }
 }
 
-/// Receives the numbers of the agents' reports whose events the journal (the file of the run's
-/// events) has stored. Waits forever without a journal.
+/// Waits until the journal (the file of the run's events) has stored further reports of agents on
+/// the disk, and returns their numbers. Waits forever without a journal.
 async fn receive_stored_reports(stored: &mut Option<StoredReportReceiver>) -> Option<Vec<ReportId>> {
     match stored {
         Some(stored) => stored.recv().await,
@@ -299,8 +299,8 @@ async fn receive_exec_event(socket: &mut Option<ExecSocket>) -> ExecClientEvent 
     }
 }
 
-/// Sends each step of the start of an agent, such as copying the executable, to the channel
-/// `steps`. Ends when the start ends or the channel is closed.
+/// Forwards each step of the start of an agent, such as copying the executable, to the controller's
+/// event loop through the channel `steps`. Ends when the start ends or the channel is closed.
 async fn forward_start_steps(
     agent: AgentId,
     mut started: mpsc::Receiver<AgentStartStep>,
@@ -313,8 +313,8 @@ async fn forward_start_steps(
     }
 }
 
-/// Sends each line that an agent writes to stderr to the channel `lines`. Ends when the stream ends
-/// or the channel is closed.
+/// Forwards each line that an agent writes to stderr to the controller's event loop, which shows it
+/// to the user, through the channel `lines`. Ends when the stream ends or the channel is closed.
 async fn forward_stderr(mut stream: AgentOutput, lines: mpsc::Sender<String>) {
     let mut buffer = [0; STDERR_CHUNK_BYTES];
     while let Ok(n @ 1..) = stream.read(&mut buffer).await {

@@ -16,8 +16,8 @@ use protocol::{
 use std::time::Duration;
 
 impl ControllerDriver {
-    /// Executes one action that the controller's state machine has requested. Some actions add an
-    /// input to `pending_inputs`.
+    /// Executes one action that the controller's state machine has requested, such as to send a
+    /// message to an agent or to write an event. Some actions add an input to `pending_inputs`.
     pub(super) fn execute_action(&mut self, action: ControllerAction) {
         debug_log::log_action(&action);
         match action {
@@ -112,8 +112,8 @@ impl ControllerDriver {
         self.report.show_event(event);
     }
 
-    /// Writes an event that an earlier controller could not store to the journal (the file of the
-    /// run's events).
+    /// Appends to the journal (the file of the run's events) an event that an earlier controller of
+    /// the run has reported, but not stored.
     fn append_event_of_earlier_controller(&mut self, event: &UnstoredEvent) {
         if let Some(journal) = &mut self.journal {
             journal.append_event(&event.event, event.time, Some((CONTROLLER_REPORT_STREAM, event.number)));

@@ -12,9 +12,10 @@ use tokio::time::{Instant, timeout_at};
 const TAKEOVER_NEWS_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl ControllerDriver {
-    /// Processes the first event after this process was paused, for example by Ctrl-Z. If another
-    /// controller has taken over the run in the meantime, ends the run for this controller without
-    /// an order and without an event.
+    /// After a pause of this process, such as Ctrl-Z, finds out whether another controller has
+    /// taken over the run, and only otherwise processes the waiting events. If another controller
+    /// has taken over the run in the meantime, ends the run for this controller without an order
+    /// and without an event.
     ///
     /// Heartbeats are sent first. From their arrival on, an agent obeys no new controller.
     pub(super) async fn process_event_after_pause(

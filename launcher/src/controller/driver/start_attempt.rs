@@ -74,8 +74,9 @@ impl ControllerDriver {
         }
     }
 
-    /// Continues the start of an attempt once its plan is made. Reports new warnings of the plan,
-    /// and informs the controller's state machine, which then requests the rendezvous.
+    /// Passes the finished plan of an attempt, or the error that prevents it, to the controller's
+    /// state machine, and reports new warnings of the plan to the user. The state machine then
+    /// requests the rendezvous.
     pub(super) fn finish_planning(&mut self, planned: AttemptPlanningResult) {
         let AttemptPlanningResult { attempt, hosts, plan } = planned;
         let plan = match plan {

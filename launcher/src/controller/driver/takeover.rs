@@ -28,7 +28,8 @@ use protocol::{
 use std::time::Duration;
 use tokio::{io::AsyncWriteExt, sync::mpsc, time::timeout};
 
-/// How long the agent of a lost host may take to end after it was asked to end.
+/// How long an agent that is asked to end, because its host was given up as lost, may take until it
+/// has ended.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl ControllerDriver {
@@ -40,8 +41,8 @@ impl ControllerDriver {
         self.send_to_agent(host, ToAgent::Attach(Box::new(request)));
     }
 
-    /// Asks the agent of a lost host to end, through a new process on that host. Does nothing if
-    /// the host cannot be reached.
+    /// Asks the agent of a host that was given up as lost, but may still be alive, to end, through
+    /// a new process on that host. Does nothing if the host cannot be reached.
     pub(super) fn evict_agent(&mut self, host: HostIndex) {
         let Some(target) = self.hosts.get(host) else { return };
         let purpose = AttachPurpose::Evict { below: self.agents_started + 1 };
@@ -53,7 +54,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Processes the answer of a lost host's agent that was asked to end.
+    /// Processes the answer of an agent that was asked to end because its host was given up as
+    /// lost: it has ended, or it obeys a newer controller.
     pub(super) fn handle_eviction_answer(&mut self, answer: EvictionAnswer) {
         match answer {
             EvictionAnswer::Ended(host) => self.handle_input(ControllerInput::Evicted(host)),
@@ -92,8 +94,8 @@ impl ControllerDriver {
         self.taken_memo = Some(stored);
     }
 
-    /// Continues the journal (the file of the run's events) that was taken over, and lets the
-    /// controller's state machine continue the run.
+    /// Continues the numbering of events in the journal (the run's file of events) that was taken
+    /// over, and lets the state machine continue the run.
     pub(super) fn continue_journal(&mut self, summary: JournalSummary) {
         let Some(StoredMemo { unstored, newest_event, .. }) = self.taken_memo.take() else { return };
         let newest = summary.newest_controller_event_number().max(newest_event);
@@ -143,8 +145,8 @@ impl ControllerDriver {
         ControlFile::new(self.identity.key(), epoch, hosts, addresses, self.requeue.is_some())
     }
 
-    /// Gives up taking over a run, because this is not possible. Also ends the agents of a run
-    /// whose workers were never started.
+    /// Ends this controller, which cannot take over the run for the reason `failure`. Also ends the
+    /// agents of a run whose workers were never started.
     pub(super) fn abandon_takeover(&mut self, failure: AttachFailure) {
         if failure == AttachFailure::NotStarted {
             (0..self.hosts.len()).for_each(|host| self.release_agent(host, None));
@@ -206,9 +208,10 @@ pub(super) fn find_attach_exit_code(failure: &AttachFailure) -> u8 {
     if *failure == AttachFailure::Interrupted { exit::INTERRUPTED } else { exit::CLUSTER }
 }
 
-/// Asks the agent of a lost host to end, and sends its answer to the event loop. Passes the answer
-/// on once the agent has ended, or if no agent is alive, or if the agent obeys a controller with a
-/// greater token than `token`.
+/// Asks the agent of a host that was given up as lost to end, through a new process on that host,
+/// and sends the agent's answer to the controller's event loop. Passes the answer on once the agent
+/// has ended, or if no agent is alive, or if the agent obeys a controller with a greater token than
+/// `token`.
 async fn request_eviction(
     (host, token): (HostIndex, ControllerToken),
     process: AgentProcess,

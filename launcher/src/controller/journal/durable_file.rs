@@ -8,7 +8,8 @@ use std::{
     thread,
 };
 
-/// The operations that a [`DurableFile`] needs of a file: append, sync, and reopen after an error.
+/// The file operations on which a [`DurableFile`] (a file that loses no bytes) is built, which
+/// tests replace: append, sync, and reopen after an error.
 pub(super) trait AppendableFile: Send {
     /// Appends as many of `bytes` as the file accepts, and returns their number.
     fn append(&mut self, bytes: &[u8]) -> io::Result<usize>;
@@ -76,8 +77,8 @@ impl AppendableFile for OpenFile {
     }
 }
 
-/// A callback that receives the error of an operation that is repeated until it succeeds, when the
-/// operation fails for the first time.
+/// A callback that receives the first error of a file operation that will be repeated until it
+/// succeeds.
 pub(super) type ErrorReporter<'a> = &'a mut dyn FnMut(&io::Error);
 
 /// A file that loses no appended bytes: writes are repeated until they succeed. Bytes that are not
@@ -126,9 +127,10 @@ impl DurableFile {
         }
     }
 
-    /// Writes all bytes that are not on the disk yet, except for the first `written` ones, and then
-    /// syncs the file if `sync` is set. Repeats both until they succeed. After an error, the file
-    /// contains at least its synced part, so everything after this part is written again.
+    /// Writes the appended bytes that no sync has covered yet, without the first `written` of them,
+    /// which were written before, and then syncs the file if `sync` is set. Repeats both until they
+    /// succeed. After an error, the file contains at least its synced part, so everything after
+    /// this part is written again.
     fn write_pending(&mut self, mut written: usize, sync: bool, report: ErrorReporter<'_>) {
         let mut pauses = RetryPauses::default();
         loop {
@@ -148,9 +150,9 @@ impl DurableFile {
         }
     }
 
-    /// Tries once to write all bytes that are not on the disk yet, except for the first `written`
-    /// ones, and then to sync the file if `sync` is set. Advances `written` by the bytes that were
-    /// written.
+    /// Tries once to write the appended bytes that no sync has covered yet, without the first
+    /// `written` of them, and then to sync the file if `sync` is set. Advances `written` by the
+    /// bytes that were written.
     fn try_write_unsynced(&mut self, written: &mut usize, sync: bool) -> io::Result<()> {
         while *written < self.unsynced.len() {
             match self.file.append(&self.unsynced[*written..])? {

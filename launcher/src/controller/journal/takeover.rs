@@ -69,8 +69,8 @@ impl JournalSummary {
         Ok(summary)
     }
 
-    /// Returns whether the journal contains the report with the number `seq` of the agent or
-    /// controller whose reports have the number `stream`.
+    /// Returns whether the journal contains a certain report of an agent or controller, given by
+    /// the numbers of the sender and of the report.
     pub(crate) fn contains_report(&self, (stream, seq): ReportId) -> bool {
         self.newest.get(&stream).is_some_and(|newest| seq <= *newest)
     }

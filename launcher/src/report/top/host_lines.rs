@@ -49,7 +49,8 @@ fn format_host(run: &RunSnapshot, host: &SnapshotHost, selected: u32, cells: usi
     Line::from(spans)
 }
 
-/// Formats the cell of a rank in the line of its host.
+/// Formats the cell that shows the state of one rank, in the line of the rank's host in `launch
+/// top`.
 fn format_rank(run: &RunSnapshot, rank: u32, selected: u32) -> Span<'static> {
     let is_slow = run.status.as_ref().is_some_and(|s| s.stragglers.iter().any(|report| report.rank == rank));
     let (letter, color) = match run.states.get(rank as usize) {

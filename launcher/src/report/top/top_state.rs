@@ -80,8 +80,8 @@ impl TopState {
         self.selected = rank;
     }
 
-    /// Selects another host (`by` hosts further down), on which the rank at the same position
-    /// becomes the selected one.
+    /// Selects the host that is `by` lines below (above, if negative) the selected one, at the same
+    /// position among the host's ranks.
     fn select_neighbouring_host(&mut self, by: isize) {
         let Some(run) = &self.run else { return };
         let has_rank =

@@ -19,8 +19,8 @@ use ratatui::{
 };
 use serde_json::Value;
 
-/// The smallest width of the terminal, in columns, at which `launch top` shows events and log next
-/// to each other, and the curve of the loss.
+/// On terminals with at least this number of columns, `launch top` shows events and log next to
+/// each other, and shows the loss curve.
 const MIN_WIDE_COLUMNS: u16 = 120;
 /// The largest number of lines that `launch top` uses for hosts, without the border.
 const MAX_HOST_LINES: u16 = 20;
@@ -137,7 +137,7 @@ fn draw_last_lines(frame: &mut Frame, title: String, lines: Vec<String>, area: R
     frame.render_widget(Paragraph::new(lines).block(build_border(title)), area);
 }
 
-/// Builds a border with the title `title`.
+/// Builds the border, with the title `title`, of an area of the screen of `launch top`.
 fn build_border(title: String) -> Block<'static> {
     Block::new().borders(Borders::ALL).title(title)
 }

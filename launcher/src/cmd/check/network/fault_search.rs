@@ -1,5 +1,5 @@
-//! [`FaultSearch`]: finds out which host is at fault if transfers between hosts are bad, and which
-//! further tests are needed for that.
+//! [`FaultSearch`]: finds out which host is at fault if transfers between hosts are bad (impossible
+//! or too slow), and which further tests are needed for that.
 //!
 //! A transfer is bad because of its sender, its receiver or the path between them. A host that
 //! takes part in a good transfer works in that role. So a bad transfer to a working receiver is
@@ -8,8 +8,8 @@
 //! work, each of them is tested with a host that is.
 use std::collections::BTreeMap;
 
-/// The number of bad transfers with different partners, all of which work with other hosts, that
-/// shows that a host is faulty.
+/// A host counts as faulty after this number of bad transfers with different partners, each of
+/// which works with other hosts.
 const MIN_BAD_TRANSFERS_OF_FAULTY_HOST: usize = 2;
 /// How many tests a bad transfer between two hosts needs before it counts, because another load can
 /// disturb one test.
@@ -18,15 +18,15 @@ const TESTS_OF_BAD_TRANSFER: u32 = 2;
 /// neither host is found to be faulty.
 const TESTS_OF_BAD_PATH: u32 = 3;
 
-/// The results of all tested transfers between hosts, from which the hosts and network paths at
-/// fault are derived.
+/// The results (good or bad) of all tested transfers between hosts, from which the hosts and
+/// network paths at fault are derived.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FaultSearch {
     transfers: BTreeMap<(usize, usize), TestedTransfer>,
 }
 
-/// Whether the tested transfer of data from one host to another one was bad, and how often it was
-/// tested.
+/// The results of testing the transfer of data from one host to another one: whether it was bad
+/// (impossible or too slow) in all tests, and the number of tests.
 #[derive(Clone, Copy, Debug)]
 struct TestedTransfer {
     is_bad: bool,

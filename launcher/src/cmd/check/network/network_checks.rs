@@ -17,8 +17,8 @@ const MAX_RETRANSMIT_SHARE: f64 = 0.01;
 /// The number of retransmitted TCP segments below which a host has no packet loss, whatever their
 /// share.
 const MIN_RETRANSMITS: u64 = 20;
-/// The share of another network interface's speed below which an interface counts as the slower
-/// one.
+/// If the interface of one host of a bad transfer has less than this share of the speed of the
+/// other host's interface, the slower interface is reported as the reason.
 const MAX_SLOWER_INTERFACE_SPEED_SHARE: f64 = 0.5;
 /// A path between two hosts counts as failed if its transfer rate is below this share of the usual
 /// rate, which is the median of the best rates of all hosts. Above it, other load can be the
@@ -85,7 +85,7 @@ fn check_interface(
     known: &[Option<&NetworkInspection>],
     names: &[String],
 ) -> CheckResult {
-    /// The name of this check in the report of `launch check`.
+    /// The name that the check of a host's network interface has in the report of `launch check`.
     const CHECK_NAME: &str = "interface";
     if let Some(error) = &inspection.error {
         let help = error.help().first().cloned().unwrap_or_else(|| "change `cluster.interface`".to_owned());
@@ -193,8 +193,8 @@ impl PropertyComparison<'_> {
         find_median(others.map(|(_, value)| value).collect())
     }
 
-    /// Returns whether small packets from the first host arrive at the second one, but large
-    /// packets do not.
+    /// Returns whether small packets from the first to the second host of `pair` arrive, but large
+    /// packets do not, such as with a wrong MTU.
     fn loses_large_packets(&self, pair: (usize, usize)) -> bool {
         let transfer = self.pairs.get(pair).and_then(|direction| direction.transfer);
         transfer.is_some_and(|transfer| transfer.bytes == 0 && transfer.small_segments_arrive == Some(true))

@@ -1,12 +1,12 @@
 //! [`plan_rounds`]: plans rounds of measurements between the hosts of a job, in each of which every
 //! host is measured with at most one other host.
 
-/// The number of rounds of measurements in small jobs, if each host has enough other hosts for a
-/// new partner in every round.
+/// The smallest number of rounds in which pairs of hosts are measured; very small jobs need fewer,
+/// because no pair is measured twice.
 const MIN_ROUNDS: usize = 3;
 
-/// Plans in which rounds which pairs of the hosts 0 to `hosts` - 1 are measured. The smaller host
-/// of each pair is first.
+/// Plans rounds of measurements between pairs of the hosts 0 to `hosts` - 1; the pairs of one round
+/// are measured at the same time. The smaller host of each pair is first.
 ///
 /// In each round, every host is in at most one pair, and no pair occurs twice. Up to four hosts are
 /// paired with all others; in larger jobs, the number of rounds is the logarithm of the number of
