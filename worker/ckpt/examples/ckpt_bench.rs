@@ -1,5 +1,6 @@
-//! Benchmark of saving, loading, verifying and gathering checkpoints, which prints rates in GB/s.
-//! Saving and loading are compared with plain O_DIRECT writes and reads of equal size.
+//! Benchmark of saving, loading, verifying and gathering checkpoints (assembling full weights from
+//! shards), which prints rates in GB/s. Saving and loading are compared with plain O_DIRECT writes
+//! and reads of equal size.
 //!
 //! `cargo run -p ckpt --release --example ckpt_bench -- DIR [GIB] [ROUNDS]`
 use ckpt::{
@@ -13,8 +14,8 @@ use std::path::Path;
 use std::time::Instant;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
-/// Size in bytes of one plain O_DIRECT read or write, with which saving and loading checkpoints are
-/// compared.
+/// Size in bytes of each plain O_DIRECT read and write, whose rates the benchmark compares with the
+/// rates of loading and saving checkpoints.
 const IO_BLOCK_BYTES: usize = 8 << 20;
 
 fn main() -> Result<(), Error> {
@@ -43,8 +44,8 @@ fn main() -> Result<(), Error> {
     result
 }
 
-/// Measures `rounds` times each operation (plain write, save, plain read, load, verify, gather) and
-/// prints the rates. Uses one thread per rank.
+/// Measures each operation `rounds` times (plain write, save, plain read, load, verification,
+/// gathering of full weights), and prints the best rates. Uses one thread per rank.
 ///
 /// # Errors
 /// Fails if an operation fails, the loaded data differ from `data`, or the checkpoint is damaged.
@@ -111,9 +112,10 @@ fn print_rates(ranks: usize, rates: &[Vec<f64>; 6]) {
     );
 }
 
-/// Calls `f(rank, part)` for each part of the benchmark's weight, one call per rank in a separate
-/// thread, and waits for all threads. Returns the results in the order of the ranks. If some calls
-/// fail, returns the error of the lowest rank that failed.
+/// Calls `f(rank, part)` in a separate thread for each rank, where `part` is the range of the
+/// benchmark's only weight tensor that the rank saves, and waits for all threads. Returns the
+/// results in the order of the ranks. If some calls fail, returns the error of the lowest rank that
+/// failed.
 fn run_on_each_part<T: Send>(
     parts: &[&[f32]],
     f: impl Fn(usize, &[f32]) -> Result<T, Error> + Sync,
@@ -154,8 +156,8 @@ fn read_direct(path: &Path, len: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Saves a checkpoint with a single weight, of which each rank (a thread) saves one of `parts`.
-/// Returns the path of the checkpoint.
+/// Saves a checkpoint with a single weight tensor, of which each rank (a thread of the benchmark)
+/// saves the elements in one of `parts`. Returns the path of the checkpoint.
 fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path::PathBuf, Error> {
     let total: usize = parts.iter().map(|p| p.len()).sum();
     let world = parts.len() as u32;
@@ -199,8 +201,8 @@ fn save_checkpoint(dir: &Path, parts: &[&[f32]], step: u64) -> Result<std::path:
     Ok(commit_save(staging, facts, reports)?.path)
 }
 
-/// Loads the weight that [`save_checkpoint`] wrote from the checkpoint at `path`, with one thread
-/// per part. Overwrites `parts` with consecutive elements of the weight, as many as each part has.
+/// Loads the single weight tensor of the checkpoint at `path` into `parts`, with one thread per
+/// part. Overwrites `parts` with consecutive elements of the weight, as many as each part has.
 fn load_checkpoint(path: &Path, parts: &mut [Vec<f32>]) -> Result<(), Error> {
     std::thread::scope(|s| {
         let mut at = 0;

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
-/// Maximum number of elements that are read with one request.
+/// Maximum number of consecutive elements of a tensor that the benchmark reads by one request to
+/// the checkpoint.
 const REQUEST_ELEMENTS: usize = 4 << 20;
 
 fn main() -> Result<(), Error> {

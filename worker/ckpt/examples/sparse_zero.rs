@@ -92,8 +92,8 @@ struct SparseStorage {
 }
 
 impl SparseStorage {
-    /// Creates the storage that holds the elements `range` of the weights or moments of the test
-    /// data (`role`, see [`compute_test_element`]).
+    /// Creates the storage of a tensor that holds the elements `range` of the test checkpoint's
+    /// weights (if `role` is 0) or of one of Adam's moments.
     fn new(range: std::ops::Range<u64>, role: u64) -> SparseStorage {
         let first = range.start.next_multiple_of(NONZERO_DISTANCE);
         let marked = (first..range.end).step_by(NONZERO_DISTANCE as usize);
@@ -232,7 +232,8 @@ impl PickleWriter {
         self.0.push(b'e');
     }
 
-    /// Writes a reference to a contiguous tensor of the shape `shape`. The tensor begins at element
+    /// Writes a contiguous tensor of the shape `shape` in the way in which `torch.save` does: as a
+    /// reference to its storage, which another zip member contains. The tensor begins at element
     /// `offset` of the storage with number `storage`, which has `stored` elements and the torch
     /// class `class`.
     fn write_tensor(&mut self, class: &str, storage: u64, stored: u64, offset: u64, shape: &[u64]) {

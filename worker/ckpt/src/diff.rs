@@ -231,7 +231,8 @@ struct TensorIndex<'a> {
 }
 
 impl<'a> TensorIndex<'a> {
-    /// Creates an index of `tensors`, which also contains the aliases in `ties`.
+    /// Creates an index of the descriptions `tensors`, in which a tied weight of `ties` is also
+    /// found by its second name (alias).
     fn new(tensors: &'a [TensorInfo], ties: &'a [TiedWeight]) -> TensorIndex<'a> {
         TensorIndex {
             tensors_by_name: tensors.iter().map(|t| ((t.role, t.name.as_str()), t)).collect(),
@@ -239,9 +240,9 @@ impl<'a> TensorIndex<'a> {
         }
     }
 
-    /// Finds the tensor with the role and the name of `info`, or the tensor that has this name as
-    /// an alias (tied weight). Returns the tensor, and true if the name is an alias. Returns `None`
-    /// if there is no such tensor.
+    /// Finds the tensor with the role and the name that `info` describes, or the tensor that has
+    /// this name as an alias (tied weight). Returns the tensor, and true if the name is an alias.
+    /// Returns `None` if there is no such tensor.
     fn find_tensor(&self, info: &TensorInfo) -> Option<(&'a TensorInfo, bool)> {
         let by_name = |name: &str| self.tensors_by_name.get(&(info.role, name)).copied();
         by_name(&info.name).map(|t| (t, false)).or_else(|| {
@@ -252,8 +253,9 @@ impl<'a> TensorIndex<'a> {
 }
 
 impl DiffReport {
-    /// Adds differences in the dtype and shape of two tensors to this report. Returns the two
-    /// tensors as a pair if their elements can be compared, otherwise `None`.
+    /// Compares the dtypes and the shapes of two tensors, adds the differences to this report, and
+    /// returns the pair if the elements can be compared. Returns the two tensors as a pair if their
+    /// elements can be compared, otherwise `None`.
     fn pair_if_comparable(&mut self, a: &TensorInfo, b: &TensorInfo) -> Option<TensorPair> {
         if a.dtype != b.dtype {
             self.dtypes.push(DtypeDiff { tensor: a.label(), a: a.dtype, b: b.dtype });

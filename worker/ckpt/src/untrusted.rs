@@ -88,15 +88,16 @@ pub fn parse_trainer_state(bytes: &[u8]) -> Result<()> {
     companion_files::parse_global_step(bytes).map(drop).map_err(|reason| make_rejection_diagnostic(*reason))
 }
 
-/// Parses the manifest of a native checkpoint after writing the matching hash into the text.
-/// Without the matching hash, the parser would reject every modified input.
+/// Parses the manifest (table of contents) of a native checkpoint, and first writes the matching
+/// hash into the text, because the parser would reject every modified input otherwise.
 pub fn parse_manifest(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
     JsonSeal::COMPACT.seal(&mut text);
     Manifest::parse(Path::new("."), text).map(drop).map_err(Into::into)
 }
 
-/// Parses the list of files that a gather wrote after writing the matching hash into the text.
+/// Parses the list of files that launch wrote when it gathered weights, and first writes the
+/// matching hash into the text, because the parser would reject every modified input otherwise.
 pub fn parse_output_record(bytes: &[u8]) -> Result<()> {
     let mut text = bytes.to_vec();
     JsonSeal::INDENTED.seal(&mut text);

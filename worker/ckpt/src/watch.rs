@@ -53,7 +53,8 @@ pub enum DirectoryStatus {
     },
 }
 
-/// The report of a watch that a directory is new or has changed, with its status as a checkpoint.
+/// What [`CheckpointWatch`] reports about a directory that is new or has changed: its path, and
+/// whether it is a complete checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DirectoryReport {
     /// Path of the directory.

@@ -108,8 +108,9 @@ pub struct TextFile {
     pub text: String,
 }
 
-/// What a checkpoint's manifest records about the run that wrote the checkpoint, and about its
-/// training state. The caller of a save provides these facts.
+/// What a checkpoint's manifest (table of contents) records about the run that wrote the
+/// checkpoint, such as its model, its step and its optimizer settings. The caller of a save
+/// provides these facts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunFacts {

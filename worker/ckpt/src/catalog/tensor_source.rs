@@ -118,8 +118,8 @@ pub trait TensorSource: Sync {
         false
     }
 
-    /// Returns the reason why [`TensorSource::tensors`] does not list the optimizer states that the
-    /// checkpoint has. Returns `None` if no optimizer state is omitted.
+    /// Returns the reason why the optimizer states that the checkpoint contains are ignored.
+    /// Returns `None` if no optimizer state is omitted.
     fn ignored_optimizer_reason(&self) -> Option<&str> {
         None
     }

@@ -17,8 +17,7 @@ pub(crate) fn read_json<T: DeserializeOwned>(directory: &Directory, name: &str, 
     parse_object(&text).map_err(|e| CkptError::damaged(directory.path(), name, e))
 }
 
-/// Reads the JSON file `name` in `directory` as [`read_json`] does, or returns `None` if the file
-/// does not exist.
+/// Reads the JSON file `name` in `directory`, or returns `None` if the file does not exist.
 pub(crate) fn read_json_if_exists<T: DeserializeOwned>(
     directory: &Directory,
     name: &str,

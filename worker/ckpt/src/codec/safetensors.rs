@@ -214,7 +214,7 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// Deserializes the entry `__metadata__` of a header, which may have at most
+/// Deserializes the entry `__metadata__` of a safetensors header, which may have at most
 /// [`METADATA_ENTRIES_MAX`] entries.
 struct MetadataSeed;
 
@@ -241,8 +241,8 @@ impl PlannedTensor<'_> {
     }
 }
 
-/// Encodes the header of a safetensors file in which `tensors` follow one another. The result is
-/// the header length and the JSON header, padded to a multiple of 8 bytes.
+/// Encodes the header of a safetensors file that contains the data of `tensors`, one after another.
+/// The result is the header length and the JSON header, padded to a multiple of 8 bytes.
 ///
 /// # Errors
 /// Fails if the header exceeds [`SAFETENSORS_HEADER_MAX`].
@@ -285,8 +285,9 @@ pub(crate) fn encode_shard_header(rank: u32, world: u32, pieces: &[PlannedTensor
     encode_header(&metadata, pieces)
 }
 
-/// Formats the name `role/name@start` under which a rank's file of a native checkpoint stores a
-/// part of a tensor. `start` is the index of the piece's first element in the tensor.
+/// Formats the name `role/name@start` under which a rank's file of a native checkpoint (in launch's
+/// own format) stores a part of a tensor. `start` is the index of the piece's first element in the
+/// tensor.
 pub(crate) fn format_piece_key(role: TensorRole, name: &str, start: u64) -> String {
     format!("{role}/{name}@{start}")
 }

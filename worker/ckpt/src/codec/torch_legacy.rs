@@ -68,9 +68,9 @@ pub(super) fn parse_legacy_file(
     }
 }
 
-/// Finds the byte range of the data of the storage with the key `key` in the file. At offset `at`,
-/// the file has the number of elements, and then the data of `bytes` bytes. Moves `at` to the end
-/// of the data.
+/// Finds where a torch file in the legacy format stores the data of the storage (flat array of
+/// tensors) with the key `key`. At offset `at`, the file has the number of elements, and then the
+/// data of `bytes` bytes. Moves `at` to the end of the data.
 ///
 /// # Errors
 ///

@@ -13,7 +13,8 @@ use std::path::PathBuf;
 const MEMBER_DATA_ALIGNMENT: u64 = 64;
 /// The smallest size or offset in bytes that is stored in a zip64 field.
 const ZIP64_MIN: u64 = u32::MAX as u64;
-/// Size in bytes of the header before a member's data, without the name and the extra field.
+/// Size in bytes of the header before the data of a zip member, without the name and the extra
+/// field.
 const LOCAL_HEADER_BYTES: u64 = 30;
 /// Flags in the header of every zip member: a data descriptor follows the data, and the name is
 /// UTF-8.
@@ -86,7 +87,7 @@ impl TorchWriter {
         Ok(TorchWriter { out, root: root.into(), at: 0, members: Vec::new(), storages: 0, open: None })
     }
 
-    /// Appends `bytes` that belong to no zip member, such as headers, to the file.
+    /// Appends bytes that belong to no zip member, such as headers, to the torch file.
     fn write_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         self.out.write(bytes)?;
         self.at += bytes.len() as u64;

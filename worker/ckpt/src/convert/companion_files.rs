@@ -13,8 +13,8 @@ use crate::error::Result;
 /// result.
 const EXCLUDED_FILES: [&str; 6] =
     ["latest", "latest_universal", "converted.json", "optimizer.pt", "optimizer.bin", ".metadata"];
-/// Names of files by which checkpoints are recognized whose program needs further files next to the
-/// checkpoint (companion files) to resume.
+/// Names of files that show which program wrote a checkpoint: one that also needs the other files
+/// next to the checkpoint (companion files) to resume, such as scheduler states.
 const COMPANION_FILE_MARKERS: [&str; 3] = ["trainer_state.json", "random_states_0.pkl", "zero_to_fp32.py"];
 
 /// Adds links to the companion files of the source checkpoint, such as scheduler and RNG state

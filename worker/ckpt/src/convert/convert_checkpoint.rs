@@ -10,8 +10,8 @@ use crate::codec::disk;
 use crate::error::{CkptError, Result};
 use std::path::{Path, PathBuf};
 
-/// The result of a conversion that is reported to the user: path, step, number of ranks, files and
-/// bytes.
+/// What is reported to the user after a checkpoint was converted: path, step, number of ranks,
+/// files and bytes.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct ConvertReport {
     /// The output directory.
@@ -84,8 +84,8 @@ pub(crate) fn convert_into_directory(
     Ok(make_report(dir.to_owned(), state, &plan, 0))
 }
 
-/// Reads the state of the checkpoint `source`, and plans the files of the result of a conversion.
-/// Links to other files of the source are not planned.
+/// Reads the state of the checkpoint `source`, and plans which files a conversion of this
+/// checkpoint will write. Links to other files of the source are not planned.
 fn plan_conversion(source: &dyn TensorSource, options: &ConvertOptions) -> Result<(SourceState, OutputPlan)> {
     options.check_limits()?;
     source.require_all_weights()?;
@@ -115,8 +115,8 @@ fn make_report(path: PathBuf, state: SourceState, plan: &OutputPlan, reused: u64
     }
 }
 
-/// Writes all planned files of a conversion, and publishes the output directory. Returns the number
-/// of reused files and the final path of the directory.
+/// Writes all planned files of a conversion, and makes the result visible by renaming the hidden
+/// output directory. Returns the number of reused files and the final path of the directory.
 fn write_output(
     source: &dyn TensorSource,
     state: &mut SourceState,

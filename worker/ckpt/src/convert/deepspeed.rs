@@ -124,7 +124,8 @@ fn count_elements_per_rank(state: &SourceState, tensor: usize) -> u64 {
 }
 
 impl FlatGroup {
-    /// Returns the weights of this flat array, as indices of tensors.
+    /// Returns the weights in this flat array, each as its index in the source checkpoint's list of
+    /// tensors.
     fn weight_indices<'a>(&self, state: &'a SourceState) -> &'a [usize] {
         &state.groups[self.group].weights[self.members.clone()]
     }
@@ -139,9 +140,9 @@ fn find_role_tensors(state: &SourceState, weights: &[usize], role: TensorRole) -
     }
 }
 
-/// Returns which elements of source tensors fill a given range of an array in which the tensors
-/// follow one another. The array is the concatenation of `tensors` (indices of source tensors), and
-/// `range` are its elements. If the range ends after the last tensor, zeros fill the rest.
+/// Returns which elements of source tensors are in the range `range` of the array that results when
+/// `tensors` (indices of source tensors) are concatenated. If the range ends after the last tensor,
+/// zeros fill the rest.
 fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<u64>) -> Vec<StorageSpan> {
     let inside = intersect_concatenation(state, tensors, range.clone());
     let mut spans: Vec<StorageSpan> =
@@ -151,9 +152,9 @@ fn plan_concatenated_spans(state: &SourceState, tensors: &[usize], range: Range<
     spans
 }
 
-/// Divides a range of an array in which `tensors` (given by their indices) follow one another at
-/// the boundaries of the tensors. Returns for each tensor in the range its index, the position of
-/// its first such element within the range, and its elements in the range.
+/// Finds the tensors that overlap with the range `range` of an array, which is the concatenation of
+/// `tensors` (indices of source tensors). Returns for each tensor in the range its index, the
+/// position of its first such element within the range, and its elements in the range.
 fn intersect_concatenation(
     state: &SourceState,
     tensors: &[usize],
@@ -203,8 +204,9 @@ fn make_loss_scaler(state: &SourceState) -> PythonObject {
     PythonObject::new_instance(DYNAMIC_LOSS_SCALER_CLASS, attributes)
 }
 
-/// Returns the value of the entry `key` of DeepSpeed's optimizer file. Takes the value from the
-/// source, or the default of this key if the source lacks the entry.
+/// Returns the value that DeepSpeed's optimizer file in the converted checkpoint gets under the key
+/// `key`: that of the source checkpoint, or a default. Takes the value from the source, or the
+/// default of this key if the source lacks the entry.
 fn make_optimizer_file_entry(state: &SourceState, key: &str) -> PythonObject {
     state.passthrough.deepspeed_optimizer_entry(key).cloned().unwrap_or_else(|| match key {
         "loss_scaler" => make_loss_scaler(state),
@@ -228,9 +230,9 @@ fn make_zero_stage_object(stage: u8) -> PythonObject {
     PythonObject::Call { function: STAGE_ENUM_CLASS.into(), args: vec![PythonObject::Int(stage.into())] }
 }
 
-/// Creates the `state_dict` of torch's optimizer for the file of a rank, and adds the data of its
-/// tensors to `storages`. `spans(flat, role)` must return the elements that the rank stores of the
-/// tensors of this role in a flat group.
+/// Creates the `state_dict` of torch's optimizer for the optimizer file of one rank, and adds the
+/// data of its tensors to the file's planned `storages` (flat arrays). `spans(flat, role)` must
+/// return the elements that the rank stores of the tensors of this role in a flat group.
 fn make_optimizer_state(
     state: &SourceState,
     flats: &[FlatGroup],
@@ -363,9 +365,9 @@ fn plan_stage3_optimizer_file(state: &SourceState, flats: &[FlatGroup], rank: u3
     plan_optimizer_file(state, storages, optimizer, path)
 }
 
-/// Plans the optimizer file at `path` with the optimizer's state `optimizer`, a Python dict. The
-/// file contains the dict `optimizer` together with DeepSpeed's config and version. `storages` are
-/// the storages to which tensors in `optimizer` refer.
+/// Plans a DeepSpeed optimizer file at `path`, whose main content is `optimizer`, the Python dict
+/// with the optimizer's state. The file contains the dict `optimizer` together with DeepSpeed's
+/// config and version. `storages` are the storages to which tensors in `optimizer` refer.
 fn plan_optimizer_file(
     state: &SourceState,
     mut storages: StorageBuilder,
@@ -413,8 +415,9 @@ fn make_tie_dict(state: &SourceState) -> PythonObject {
     PythonObject::dict_from_pairs(state.ties.iter().map(|t| (&t.alias, PythonObject::from_text(&t.target))))
 }
 
-/// Chooses the dtype in which a model file stores a weight. Frozen weights keep their stored dtype.
-/// Trained weights get the dtype in which the model computes.
+/// Chooses the dtype in which DeepSpeed's model file of the converted checkpoint stores a weight.
+/// Frozen weights keep their stored dtype. Trained weights get the dtype in which the model
+/// computes.
 fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     match state.frozen.binary_search(&weight).is_ok() {
         true => state.tensors[weight].dtype,
@@ -422,9 +425,9 @@ fn choose_module_dtype(state: &SourceState, weight: usize) -> Dtype {
     }
 }
 
-/// Adds a whole source tensor to the `storages` (flat arrays) of a planned torch file, and returns
-/// the Python tensor that refers to it. A floating-point tensor is converted to `dtype`. Other
-/// tensors keep their dtype.
+/// Adds all elements of a tensor of the source checkpoint to a planned torch file, as a storage
+/// (flat array), and returns the Python tensor that refers to it. A floating-point tensor is
+/// converted to `dtype`. Other tensors keep their dtype.
 pub(super) fn add_full_tensor(
     state: &SourceState,
     storages: &mut StorageBuilder,
@@ -502,8 +505,9 @@ fn plan_model_file(state: &SourceState, flats: &[FlatGroup], rank: u32, path: St
     storages.into_file_plan(path, PythonObject::dict_from_pairs(pairs))
 }
 
-/// Returns the entries of a DeepSpeed model file: `module`, the shapes of the parameters in each of
-/// `groups`, the frozen weights with their stored values, and the entries of DeepSpeed's engine.
+/// Returns the entries of a DeepSpeed model file: the model's `state_dict` `module`, the names and
+/// shapes of the parameters (`groups`), the frozen weights with their values, and the entries of
+/// DeepSpeed's engine.
 pub(super) fn make_model_entries(
     state: &SourceState,
     storages: &mut StorageBuilder,

@@ -13,8 +13,8 @@ pub(super) struct FilePlan {
     pub(super) content: FileContent,
 }
 
-/// What an output file of a conversion will contain: a torch file, a rank's native file (shard), a
-/// small file, or a link.
+/// What an output file of a conversion will contain: a torch file, a rank's file (shard) in
+/// launch's own format, a small file, or a link.
 pub(super) enum FileContent {
     /// A file in the zip format of `torch.save`.
     Torch(TorchFilePlan),
@@ -26,8 +26,8 @@ pub(super) enum FileContent {
     LinkTo(PathBuf),
 }
 
-/// A range of a source tensor's elements that a rank's file of a native checkpoint will store, with
-/// the dtype `dtype`.
+/// A range of a source tensor's elements that a rank's file in launch's own (native) format will
+/// store, with the dtype `dtype`.
 #[derive(Clone)]
 pub(super) struct PlannedShardPiece {
     /// Index of the tensor in the source checkpoint.
@@ -38,12 +38,12 @@ pub(super) struct PlannedShardPiece {
 }
 
 impl PlannedShardPiece {
-    /// Returns the number of elements of the range.
+    /// Returns the number of elements in this range of a source tensor.
     pub(super) fn element_count(&self) -> u64 {
         self.elements.end - self.elements.start
     }
 
-    /// Returns the size of the range's elements in bytes.
+    /// Returns the size in bytes that the elements of this range will have in the rank's file.
     pub(super) fn size_in_bytes(&self) -> u64 {
         self.element_count() * self.dtype.size()
     }
@@ -56,8 +56,8 @@ pub(super) struct TorchFilePlan {
     pub(super) storages: Vec<PlannedStorage>,
 }
 
-/// A storage that a torch file will contain, that is a flat array to which tensors of the file
-/// refer.
+/// A storage (flat array to which tensors refer) that a torch file of the converted checkpoint will
+/// contain.
 pub(super) struct PlannedStorage {
     pub(super) dtype: Dtype,
     pub(super) spans: Vec<StorageSpan>,
@@ -91,8 +91,8 @@ impl PlannedStorage {
 }
 
 impl StorageSpan {
-    /// Returns the number of elements of these consecutive elements, if the storage that contains
-    /// them has the dtype `dtype`.
+    /// Returns the number of elements in this part of a storage (flat array), whose dtype is
+    /// `dtype`.
     fn element_count(&self, dtype: Dtype) -> u64 {
         match self {
             StorageSpan::Elements(_, range) => range.end - range.start,
@@ -114,7 +114,7 @@ impl FilePlan {
         }
     }
 
-    /// Returns the file name without directories and extension.
+    /// Returns the name of the planned file without directories and extension.
     pub(super) fn file_stem(&self) -> &str {
         let name = self.path.rsplit('/').next().unwrap_or(&self.path);
         name.rsplit_once('.').map_or(name, |(stem, _)| stem)
@@ -135,8 +135,8 @@ impl TorchFilePlan {
 pub(super) struct StorageBuilder(Vec<PlannedStorage>);
 
 impl StorageBuilder {
-    /// Adds a storage (flat array) that is filled from `spans` to the torch file, and returns a
-    /// tensor of the shape `shape` that refers to it.
+    /// Adds a storage (flat array) with the planned content `spans` to the torch file, and returns
+    /// a Python tensor of the shape `shape` that refers to the storage.
     pub(super) fn add_tensor(
         &mut self,
         dtype: Dtype,
@@ -155,15 +155,15 @@ impl StorageBuilder {
         })
     }
 
-    /// Adds an F32 storage (flat array) that is filled from `spans` to the torch file, and returns
-    /// a one-dimensional tensor of all its elements.
+    /// Adds an F32 storage (flat array) with the planned content `spans` to the torch file, and
+    /// returns a one-dimensional Python tensor of all its elements.
     pub(super) fn add_flat_tensor(&mut self, spans: Vec<StorageSpan>) -> PythonObject {
         let n = spans.iter().map(|s| s.element_count(Dtype::F32)).sum();
         self.add_tensor(Dtype::F32, vec![n], spans)
     }
 
-    /// Adds a storage with `value` as its only element to the torch file, and returns an F32 tensor
-    /// of shape `[]`.
+    /// Adds a storage (flat array) with `value` as its only element to the torch file, and returns
+    /// an F32 tensor of shape `[]` that refers to it.
     pub(super) fn add_scalar(&mut self, value: f64) -> PythonObject {
         let bytes: Arc<[u8]> = (value as f32).to_le_bytes().into();
         self.add_tensor(Dtype::F32, Vec::new(), vec![StorageSpan::Bytes(bytes)])

@@ -7,8 +7,8 @@ use crate::save::ShardReport;
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-/// Returns true if a torch file of `size` bytes has the hash `expected`. Returns `None` if the file
-/// cannot be read.
+/// Returns true if a torch file of `size` bytes still has the hash `expected`, which was recorded
+/// when the file was written. Returns `None` if the file cannot be read.
 pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: Hash) -> Option<bool> {
     let (mut hasher, mut buffer, mut at) = (FileHasher::default(), vec![0u8; BLOCK_BYTES], 0);
     while at < size {
@@ -20,8 +20,8 @@ pub(super) fn is_torch_file_intact(file: &fs::File, size: u64, expected: Hash) -
     Some(hasher.finish() == expected)
 }
 
-/// Returns true if every block of a rank's native file (shard) of `size` bytes matches its hash in
-/// the report `shard`. Returns `None` if the file cannot be read.
+/// Returns true if every block of a rank's file (shard) still matches its hash in `shard`, which
+/// was recorded when the file was written. Returns `None` if the file cannot be read.
 pub(super) fn is_shard_intact(file: &fs::File, size: u64, shard: &ShardReport) -> Option<bool> {
     let mut buffer = vec![0u8; BLOCK_BYTES];
     let mut at = 0;

@@ -14,9 +14,9 @@ use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::path::Path;
 
-/// Plans a native checkpoint: one file per rank, with an equal part of every tensor, and `latest`.
-/// Leaves out integer buffers, with a notice in `state`. Does not plan the manifest, which
-/// [`write_native_manifest`] writes.
+/// Plans a checkpoint in launch's own (native) format: one file per rank, with an equal part of
+/// every tensor, and the file `latest`. Leaves out integer buffers, with a notice in `state`. Does
+/// not plan the manifest, which [`write_native_manifest`] writes.
 pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
     let world = u64::from(state.world);
     let left_out: Vec<String> = state
@@ -53,8 +53,8 @@ pub(super) fn plan_native(state: &mut SourceState) -> OutputPlan {
     OutputPlan { files, stage: Some(state.stage), world: state.world }
 }
 
-/// Chooses the dtype in which a native checkpoint stores a tensor: BF16 for a weight that a native
-/// source checkpoint stores as BF16, and F32 for all other tensors.
+/// Chooses the dtype in which a checkpoint in launch's own (native) format stores a tensor: BF16
+/// for a weight that a native source checkpoint stores as BF16, and F32 for all other tensors.
 fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     let TensorInfo { role, dtype, .. } = &state.tensors[tensor];
     let is_bf16_master =
@@ -62,8 +62,8 @@ fn choose_shard_dtype(state: &SourceState, tensor: usize) -> Dtype {
     if is_bf16_master { Dtype::BF16 } else { Dtype::F32 }
 }
 
-/// Writes the manifest (table of contents) of a converted native checkpoint. `dir` is the output
-/// directory, and `done` the result of writing all shards.
+/// Writes the manifest (table of contents) of a checkpoint that was converted to launch's own
+/// format. `dir` is the output directory, and `done` the result of writing all shards.
 pub(super) fn write_native_manifest(
     state: &mut SourceState,
     plan: &OutputPlan,
@@ -148,15 +148,16 @@ fn compute_step_lags(state: &SourceState) -> Map<String, Value> {
     behind.filter(|(_, late)| *late > 0).map(|(name, late)| (name, late.into())).collect()
 }
 
-/// Encodes all parameter groups as JSON for the manifest of a native checkpoint.
+/// Encodes all parameter groups as JSON for the manifest of a checkpoint in launch's own (native)
+/// format.
 fn encode_param_groups(state: &SourceState) -> Value {
     state.groups.iter().map(|g| encode_param_group(state, g)).collect()
 }
 
-/// Encodes a parameter group as JSON for the manifest of a native checkpoint. Keeps the
-/// hyper-parameters of the source, except that `lr` becomes `initial_lr`, the learning rate without
-/// the schedule, if the source has this value. Adds hyper-parameters that a native manifest
-/// requires and the source lacks, with the value 0.
+/// Encodes a parameter group as JSON for the manifest of a checkpoint in launch's own (native)
+/// format. Keeps the hyper-parameters of the source, except that `lr` becomes `initial_lr`, the
+/// learning rate without the schedule, if the source has this value. Adds hyper-parameters that a
+/// native manifest requires and the source lacks, with the value 0.
 fn encode_param_group(state: &SourceState, group: &IndexedParamGroup) -> Value {
     let mut json: Map<String, Value> = group.options.iter().map(|(k, v)| (k.clone(), v.to_json())).collect();
     let number = |key: &str| group.options.iter().find(|(k, _)| k == key).map(|(_, v)| v.to_json());

@@ -39,7 +39,8 @@ const FINISHED_FILES_LIST_BYTES_MAX: u64 = 1 << 30;
 /// How many levels of subdirectories of the source checkpoint are checked for changes.
 const SOURCE_DEPTH_MAX: u32 = 4;
 
-/// The record of a file that a conversion has completed, one line of the file `.done`.
+/// What is recorded about a file that a conversion has completed (path, size and hash), one line of
+/// the file `.done`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct FinishedFile {
     pub(super) path: String,
@@ -105,16 +106,17 @@ impl ConvertOutput {
         Ok(output)
     }
 
-    /// Uses the existing directory `dir`, which the caller publishes or removes, as the output of a
-    /// conversion. Fails if the file system has too little space for `bytes`.
+    /// Makes the existing directory `dir` the output of a conversion, for a caller that gives the
+    /// directory its final name, or removes it, afterwards. Fails if the file system has too little
+    /// space for `bytes`.
     pub(super) fn open_existing_directory(dir: &Path, bytes: u64) -> Result<ConvertOutput> {
         require_space(dir, bytes)?;
         let (dir, path) = (dir.to_owned(), dir.to_owned());
         Ok(ConvertOutput { dir, path, finished_before: HashMap::new(), record: None, _lock: None })
     }
 
-    /// Returns the record of the output file `path`, if an interrupted conversion had completed the
-    /// file.
+    /// Returns the recorded size and hash of the output file `path`, if an interrupted conversion
+    /// had completed this file.
     pub(super) fn find_finished_file(&self, path: &str) -> Option<&FinishedFile> {
         self.finished_before.get(path)
     }
@@ -130,8 +132,8 @@ impl ConvertOutput {
         }
     }
 
-    /// Appends the record of a completed file to `.done`, so that a later conversion can reuse the
-    /// file.
+    /// Appends the path, size and hash of a completed file to `.done`, so that a later conversion
+    /// can reuse the file.
     pub(super) fn record_finished_file(&mut self, file: &FinishedFile) -> Result<()> {
         let line = serde_json::to_string(file).map_err(CkptError::invalid_save)?;
         self.append_to_finished_list(&(line + "\n"))
@@ -192,8 +194,8 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     disk::require_free_bytes(dir, bytes.saturating_add(bytes / 500).saturating_add(OVERHEAD_BYTES))
 }
 
-/// Reads the description of the interrupted conversion from its hidden directory `dir`. Returns
-/// `None` if `dir` has no valid description.
+/// Reads what an interrupted conversion had to do (its source and options) from `.task.json` in its
+/// hidden directory `dir`. Returns `None` if `dir` has no valid description.
 fn read_conversion_task(dir: &Path) -> Option<Value> {
     let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(
         &Directory::open(dir).ok()?,
@@ -203,8 +205,8 @@ fn read_conversion_task(dir: &Path) -> Option<Value> {
     task.ok().map(|task| task.0)
 }
 
-/// Reads the list of the files that an interrupted conversion had completed, `.done`, in `dir`, and
-/// returns the records by path. Ignores truncated lines.
+/// Reads which files an interrupted conversion had completed from `.done` in its hidden directory
+/// `dir`, and returns their sizes and hashes by path. Ignores truncated lines.
 fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     let text = Directory::open(dir)
         .and_then(|f| f.read_file(FINISHED_FILES_LIST, FINISHED_FILES_LIST_BYTES_MAX))

@@ -1,5 +1,5 @@
-//! Assigns weights to the optimizer's parameter groups, as the source checkpoint records or the
-//! options of a conversion state.
+//! Assigns weights to the optimizer's parameter groups, either as the source checkpoint records, or
+//! as the user has chosen by options of the conversion.
 use super::options::{ConvertOptions, ConvertTarget};
 use crate::catalog::{ParamGroup, PassthroughState, TensorInfo, TensorSource, TrainingState};
 use crate::codec::pickle::PythonObject;
@@ -11,7 +11,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// The result of assigning weights to parameter groups.
 type ParamGroupResult<T> = std::result::Result<T, ConvertError>;
 
-/// A parameter group of the optimizer, whose weights are given as indices of tensors.
+/// A parameter group of the optimizer, which refers to its weights by their indices in the source
+/// checkpoint's list of tensors.
 pub(super) struct IndexedParamGroup {
     /// Indices of the weights' tensors, in the order of the optimizer.
     pub(super) weights: Vec<usize>,
@@ -52,9 +53,9 @@ pub fn find_ungrouped_weights(source: &dyn TensorSource) -> Result<UngroupedWeig
     Ok(UngroupedWeights { names, groups: groups.len() })
 }
 
-/// Returns the parameter groups that the source checkpoint records, which may list no names of
-/// weights. Takes the groups out of `passthrough`, or makes them from `state` if `passthrough` has
-/// no groups.
+/// Returns the parameter groups that the source checkpoint records, in which the names of the
+/// weights may be missing. Takes the groups out of `passthrough`, or makes them from `state` if
+/// `passthrough` has no groups.
 pub(super) fn take_recorded_groups(
     state: &TrainingState,
     passthrough: &mut PassthroughState,
@@ -67,7 +68,8 @@ pub(super) fn take_recorded_groups(
     groups
 }
 
-/// Returns the names of the weights that have an optimizer state, in the order of `tensors`.
+/// Returns the names of the weights for which the checkpoint stores an optimizer state, in the
+/// order in which it lists its tensors.
 fn find_trained_weights(tensors: &[TensorInfo]) -> Vec<String> {
     let states = tensors.iter().filter(|t| t.role.is_optimizer_state());
     let names: HashSet<&str> = states.map(|t| t.name.as_str()).collect();
@@ -87,10 +89,10 @@ fn find_weights_without_group(groups: &[ParamGroup], trained: &[String]) -> Vec<
     trained.iter().filter(|name| !grouped.contains(name.as_str())).cloned().collect()
 }
 
-/// Adds the trained weights that no parameter group lists to `groups`, and records their update
-/// counts from `steps`. If there is a single group without names, this group gets all these
-/// weights. Otherwise `options.groups` assigns them. If `options.groups` is empty, returns them as
-/// ungrouped, which only a native target allows.
+/// Adds the trained weights that no parameter group lists to `groups`, and stores the number of
+/// updates of each weight, which `steps` contains. If there is a single group without names, this
+/// group gets all these weights. Otherwise `options.groups` assigns them. If `options.groups` is
+/// empty, returns them as ungrouped, which only a native target allows.
 ///
 /// # Errors
 /// Fails if the target needs names or an order that neither the checkpoint nor the options provide,
@@ -133,8 +135,8 @@ pub(super) fn assign_weights_to_groups(
     }
 }
 
-/// Fails if the user's assignment in `options` assigns no group to a weight that needs one, assigns
-/// a group to a weight that is not in `ungrouped`, or names a group that does not exist.
+/// Checks the user's choice of a parameter group for each weight that has none: fails if a weight
+/// is left out or needs no choice, or if a chosen group does not exist.
 fn check_group_options(
     groups: &[ParamGroup],
     ungrouped: &[String],
@@ -186,8 +188,8 @@ fn sort_by_registration(group: &mut ParamGroup, orders: &[Vec<&str>]) -> bool {
 }
 
 impl ParamGroupSet<ParamGroup> {
-    /// Replaces the names of the weights by the indices of their tensors. Unknown update counts
-    /// become `step`.
+    /// Replaces the weights' names in these parameter groups by indices in the source checkpoint's
+    /// list of tensors. Unknown update counts become `step`.
     ///
     /// # Errors
     /// Fails if `index` lacks the tensor of a weight, or its optimizer state of a role in `roles`.

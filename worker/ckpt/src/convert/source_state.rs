@@ -13,11 +13,11 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 
-/// Limit on the number of ranks times the number of tensors of a converted checkpoint, if the
-/// options of the conversion do not set the number of ranks.
+/// Limit on the number of ranks times the number of tensors of a converted checkpoint, which an
+/// untrusted source checkpoint must not exceed unless the user has chosen the number of ranks.
 const RANKS_TIMES_TENSORS_MAX: u64 = 4 << 20;
-/// Number of tensors for which each rank counts, in addition to the checkpoint's tensors, in the
-/// limit [`RANKS_TIMES_TENSORS_MAX`].
+/// Number that is added to the number of tensors, before it is multiplied by the number of ranks
+/// and compared with [`RANKS_TIMES_TENSORS_MAX`].
 const EXTRA_TENSORS_PER_RANK: u64 = 64;
 /// The DeepSpeed version that a converted checkpoint claims if the source checkpoint does not
 /// record one.
@@ -248,9 +248,9 @@ fn find_optimizer_roles(tensors: &[TensorInfo]) -> Vec<TensorRole> {
     roles.filter(|&role| tensors.iter().any(|t| t.role == role)).collect()
 }
 
-/// Chooses the step of a converted native checkpoint: the largest number of optimizer updates of a
-/// weight. Returns `steps` if there are no update counts. Adds a notice if the result differs from
-/// `steps`.
+/// Chooses the step of a checkpoint that is converted to launch's own (native) format: the largest
+/// number of optimizer updates of a weight. Returns `steps` if there are no update counts. Adds a
+/// notice if the result differs from `steps`.
 fn choose_step_from_updates<'a>(
     steps: u64,
     groups: impl Iterator<Item = &'a IndexedParamGroup>,

@@ -39,8 +39,8 @@ const WORKERS_MAX: usize = 32;
 /// Maximum interval between two calls of the callback that shows the progress of a conversion.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The result of writing all files of a conversion: the records of the files, and how many files
-/// were reused.
+/// The result of writing all files of a conversion: path, size and hash of each file, and how many
+/// files of an interrupted conversion were reused.
 pub(super) struct WrittenFiles {
     /// Number of files that were reused, since an interrupted conversion had finished them.
     pub(super) reused: u64,
@@ -131,10 +131,10 @@ pub(super) fn write_planned_files(
     Ok(done)
 }
 
-/// Receives the record of each completed file from the worker threads, until all of them have ended
-/// or an error occurs. Adds new files to `.done` of `output`, and counts reused files and collects
-/// all records in `done`. Returns at the first error. Calls `progress` after each file, and at
-/// least every [`PROGRESS_INTERVAL`].
+/// Receives the path, size and hash of each completed file from the worker threads, until all of
+/// them have ended or an error occurs. Adds new files to `.done` of `output`, and counts reused
+/// files and collects all records in `done`. Returns at the first error. Calls `progress` after
+/// each file, and at least every [`PROGRESS_INTERVAL`].
 fn collect_finished_files(
     receiver: &Receiver<Result<(FinishedFile, bool)>>,
     output: &mut ConvertOutput,
@@ -199,8 +199,9 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes one planned file, or keeps the existing file if it matches the record `earlier` of an
-    /// interrupted conversion. Returns the record of the file, and whether the file was reused.
+    /// Writes one planned file, or keeps the existing file if it matches `earlier`, the size and
+    /// hash that an interrupted conversion recorded. Returns the record of the file, and whether
+    /// the file was reused.
     fn write_file(&self, file: &FilePlan, earlier: Option<&FinishedFile>) -> Result<(FinishedFile, bool)> {
         if let Some(earlier) = earlier.filter(|e| self.is_finished_file_intact(file, e)) {
             self.bytes.fetch_add(file.size_in_bytes(), Ordering::Relaxed);
@@ -239,9 +240,9 @@ impl SharedWriteState<'_> {
         Ok((done, false))
     }
 
-    /// Returns true if a file that an interrupted conversion had completed still matches its record
-    /// `earlier`. Reads and verifies every byte of the tensors. Returns false for links and small
-    /// files, which are cheap to write again.
+    /// Returns true if a file that an interrupted conversion had completed still matches `earlier`,
+    /// the size and hash that were recorded then. Reads and verifies every byte of the tensors.
+    /// Returns false for links and small files, which are cheap to write again.
     fn is_finished_file_intact(&self, file: &FilePlan, earlier: &FinishedFile) -> bool {
         let path = self.dir.join(&file.path);
         let open = || -> Option<(fs::File, u64)> {
@@ -262,8 +263,8 @@ impl SharedWriteState<'_> {
         }
     }
 
-    /// Writes the storages (flat arrays of tensors) of a planned torch file, and completes the
-    /// file.
+    /// Writes a planned torch file: its Python value, and the data of its storages (flat arrays of
+    /// tensors).
     fn write_torch_file(&self, plan: &TorchFilePlan, mut writer: TorchWriter) -> Result<WrittenFile> {
         let steps: Vec<WriteStep> =
             plan.storages.iter().flat_map(|s| plan_storage_steps(s.dtype, &s.spans)).collect();
@@ -281,8 +282,8 @@ impl SharedWriteState<'_> {
         writer.finish()
     }
 
-    /// Writes the native checkpoint's file of rank `rank`, which contains the ranges of tensors in
-    /// `pieces`, to `path`. Returns its report.
+    /// Writes the file of rank `rank` in launch's own (native) format to `path`, with the ranges of
+    /// source tensors in `pieces`. Returns its report.
     fn write_shard_file(&self, path: &Path, rank: u32, pieces: &[PlannedShardPiece]) -> Result<ShardReport> {
         let info = |p: &PlannedShardPiece| &self.tensors[p.tensor];
         let shapes: Vec<[u64; 1]> = pieces.iter().map(|p| [p.element_count()]).collect();

@@ -26,7 +26,8 @@ pub(super) enum WriteStep<'p> {
     End,
 }
 
-/// The data that was read from the source checkpoint for one write step.
+/// The data that was read from the source checkpoint for one write step (a limited part of an
+/// output file's tensor data).
 pub(super) enum WriteStepData {
     Values(Vec<f32>),
     Bytes(Vec<u8>),
@@ -34,8 +35,8 @@ pub(super) enum WriteStepData {
 }
 
 impl WriteStep<'_> {
-    /// Returns the number of elements that the write step converts, or the number of bytes that it
-    /// copies. Returns 0 for other steps.
+    /// Returns the number of elements that this write step (a limited part of a file's tensor data)
+    /// converts, or the number of bytes that it copies. Returns 0 for other steps.
     pub(super) fn element_count(&self) -> usize {
         match self {
             WriteStep::Window { elements, .. } => *elements,
@@ -44,7 +45,8 @@ impl WriteStep<'_> {
         }
     }
 
-    /// Returns the number of bytes that the write step appends to the file.
+    /// Returns the number of bytes that the write step (a limited part of a file's tensor data)
+    /// appends to its output file.
     pub(super) fn size_in_bytes(&self) -> u64 {
         match self {
             WriteStep::Window { dtype, elements, .. } => *elements as u64 * dtype.size(),
@@ -55,8 +57,8 @@ impl WriteStep<'_> {
     }
 }
 
-/// Plans the write steps for one storage (flat array) of a torch file, which has the dtype `dtype`
-/// and is filled from `spans`.
+/// Plans the write steps for one storage (flat array) of a torch file: `spans` are its planned
+/// contents, and `dtype` is its dtype.
 pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<WriteStep<'_>> {
     let mut steps = vec![WriteStep::Begin];
     for span in spans {
@@ -81,8 +83,8 @@ pub(super) fn plan_storage_steps(dtype: Dtype, spans: &[StorageSpan]) -> Vec<Wri
     steps
 }
 
-/// Adds write steps to `steps` for the elements `rest` of a source tensor, converted to `dtype`, or
-/// for zeros if `tensor` is `None`. Fills the last step first, if it is not full.
+/// Adds the write steps to `steps` that convert the elements `rest` of a source tensor to `dtype`,
+/// or that write zeros if `tensor` is `None`. Fills the last step first, if it is not full.
 fn push_element_steps(
     steps: &mut Vec<WriteStep<'_>>,
     dtype: Dtype,

@@ -112,8 +112,8 @@ impl DiffStats {
         stats
     }
 
-    /// Adds one element of both tensors to all statistics except the list of refuted conversions
-    /// (`refuted`).
+    /// Adds one element of both tensors to all statistics, except to the list of conversions to
+    /// 16-bit dtypes that do not explain the differences.
     fn add_element_pair(&mut self, at: ElementPair) {
         let finite = at.a.is_finite() && at.b.is_finite();
         self.finite += u64::from(finite);

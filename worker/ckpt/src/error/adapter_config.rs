@@ -4,7 +4,7 @@ use diagnostic::Code;
 use diagnostic::codes::checkpoint as codes;
 use serde_json::Value;
 
-/// The reason for which an `adapter_config.json` is rejected.
+/// Why the file `adapter_config.json`, in which PEFT describes LoRA adapters, is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterConfigError {

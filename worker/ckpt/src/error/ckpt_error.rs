@@ -1,4 +1,5 @@
-//! [`CkptError`]: why a checkpoint cannot be written, read, converted or gathered.
+//! [`CkptError`]: why a checkpoint cannot be written, read or converted, or its full weights cannot
+//! be gathered from the shards.
 use super::damage::{Damage, DamageReason};
 use super::diagnosis::Diagnosis;
 use super::missing_part::{MissingPart, RemoteShard, format_remote_shards};
@@ -14,7 +15,8 @@ use std::path::{Path, PathBuf};
 /// The result of this crate's operations: a value, or a [`CkptError`].
 pub type Result<T> = std::result::Result<T, CkptError>;
 
-/// Why a checkpoint cannot be written, read, converted or gathered.
+/// Why a checkpoint cannot be written, read or converted, or its full weights cannot be gathered
+/// from the shards.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CkptError {

@@ -29,7 +29,8 @@ pub struct Damage {
     pub reason: DamageReason,
 }
 
-/// Serializes the reason why a file is damaged as a text, for the field `why`.
+/// Serializes the reason why a file is damaged as a text, for the field `why` of a damage in JSON
+/// reports.
 fn serialize_as_text<S: Serializer>(reason: &DamageReason, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&shorten_text(reason.to_string()))
 }

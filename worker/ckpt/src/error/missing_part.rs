@@ -100,7 +100,7 @@ pub enum MissingPart {
 /// Formats a list of missing rank files (shards) and the hosts that store them, of which at most
 /// three are shown.
 pub(crate) fn format_remote_shards(shards: &[RemoteShard]) -> String {
-    /// The largest number of rank files that the list shows.
+    /// The largest number of missing rank files (shards) that an error message lists.
     const SHARDS_LISTED_MAX: usize = 3;
     let list: Vec<String> =
         shards.iter().take(SHARDS_LISTED_MAX).map(|s| format!("{} on host {}", s.file, s.host)).collect();

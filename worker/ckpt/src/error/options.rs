@@ -1,8 +1,9 @@
-//! [`OptionProblem`] and [`OutputProblem`]: why an option or an output path is rejected.
+//! [`OptionProblem`] and [`OutputProblem`]: why an option of a conversion or gather, or the path of
+//! its output, is rejected.
 use crate::tensor::Dtype;
 use std::path::PathBuf;
 
-/// Why an option of a conversion or gather is rejected.
+/// Why an option of a conversion, or of gathering the full weights from the shards, is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptionProblem {
@@ -63,7 +64,8 @@ pub enum OptionProblem {
     },
 }
 
-/// Why an output path is rejected.
+/// Why the path to which a converted checkpoint, gathered weights or another result should be
+/// written is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OutputProblem {

@@ -1,5 +1,5 @@
-//! Presents a checkpoint with LoRA adapters as one that has only the adapters (for a PEFT
-//! directory), or as one whose matrices contain them (merged), for gathering its weights.
+//! Presents a checkpoint with LoRA adapters in the form in which its weights are gathered: as only
+//! the adapters (for a PEFT directory), or as full matrices into which the adapters are merged.
 use crate::catalog::{F32ReadRequest, TensorInfo, TensorSource, TextFile, TrainingState};
 use crate::error::{CkptError, DamageReason, OptionProblem, Result};
 use crate::format_constants::ADAPTER_CONFIG_FILE;
@@ -35,8 +35,9 @@ enum ViewContent {
     },
 }
 
-/// Presents a checkpoint with LoRA adapters for gathering: with merged matrices if `merge` is true,
-/// otherwise with only the adapters. Returns `None` if the checkpoint has no adapters.
+/// Presents a checkpoint with LoRA adapters as one with merged matrices if `merge` is true,
+/// otherwise as one with only the adapters, so that its weights can be gathered in this form.
+/// Returns `None` if the checkpoint has no adapters.
 ///
 /// # Errors
 /// Fails if `merge` is true and the checkpoint has no adapters, if the adapter config is not

@@ -1,4 +1,5 @@
-//! Gathers the weights and buffers of a checkpoint in a Hugging Face directory.
+//! Gathers the weights and buffers of a checkpoint from all shards, and writes them to a Hugging
+//! Face directory.
 use super::adapters;
 use super::output::GatherOutput;
 use super::plan::{GatherOptions, GatherPlan, GatheredFile, WEIGHT_FILE_STEM};
@@ -14,7 +15,8 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-/// The result of gathering a checkpoint's weights that is reported to the user.
+/// What is reported to the user after the weights of a checkpoint were gathered: the output
+/// directory, the written files, and tensors with unusual contents.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct GatherReport {
     /// The output directory.
@@ -36,11 +38,11 @@ pub struct GatherReport {
     pub not_finite: Vec<String>,
 }
 
-/// Gathers the weights and buffers of a checkpoint into the directory `out`: `config.json`, the
-/// weights in one file or in shards with an index, and the tokenizer's files. A checkpoint with
-/// low-rank adapters gives a PEFT directory if `options` don't merge the adapters. Values are
-/// rounded to nearest, ties to even. Calls `progress` with the number of written bytes and the
-/// total number.
+/// Writes the full weights and buffers of a checkpoint, gathered from all shards, to the directory
+/// `out` in the format of Hugging Face: `config.json`, weight files with an index, and the
+/// tokenizer's files. A checkpoint with low-rank adapters gives a PEFT directory if `options` don't
+/// merge the adapters. Values are rounded to nearest, ties to even. Calls `progress` with the
+/// number of written bytes and the total number.
 ///
 /// `out` is either complete or absent. An existing directory `out` is replaced if `out` is empty,
 /// or if `force` is set and an earlier gather wrote `out`.
@@ -61,8 +63,9 @@ pub fn gather_weights(
     gathered?.ok_or_else(|| CkptError::internal("the gather ended early"))
 }
 
-/// Gathers the weights and buffers of a checkpoint as [`gather_weights`] does, until `progress`
-/// returns [`ControlFlow::Break`]. Returns `None` after a break, and leaves `out` unchanged.
+/// Writes the full weights and buffers of a checkpoint, gathered from all shards, to the directory
+/// `out` in the format of Hugging Face, until the callback `progress` returns
+/// [`ControlFlow::Break`]. Returns `None` after a break, and leaves `out` unchanged.
 pub fn gather_weights_until(
     checkpoint: &dyn TensorSource,
     out: &Path,
@@ -101,8 +104,8 @@ pub fn gather_weights_until(
     }))
 }
 
-/// Writes the text files `texts` to `dir`. Fails if a weight file or another text has the same
-/// name.
+/// Writes the text files that accompany gathered weights, such as `config.json` and the tokenizer's
+/// files, to the directory `dir`. Fails if a weight file or another text has the same name.
 fn write_text_files(dir: &Path, files: &[GatheredFile], texts: &[(String, String)]) -> Result<()> {
     let mut names: BTreeSet<&str> = files.iter().map(|f| f.name.as_str()).collect();
     for (name, text) in texts {
@@ -114,8 +117,8 @@ fn write_text_files(dir: &Path, files: &[GatheredFile], texts: &[(String, String
     Ok(())
 }
 
-/// Lists all written files with their sizes and hashes, for the record of the gather in the output
-/// directory.
+/// Lists all weight and text files that were written while gathering weights, with their sizes and
+/// hashes, for the record of written files in the output directory.
 fn list_files_for_record(files: &[GatheredFile], texts: &[(String, String)]) -> Vec<RecordedFile> {
     let weights = files.iter().map(|f| (&f.name, RecordedContent { bytes: f.bytes, blake3: f.blake3 }));
     let texts = texts.iter().map(|(name, text)| (name, RecordedContent::from_text(text.as_bytes())));

@@ -1,17 +1,17 @@
-//! [`GatherOutput`]: the directory to which a gather writes, which has a hidden name until all
-//! files are complete.
+//! [`GatherOutput`]: the directory to which gathered weights are written, which has a hidden name
+//! until all files are complete.
 use crate::codec::disk::{self, DirLock, Directory};
 use crate::error::{CkptError, Result};
 use crate::save::output_record::GATHER_RECORD_KIND;
 use crate::save::resolve_output_path;
 use std::path::{Path, PathBuf};
 
-/// Disk space in bytes that a gather needs in addition to the tensors, for headers and rounding up
-/// to whole blocks.
+/// Disk space in bytes that gathering the weights of a checkpoint needs in addition to the tensors,
+/// for headers and rounding up to whole blocks.
 const OVERHEAD_BYTES: u64 = 4 << 20;
 
-/// The hidden directory to which a gather (of a checkpoint's weights) writes, and the final path of
-/// that directory. Dropping this value removes the hidden directory.
+/// The hidden directory to which the gathered weights of a checkpoint are written, and the final
+/// path of that directory. Dropping this value removes the hidden directory.
 pub(super) struct GatherOutput {
     pub(super) dir: PathBuf,
     pub(super) path: PathBuf,
@@ -19,8 +19,8 @@ pub(super) struct GatherOutput {
 }
 
 impl GatherOutput {
-    /// Creates and locks the hidden directory next to `out` to which a gather writes, after
-    /// removing the hidden directories of interrupted gathers. `source` is the path of the
+    /// Creates and locks the hidden directory next to `out` to which gathered weights are written,
+    /// after removing the hidden directories of interrupted attempts. `source` is the path of the
     /// checkpoint, `bytes` the size of the tensors.
     ///
     /// # Errors
@@ -46,9 +46,9 @@ impl Drop for GatherOutput {
     }
 }
 
-/// Removes from `parent` the hidden directories of interrupted gathers. Their names begin with
-/// `hidden`. Fails with [`CkptError::DirectoryBusy`] if a running gather has locked such a
-/// directory.
+/// Removes hidden directories with incomplete gathered weights, which an interrupted process has
+/// left in the directory `parent`. Their names begin with `hidden`. Fails with
+/// [`CkptError::DirectoryBusy`] if a running gather has locked such a directory.
 fn remove_interrupted_gathers(parent: &Path, hidden: &str) -> Result<()> {
     for name in Directory::open(parent)?.list_names()? {
         let path = parent.join(&name);

@@ -1,4 +1,5 @@
-//! [`GatherPlan`]: which files a gather writes, and which tensors each of them contains.
+//! [`GatherPlan`]: which files are written when the weights of a checkpoint are gathered, and which
+//! tensors each file contains.
 use super::save_order;
 use crate::catalog::{TensorInfo, TensorSource};
 use crate::codec::disk::Directory;
@@ -12,11 +13,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::Path;
 
-/// Maximum number of elements that a gather of weights converts at a time: 4 MiB of F32.
+/// Maximum number of elements that are converted at a time while weights are gathered: 4 MiB of
+/// F32.
 const WINDOW_ELEMENTS: usize = 1 << 20;
 /// Name of the file with the model's config in a Hugging Face directory.
 const CONFIG_FILE: &str = "config.json";
-/// What the names of all files with weights begin with.
+/// The beginning of the names of all files with gathered weights.
 pub(super) const WEIGHT_FILE_STEM: &str = "model";
 /// Name of the file with the settings of text generation in a Hugging Face directory.
 pub(super) const GENERATION_CONFIG_FILE: &str = "generation_config.json";
@@ -45,7 +47,8 @@ impl Default for GatherOptions {
     }
 }
 
-/// A weight file that a gather has written: its name, size and hash.
+/// A weight file that was written while gathering the weights of a checkpoint: its name, size and
+/// hash.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct GatheredFile {
     /// Name of the file in the output directory.
@@ -62,7 +65,7 @@ pub(super) fn encode_pretty_json(value: &impl serde::Serialize) -> Result<String
     Ok(text + "\n")
 }
 
-/// Which tensors of a checkpoint a gather of its weights writes, and to which files.
+/// Which tensors of a checkpoint are written when its weights are gathered, and to which files.
 pub(super) struct GatherPlan {
     pub(super) dtype: Dtype,
     pub(super) tensors: Vec<TensorInfo>,
@@ -73,8 +76,8 @@ pub(super) struct GatherPlan {
 }
 
 impl GatherPlan {
-    /// Selects the weights and floating-point buffers of the checkpoint, and divides them among
-    /// files whose names begin with `stem`.
+    /// Selects the weights and floating-point buffers of the checkpoint that are gathered, and
+    /// divides them among files whose names begin with `stem`.
     ///
     /// # Errors
     /// Fails if the dtype in `options` isn't F32, BF16 or F16.
@@ -140,8 +143,8 @@ impl GatherPlan {
         windows
     }
 
-    /// Returns the names and contents of all text files that the gather writes: configs, the index
-    /// of weight files, and text files that the checkpoint stores.
+    /// Returns the names and contents of all text files that are written next to gathered weights:
+    /// configs, the index of weight files, and text files that the checkpoint stores.
     ///
     /// # Errors
     /// Fails if the checkpoint stores a file with the name of the record ([`GATHER_RECORD_KIND`]).
@@ -161,8 +164,8 @@ impl GatherPlan {
         Ok(texts)
     }
 
-    /// Returns the names and contents of the config files that the gather writes: `config.json`
-    /// with the dtype of the gathered weights, and `generation_config.json` if the checkpoint does
+    /// Returns the names and contents of the config files that are written next to gathered
+    /// weights: `config.json` with their dtype, and `generation_config.json` if the checkpoint does
     /// not store this file.
     fn make_config_files(
         &self,
@@ -196,8 +199,9 @@ impl GatherPlan {
         json!({"metadata": {"total_parameters": parameters, "total_size": self.bytes}, "weight_map": map})
     }
 
-    /// Checks that the weight files in `dir` contain what the plan of the gather states. Fails if
-    /// their headers do not list exactly the planned tensors with their dtypes, shapes and sizes.
+    /// Checks that the weight files that were written to `dir` contain exactly the tensors of this
+    /// plan. Fails if their headers do not list exactly the planned tensors with their dtypes,
+    /// shapes and sizes.
     pub(super) fn check_written_files(&self, dir: &Path, files: &[GatheredFile]) -> Result<()> {
         let directory = Directory::open(dir)?;
         let mut found: HashMap<String, (Dtype, Vec<u64>)> = HashMap::new();
@@ -229,7 +233,7 @@ impl GatherPlan {
     }
 }
 
-/// Consecutive elements of one weight file of the gather, from one or more tensors, which are
+/// Consecutive elements of one file of gathered weights, from one or more tensors, which are
 /// converted together.
 #[derive(Default)]
 pub(super) struct GatherWindow {
@@ -240,8 +244,8 @@ pub(super) struct GatherWindow {
 }
 
 impl GatherWindow {
-    /// Adds the names of the tensors with NaN or infinite elements in this group of elements, which
-    /// has the values `values`, to `names`.
+    /// Finds NaN and infinite values in `values`, the values of this group of elements, and adds
+    /// the names of their tensors to `names`.
     pub(super) fn collect_non_finite_names(
         &self,
         plan: &GatherPlan,
@@ -265,9 +269,9 @@ fn sort_keys(map: &Map<String, Value>) -> BTreeMap<&String, &Value> {
     map.iter().collect()
 }
 
-/// Derives the content of `generation_config.json` from a model config as transformers does. The
-/// result contains the special tokens of the model config. Returns `None` if the model config has
-/// no special tokens.
+/// Derives the content of `generation_config.json` (settings of text generation) from a model's
+/// config, in the way in which transformers does. The result contains the special tokens of the
+/// model config. Returns `None` if the model config has no special tokens.
 fn derive_generation_config(config: &Map<String, Value>) -> Option<BTreeMap<String, Value>> {
     let mut generation: BTreeMap<String, Value> = ["bos_token_id", "eos_token_id", "pad_token_id"]
         .into_iter()

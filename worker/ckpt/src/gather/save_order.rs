@@ -38,10 +38,10 @@ fn find_module_position(rest: &str) -> Option<usize> {
     LAYER_MODULES.iter().position(|module| rest.starts_with(module))
 }
 
-/// Parses the name of an expert's matrix, which transformers would write as a part of a tensor with
-/// all experts: into the part before `.experts.`, the number of the expert, and the position of the
-/// matrix in the order of transformers. `down_proj` is first, since it precedes `gate_up_proj`
-/// alphabetically. Returns `None` for other tensors.
+/// Splits the name of an expert's matrix into the part before `.experts.`, the number of the
+/// expert, and the position of the matrix in the order in which transformers writes the matrices.
+/// `down_proj` is first, since it precedes `gate_up_proj` alphabetically. Returns `None` for other
+/// tensors.
 fn parse_expert_matrix_position(name: &str) -> Option<(&str, u64, usize)> {
     let (before, number, matrix) = parse_expert_matrix_name(name)?;
     Some((before, number, (matrix + 1) % 3))

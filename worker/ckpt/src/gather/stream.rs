@@ -18,13 +18,14 @@ const WINDOW_COUNT: usize = 6;
 /// verifies its bytes.
 const READER_COUNT: usize = 3;
 
-/// A message from a reading thread of a gather: the number of a window (a group of elements), and
-/// the window with its elements or an error.
+/// A message from a thread that reads elements of a checkpoint: the number of a window (a group of
+/// elements that is read at once), and the window with its elements or an error.
 type WindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
 
-/// Writes the planned weight files to the directory `dir`. Returns the files, and the names of
-/// tensors with NaN or infinite values. Calls `progress` with the number of written bytes and the
-/// total number. Returns `None` if `progress` returns [`ControlFlow::Break`].
+/// Copies the weights of a checkpoint to new weight files in the directory `dir`, as `plan` states.
+/// Returns the files, and the names of tensors with NaN or infinite values. Calls `progress` with
+/// the number of written bytes and the total number. Returns `None` if `progress` returns
+/// [`ControlFlow::Break`].
 pub(super) fn write_weights(
     checkpoint: &dyn TensorSource,
     plan: &GatherPlan,
@@ -131,7 +132,7 @@ fn read_window(
 }
 
 /// Converts `values`, the elements of a window (a group of elements of one output file), to the
-/// dtype of `plan`, and passes their bytes to `writer`.
+/// dtype of the gathered weights, and passes their bytes to `writer`.
 ///
 /// # Errors
 /// Fails with [`CkptError::ValueOverflow`] if a finite value is outside of the range of the dtype.

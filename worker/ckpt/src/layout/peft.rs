@@ -78,7 +78,8 @@ const IRRELEVANT_SETTINGS: &[&str] = &[
     "revision",
     "runtime_config",
 ];
-/// Keys of `adapter_config.json` whose values [`AdapterConfig::parse_object`] reads.
+/// Keys of `adapter_config.json` that influence the computation or that an export needs, and whose
+/// values are therefore read.
 const KNOWN_SETTINGS: &[&str] = &[
     "bias",
     "fan_in_fan_out",

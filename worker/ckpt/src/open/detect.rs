@@ -24,9 +24,10 @@ pub(crate) fn open_external_checkpoint(path: &Path) -> Result<Option<ExternalChe
     open_external_for_training(path, None)
 }
 
-/// Opens the checkpoint of another program at `path` as [`open_external_checkpoint`] does, for a
-/// run that trains the weights `trained`. If optimizer states are only numbered and some weights
-/// were frozen, the states are assigned to the trained weights, provided that their shapes match.
+/// Opens the checkpoint of another program at `path`, and uses the names `trained` of the weights
+/// that the job trains to match optimizer states that are stored by number. If optimizer states are
+/// only numbered and some weights were frozen, the states are assigned to the trained weights,
+/// provided that their shapes match.
 pub(crate) fn open_external_for_training(
     path: &Path,
     trained: Option<&TrainedWeightNames>,
@@ -52,7 +53,8 @@ pub(crate) fn open_external_for_training(
     if inside.is_empty() { Ok(None) } else { open_newest_readable(&path, &inside, trained).map(Some) }
 }
 
-/// Returns true if the directory itself, not a subdirectory, has files for resuming a training.
+/// Returns true if the directory at `path` has files for resuming a training, not counting those in
+/// its subdirectories.
 fn has_training_state(path: &Path, directory: &Directory) -> Result<bool> {
     for name in ["latest", "latest_universal", dcp::METADATA_FILE, FSDP_MODEL_DIR, FSDP_OPTIMIZER_DIR]
         .iter()
@@ -105,7 +107,8 @@ fn open_weights_file(path: &Path) -> Result<ExternalCheckpoint> {
 }
 
 /// Reads the weights, the optimizer state and the further files that torch programs write, and adds
-/// their contents to the builder. Returns false if the directory has no weights.
+/// their contents to the checkpoint that is being opened. Returns false if the directory has no
+/// weights.
 fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let directory = builder.directory.clone();
     builder.facts.tag = directory.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -164,8 +167,8 @@ fn add_torch_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<bool>
     Ok(true)
 }
 
-/// Reads the torch distributed checkpoint (DCP) whose files are directly in the checkpoint
-/// directory of the builder.
+/// Reads the torch distributed checkpoint (DCP) whose files are directly in the directory of the
+/// checkpoint that is being opened.
 fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result<()> {
     dcp::add_dcp_directory(builder, "")?;
     check_optimizer_state_shapes(builder)?;
@@ -187,8 +190,8 @@ fn add_distributed_checkpoint(builder: &mut ExternalCheckpointBuilder) -> Result
     Ok(())
 }
 
-/// Sorts the tensors in the builder in the order in which the model registers its weights. Does
-/// nothing if the model family is unknown.
+/// Sorts the tensors of the checkpoint that is being opened in the order in which the model
+/// registers its weights. Does nothing if the model family is unknown.
 fn sort_by_registration_order(builder: &mut ExternalCheckpointBuilder) {
     let names: Vec<&str> = builder.weights().map(|(name, _)| name).collect();
     if let Some(order) = module_order::sort_in_registration_orders(&names).into_iter().next() {

@@ -46,7 +46,7 @@ pub(crate) fn diagnose_directory(path: &Path) -> Diagnosis {
     }
 }
 
-/// Returns the diagnosis that a directory could not be listed, because of `error`.
+/// Returns the diagnosis for a directory whose entries could not be listed because of `error`.
 fn diagnose_unreadable(error: CkptError) -> Diagnosis {
     match error {
         CkptError::NotACheckpoint { diagnosis, .. } => diagnosis,

@@ -19,8 +19,8 @@ pub struct NewestCheckpoint {
     pub skipped: Vec<CkptError>,
 }
 
-/// Opens the native checkpoint at `path`, or the newest readable one if `path` is a directory of
-/// native checkpoints.
+/// Opens the checkpoint in launch's own (native) format at `path`, or the newest readable one if
+/// `path` is a directory of such checkpoints.
 ///
 /// # Errors
 /// Fails with the error of the newest checkpoint if no checkpoint is readable. Fails with a
@@ -72,10 +72,11 @@ pub fn open_checkpoint(path: &Path) -> Result<OpenedCheckpoint> {
     open_checkpoint_for_training(path, None)
 }
 
-/// Opens the checkpoint at `path` as [`open_checkpoint`] does, for a run that trains the weights
-/// with the names `trained`. HF Trainer and Accelerate store optimizer states by number. If some
-/// weights were frozen, assigning the states to weights needs the names in `trained`. With `None`,
-/// the result is that of [`open_checkpoint`].
+/// Opens the checkpoint at `path`, which any supported program may have written; the names
+/// `trained` of the trained weights serve to match optimizer states that are stored by number. HF
+/// Trainer and Accelerate store optimizer states by number. If some weights were frozen, assigning
+/// the states to weights needs the names in `trained`. With `None`, the result is that of
+/// [`open_checkpoint`].
 pub fn open_checkpoint_for_training(
     path: &Path,
     trained: Option<&HashSet<String>>,

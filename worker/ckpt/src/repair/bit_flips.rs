@@ -14,9 +14,9 @@ const CRC32_POLYNOMIAL: u32 = 0xEDB8_8320;
 /// size.
 const MEMBER_BYTES_MAX: u64 = 512 << 10;
 
-/// Finds the position of the single flipped bit that explains a wrong CRC-32 of a message of `len`
-/// bytes. `difference` is the XOR of the CRC-32s before and after the flip. Returns the index of
-/// the byte and the mask of the bit. Returns `None` if no single bit explains the difference.
+/// Finds the position of the single flipped bit that explains a wrong CRC-32 of `len` bytes of
+/// data. `difference` is the XOR of the CRC-32s before and after the flip. Returns the index of the
+/// byte and the mask of the bit. Returns `None` if no single bit explains the difference.
 pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     let mut reg = CRC32_POLYNOMIAL;
     for back in 0..len.checked_mul(8)? {
@@ -29,9 +29,9 @@ pub(super) fn find_flipped_bit(difference: u32, len: u64) -> Option<(u64, u8)> {
     None
 }
 
-/// Repairs a single flipped bit in each zip member of the torch file `name` in `repair_dir`, and
-/// reports each repair. Skips members larger than [`MEMBER_BYTES_MAX`], and leaves other damage
-/// unchanged.
+/// Repairs a single flipped bit in each zip member of the torch file `name` in the hidden copy of
+/// the damaged checkpoint, and reports each repair. Skips members larger than [`MEMBER_BYTES_MAX`],
+/// and leaves other damage unchanged.
 pub(super) fn revert_bit_flips(repair_dir: &mut RepairDir, name: &str) -> Result<()> {
     let directory = Directory::open(&repair_dir.dir)?;
     let (file, size) = directory.open_file(name, nix::fcntl::OFlag::empty())?;

@@ -16,9 +16,10 @@ const SEARCH_DEPTH_MAX: u32 = 4;
 /// Suffixes of the names of torch files.
 const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".pkl"];
 
-/// Repairs the checkpoint of another program of which `repair_dir` is a copy. If `repair_dir`
-/// contains several numbered checkpoints, repairs the newest one that can be completed, removes the
-/// newer ones, and keeps the older ones unchanged.
+/// Repairs a checkpoint of another program, or the newest complete one of several, in its hidden
+/// copy `repair_dir`, and leaves the original unchanged. If `repair_dir` contains several numbered
+/// checkpoints, repairs the newest one that can be completed, removes the newer ones, and keeps the
+/// older ones unchanged.
 pub(super) fn repair_external_checkpoint(repair_dir: &mut RepairDir) -> Result<()> {
     let checkpoints = Directory::open(&repair_dir.dir)?.list_numbered_directories(parse_checkpoint_name)?;
     if checkpoints.is_empty() || is_deepspeed_checkpoint(&repair_dir.dir)? {
@@ -59,9 +60,9 @@ fn is_deepspeed_checkpoint(path: &Path) -> Result<bool> {
         || !deepspeed::list_tags(path)?.is_empty())
 }
 
-/// Repairs the checkpoint in the subdirectory `directory` of `repair_dir`: flipped bits,
-/// DeepSpeed's files, universal checkpoints, weights and random generator states. Reports repairs
-/// and losses in `repair_dir`.
+/// Repairs one checkpoint of another program, in the subdirectory `directory` of the hidden copy:
+/// flipped bits, DeepSpeed's files, universal checkpoints, weights and random generator states.
+/// Reports repairs and losses in `repair_dir`.
 fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let mut files = Vec::new();
     list_files_recursively(&repair_dir.dir, directory, SEARCH_DEPTH_MAX, &mut files)?;
@@ -75,7 +76,8 @@ fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
 }
 
 /// Repairs the newest DeepSpeed checkpoint (tag) that can be completed in the subdirectory
-/// `directory` of `repair_dir`. Points `latest` to it, and reports newer ones as lost.
+/// `directory` of the hidden copy, in which the repair takes place. Points `latest` to it, and
+/// reports newer ones as lost.
 fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let tags = deepspeed::list_tags(&path)?;
@@ -110,8 +112,8 @@ fn repair_latest_tag(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     Ok(())
 }
 
-/// Creates files with random generator states (RNG) for ranks that have no such file, if the number
-/// of ranks is known. Reports the created files.
+/// Creates files with random generator states (RNG) in the hidden copy of the damaged checkpoint
+/// for ranks that have no such file, if the number of ranks is known. Reports the created files.
 fn repair_rng_files(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     // without a checkpoint, RNG streams are useless

@@ -118,9 +118,9 @@ pub(crate) fn find_lost_model_files(path: &Path) -> Result<Option<LostModelFiles
     Ok((!files.is_empty()).then_some(LostModelFiles { stage, world, files }))
 }
 
-/// Rebuilds a lost model file in the directory `path` as a copy of the zip members of another
-/// rank's file, both of which `donor` names. Removes a damaged file of this name first. The new
-/// file is not durable on return.
+/// Rebuilds a lost model file of a DeepSpeed checkpoint in the directory `path` by copying the zip
+/// members of another rank's model file; `donor` names both files. Removes a damaged file of this
+/// name first. The new file is not durable on return.
 pub(crate) fn write_replacement_file(path: &Path, donor: &ReplacementFile) -> Result<()> {
     let directory = Directory::open(path)?;
     let (file, size) = directory.open_file(&donor.source_file, nix::fcntl::OFlag::empty())?;

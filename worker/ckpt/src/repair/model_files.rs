@@ -11,9 +11,10 @@ use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
 use crate::error::Result;
 use crate::layout::deepspeed::{self, UNIVERSAL_SUFFIX};
 
-/// Rebuilds the lost model files of the DeepSpeed checkpoint `tag` in `repair_dir`, and reports
-/// each file. Rebuilds the files from the model files of other ranks, or else from a universal
-/// checkpoint of the same state. Does nothing if no model file is lost.
+/// Rebuilds the lost model files of the DeepSpeed checkpoint `tag` in the hidden copy of the
+/// damaged checkpoint directory, and reports each file. Rebuilds the files from the model files of
+/// other ranks, or else from a universal checkpoint of the same state. Does nothing if no model
+/// file is lost.
 ///
 /// # Errors
 /// Fails if there is no universal checkpoint of this state, and the model files of other ranks
@@ -92,8 +93,8 @@ fn copy_model_files_from_universal(
     Ok(false)
 }
 
-/// Returns true if the repaired DeepSpeed checkpoint `tag` is intact, and every tensor is bit-equal
-/// to that in `source`.
+/// Returns true if the repaired DeepSpeed checkpoint `tag` is intact, and its tensors have exactly
+/// the bits of those in the universal checkpoint `source`.
 fn has_same_state(repair_dir: &RepairDir, tag: &str, source: &ExternalCheckpoint) -> bool {
     let Ok(repaired) = open_if_sound(&repair_dir.dir.join(tag)) else { return false };
     let (a, b) = (

@@ -24,7 +24,8 @@ pub struct RepairOptions {
     pub in_place: bool,
 }
 
-/// The result of a repair that is reported to the user: what was repaired, and what is lost.
+/// What is reported to the user after the repair of a checkpoint: what was repaired, and what is
+/// lost.
 #[derive(Clone, Debug, Serialize)]
 pub struct RepairReport {
     /// The directory of the repaired copy. If the original needed no repair, the path of the
@@ -43,8 +44,9 @@ pub struct RepairReport {
     pub sound: bool,
 }
 
-/// Repairs the checkpoint at `path`, or the checkpoints in the directory `path`. Writes the result
-/// to a new directory only if the repair changed something.
+/// Repairs the checkpoint at `path`, or the checkpoints in the directory `path`, in a copy, so that
+/// the original is not modified. Writes the result to a new directory only if the repair changed
+/// something.
 ///
 /// # Errors
 /// Fails if `path` has no checkpoint, the output path can't be used, or I/O fails. A loss is not an
@@ -94,8 +96,8 @@ pub fn repair_checkpoints(path: &Path, options: &RepairOptions) -> Result<Repair
     Ok(report)
 }
 
-/// Renames the repaired copy of the checkpoint to `target` if the repair changed something, and
-/// completes `report`. An incomplete repair does not replace the original.
+/// Renames the hidden repaired copy of the checkpoint to `target` if the repair changed something,
+/// and records the result in `report`. An incomplete repair does not replace the original.
 fn publish_repaired_copy(
     repair_dir: &RepairDir,
     target: &Path,
@@ -117,8 +119,9 @@ fn publish_repaired_copy(
     Ok(())
 }
 
-/// Chooses the path that the repaired copy of the checkpoint will have. With `in_place`, the result
-/// has this path only until it replaces the original.
+/// Chooses the final path of the repaired copy of the checkpoint: that in `options`, or
+/// `NAME.repaired` next to the original. With `in_place`, the result has this path only until it
+/// replaces the original.
 ///
 /// # Errors
 /// Fails if the path of the result exists or is inside of the original. With `in_place`, also fails
@@ -163,8 +166,8 @@ fn rename_repaired_copy(
     Ok(Some(kept))
 }
 
-/// Updates the lists of written files that earlier gathers and conversions left in `repair_dir`,
-/// because the repair has replaced files.
+/// Updates the lists of written files that launch stores next to gathered weights and converted
+/// checkpoints, in the hidden copy of the checkpoint, because the repair has replaced files.
 fn update_output_records(repair_dir: &RepairDir) -> Result<()> {
     for directory in ["", RUN_WEIGHTS_DIR] {
         let (copy, original) = (repair_dir.dir.join(directory), repair_dir.original.join(directory));

@@ -1,4 +1,5 @@
-//! [`RepairDir`]: the hidden copy of a checkpoint in which the repair takes place.
+//! [`RepairDir`]: the hidden copy of a damaged checkpoint, in which the repair takes place so that
+//! the original is not modified.
 use super::repair_loss::RepairLoss;
 use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, Result};
@@ -7,7 +8,8 @@ use std::fs::OpenOptions;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The hidden copy of a checkpoint in which the repair takes place, and what was repaired so far.
+/// The hidden copy of a damaged checkpoint, in which the repair takes place so that the original is
+/// not modified, and the list of what was repaired so far.
 pub(super) struct RepairDir {
     /// The directory to repair, which is never modified.
     pub(super) original: PathBuf,
@@ -24,14 +26,15 @@ pub(super) struct RepairDir {
 }
 
 impl RepairDir {
-    /// Replaces the file `name` in the hidden copy of the checkpoint, a hard link to the original
-    /// file, by a copy of that file. Only a file that was replaced in this way may be modified.
+    /// Replaces the file `name` in the hidden copy of the damaged checkpoint, at first a hard link
+    /// to the original file, by a real copy, which the repair may then modify. Only a file that was
+    /// replaced in this way may be modified.
     pub(super) fn replace_link_by_copy(&self, name: &str) -> Result<()> {
         self.copy_file_in(&self.original.join(name), name)
     }
 
-    /// Copies the file `from` to `name` in the hidden copy of the checkpoint. Replaces an existing
-    /// file.
+    /// Copies the file `from` to `name` in the hidden copy of the checkpoint, in which the repair
+    /// takes place. Replaces an existing file.
     pub(super) fn copy_file_in(&self, from: &Path, name: &str) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
@@ -41,23 +44,25 @@ impl RepairDir {
         io::copy(&mut source, &mut target).map(drop).map_err(CkptError::io("copy", from))
     }
 
-    /// Writes the file `name` in the hidden copy of the checkpoint. Replaces an existing file.
+    /// Writes the file `name` in the hidden copy of the checkpoint, in which the repair takes place
+    /// so that the original is not modified. Replaces an existing file.
     pub(super) fn write_file(&self, name: &str, content: &[u8]) -> Result<()> {
         let to = self.dir.join(name);
         disk::unlink(&to)?;
         disk::write_file(to, content).map(drop)
     }
 
-    /// Returns the path of a temporary directory next to the hidden copy, for intermediate results.
-    /// Does not create the directory. Dropping the returned value removes the directory.
+    /// Returns the path of a temporary directory for intermediate results of the repair, next to
+    /// the hidden copy of the checkpoint. Does not create the directory. Dropping the returned
+    /// value removes the directory.
     pub(super) fn temp_dir(&self) -> TempDir {
         let mut name = self.dir.file_name().unwrap_or_default().to_owned();
         name.push(".aside");
         TempDir(self.dir.with_file_name(name))
     }
 
-    /// Replaces the path and the name of the hidden copy by those of the original checkpoint in
-    /// `lines`, which are shown to the user.
+    /// Replaces the path and the name of the hidden copy of the checkpoint by those of the original
+    /// in `lines`, messages that are shown to the user.
     pub(super) fn substitute_original_paths(&self, lines: impl Iterator<Item = String>) -> Vec<String> {
         let (hidden, shown) = (self.dir.display().to_string(), self.original.display().to_string());
         let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -76,15 +81,15 @@ impl Drop for TempDir {
     }
 }
 
-/// Joins `directory`, the relative path of a subdirectory, and `name` to one relative path. An
-/// empty `directory` stands for the directory that contains the subdirectories.
+/// Joins the relative path `directory` and the file or directory name `name` to one relative path.
+/// An empty `directory` stands for the directory that contains the subdirectories.
 pub(super) fn join_subpath(directory: &str, name: &str) -> String {
     if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
 }
 
-/// Appends the paths of all files in the subdirectory `directory` of `dir` and below it to `found`,
-/// relative to `dir`. Descends at most `depth` levels below `directory`, and leaves out deeper
-/// files.
+/// Appends the relative paths of all files in the subdirectory `directory` of `dir`, and in its
+/// subdirectories, to `found`. Descends at most `depth` levels below `directory`, and leaves out
+/// deeper files.
 pub(super) fn list_files_recursively(
     dir: &Path,
     directory: &str,

@@ -20,8 +20,8 @@ const SIBLING_DIRS_MAX: usize = 64;
 /// training state.
 const COMPARED_TENSOR_FILES: [&str; 4] = ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"];
 
-/// Repairs the newest universal checkpoint that can be completed in the subdirectory `directory` of
-/// `repair_dir`, and points `latest_universal` to this checkpoint.
+/// Repairs the newest universal checkpoint that can be completed in one directory of the hidden
+/// copy, and points `latest_universal` to this checkpoint.
 pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -54,8 +54,9 @@ pub(super) fn repair_universal(repair_dir: &mut RepairDir, directory: &str) -> R
     Ok(())
 }
 
-/// Repairs the universal checkpoint `tag` with the help of a ZeRO checkpoint, unless it is intact.
-/// Returns true if the checkpoint is intact afterwards. If not, reports it as lost.
+/// Rebuilds missing files of the universal checkpoint with the relative path `tag` from a ZeRO
+/// checkpoint of the same training state, unless the universal checkpoint is intact. Returns true
+/// if the checkpoint is intact afterwards. If not, reports it as lost.
 fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
     let Err(why) = open_if_sound(&repair_dir.dir.join(tag)) else { return Ok(true) };
     let before = repair_dir.rebuilt.len();
@@ -72,15 +73,15 @@ fn repair_universal_tag(repair_dir: &mut RepairDir, tag: &str) -> Result<bool> {
 }
 
 /// Finds the intact ZeRO checkpoints that may have the same training state as the universal
-/// checkpoint `tag`. Their name is `tag` without [`UNIVERSAL_SUFFIX`], and they are next to `tag`
-/// or in sibling directories.
+/// checkpoint with the relative path `tag`. Their name is `tag` without [`UNIVERSAL_SUFFIX`], and
+/// they are next to `tag` or in sibling directories.
 fn find_zero_checkpoints(repair_dir: &RepairDir, tag: &str) -> Result<Vec<ExternalCheckpoint>> {
     let name = |name: &str| name.strip_suffix(UNIVERSAL_SUFFIX).unwrap_or(name).to_owned();
     find_related_checkpoints(repair_dir, tag, name, deepspeed::is_tag_directory)
 }
 
-/// Finds the intact checkpoints of one kind that belong to the checkpoint `tag`, in the directory
-/// that contains it and in neighbouring directories. `derive_name` derives the name of such a
+/// Finds intact checkpoints of another kind (ZeRO or universal) that may have the same training
+/// state as the checkpoint with the relative path `tag`. `derive_name` derives the name of such a
 /// checkpoint from that of the tag, and `is_kind` recognizes the kind.
 pub(super) fn find_related_checkpoints(
     repair_dir: &RepairDir,
@@ -94,9 +95,9 @@ pub(super) fn find_related_checkpoints(
     Ok(paths.filter(|p| path_exists(p) && is_kind(p)).filter_map(|p| open_if_sound(&p).ok()).collect())
 }
 
-/// Lists the paths at which a checkpoint with the name `name` may be stored that belongs to the
-/// checkpoint `tag`. One path is next to the tag. The others are in the directories next to the one
-/// that contains the tag. The paths may not exist.
+/// Lists the paths at which a checkpoint named `name` may exist that has the same training state as
+/// the checkpoint with the relative path `tag`. One path is next to the tag. The others are in the
+/// directories next to the one that contains the tag. The paths may not exist.
 fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result<Vec<PathBuf>> {
     let at = repair_dir.original.join(tag);
     let mut places =
@@ -113,9 +114,9 @@ fn list_candidate_paths(repair_dir: &RepairDir, tag: &str, name: &str) -> Result
     Ok(places)
 }
 
-/// Copies those files that the universal checkpoint `tag` lacks from the result of converting the
-/// ZeRO checkpoint `source`. Copies nothing and returns false if the remaining files belong to
-/// another training state, or if no file is missing.
+/// Converts the ZeRO checkpoint `source` to a universal checkpoint, and copies from the result
+/// those files that the damaged universal checkpoint `tag` lacks. Copies nothing and returns false
+/// if the remaining files belong to another training state, or if no file is missing.
 fn copy_missing_files(repair_dir: &mut RepairDir, tag: &str, source: &ExternalCheckpoint) -> Result<bool> {
     let temp = repair_dir.temp_dir();
     if convert_checkpoint(source, &temp.0, &ConvertOptions::new(ConvertTarget::Universal), |_, _| ()).is_err()

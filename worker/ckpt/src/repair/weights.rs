@@ -43,9 +43,9 @@ enum WeightsCondition {
     None,
 }
 
-/// Repairs the Hugging Face weights in the subdirectory `directory` of `repair_dir`. Rebuilds the
-/// index, or gathers the weights from the DeepSpeed state in `directory`. Reports a loss if there
-/// is no such state.
+/// Repairs the Hugging Face weights in the subdirectory `directory` of the hidden copy of the
+/// damaged checkpoint. Rebuilds the index, or gathers the weights from the DeepSpeed state in
+/// `directory`. Reports a loss if there is no such state.
 pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
@@ -75,9 +75,9 @@ pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Res
     }
 }
 
-/// Writes an index file of the weights to the subdirectory `directory` of `repair_dir`, and reports
-/// that the index was rebuilt. `map` is the file by tensor name, and `bytes` the total size of the
-/// tensors.
+/// Writes the index file of weights files (which file contains which tensor) to the hidden copy of
+/// the damaged checkpoint, and reports that the index was rebuilt. `map` is the file by tensor
+/// name, and `bytes` the total size of the tensors.
 fn write_index(
     repair_dir: &mut RepairDir,
     directory: &str,
@@ -94,7 +94,7 @@ fn write_index(
     Ok(())
 }
 
-/// Repairs a run's directory `weights`, which contains gathered weights: rebuilds the index file,
+/// Repairs a run's directory `weights` with its full (gathered) weights: rebuilds the index file,
 /// or gathers the weights again from the checkpoint `newest`. Does nothing if `repair_dir` has no
 /// such directory.
 pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Result<()> {
@@ -110,8 +110,9 @@ pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Re
     }
 }
 
-/// Gathers the weights of a run again from the checkpoint `newest`, as BF16. `why` is the reason
-/// that the report gives for gathering the weights.
+/// Replaces the full (gathered) weights of a run by weights that are gathered again, as BF16, from
+/// the run's checkpoint `newest`. `why` is the reason that the report gives for gathering the
+/// weights.
 fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> Result<()> {
     let checkpoint = Checkpoint::open(&repair_dir.dir.join(newest))?;
     let from = format!("from {newest}");
@@ -119,18 +120,18 @@ fn regather_from_native(repair_dir: &mut RepairDir, newest: &str, why: &str) -> 
     regather_weights(repair_dir, RUN_WEIGHTS_DIR, &checkpoint, Some(Dtype::BF16), &from, why)
 }
 
-/// Gathers the weights again from the DeepSpeed checkpoint in the subdirectory `directory` of
-/// `repair_dir`. Does nothing if the state isn't sound. `why` is the reason that the report gives
-/// for gathering the weights.
+/// Replaces the Hugging Face weights next to a DeepSpeed checkpoint, in the hidden copy, by weights
+/// that are gathered from that checkpoint's state. Does nothing if the state isn't sound. `why` is
+/// the reason that the report gives for gathering the weights.
 fn regather_from_deepspeed(repair_dir: &mut RepairDir, directory: &str, why: &str) -> Result<()> {
     let Ok(state) = open_if_sound(&repair_dir.dir.join(directory)) else { return Ok(()) };
     let dtype = state.read_passthrough()?.precision;
     regather_weights(repair_dir, directory, &state, dtype, "from DeepSpeed's state", why)
 }
 
-/// Replaces the safetensors weights in the subdirectory `directory` of `repair_dir` by weights that
-/// are gathered from `source` with the dtype `dtype`. Adds a line about each new file to the
-/// report, with the origin `from` of the weights and the reason `why`.
+/// Replaces the safetensors weights in a directory of the hidden copy of the damaged checkpoint by
+/// weights that are gathered from the intact checkpoint `source`. Adds a line about each new file
+/// to the report, with the origin `from` of the weights and the reason `why`.
 fn regather_weights(
     repair_dir: &mut RepairDir,
     directory: &str,

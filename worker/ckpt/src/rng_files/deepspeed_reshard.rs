@@ -12,14 +12,15 @@ use diagnostic::quantity::{format_bytes, format_count};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Name of the file in a directory prepared for another number of ranks that records the original
-/// checkpoint and the options. A later start with the same world size reuses a directory with a
-/// matching record.
+/// Name of the file that records from which checkpoint, and with which options, `launch` prepared a
+/// directory for another number of ranks. A later start with the same world size reuses a directory
+/// with a matching record.
 pub(super) const PREPARED_RECORD_FILE: &str = "launch_prepared.json";
-/// Limit on the size in bytes of the file [`PREPARED_RECORD_FILE`].
+/// Limit on the size in bytes of the file that records how a directory was prepared for another
+/// number of ranks.
 const PREPARED_RECORD_BYTES_MAX: u64 = 1 << 20;
-/// The value of the field `format` in the file [`PREPARED_RECORD_FILE`], by which such files are
-/// recognized.
+/// The value of the field `format` by which the record of a directory's preparation for another
+/// number of ranks is recognized.
 const PREPARED_RECORD_FORMAT: &str = "launch prepared checkpoint";
 /// Name of the file in which DeepSpeed stores the name of the newest checkpoint (tag).
 const LATEST_FILE: &str = "latest";
@@ -46,8 +47,8 @@ pub(super) struct PreparedRecord {
 }
 
 impl PreparedRecord {
-    /// Creates a record, without a summary for the user, that a directory was prepared from the
-    /// checkpoint named `from` in `dir`. Computes the fingerprint of `dir`.
+    /// Creates the record that a directory for `world` ranks is prepared from the checkpoint in the
+    /// directory `dir`, whose name is `from`. Computes the fingerprint of `dir`.
     pub(super) fn new(dir: &Path, from: &str, world: u32, policy: String) -> Result<PreparedRecord> {
         let (format, source) = (PREPARED_RECORD_FORMAT.to_owned(), compute_source_fingerprint(dir)?);
         Ok(PreparedRecord {
@@ -134,8 +135,9 @@ pub(super) fn write_resharded_state(state: &ExternalCheckpoint, world: u32, into
     Ok(summary)
 }
 
-/// Returns the size of ZeRO-3 sub-groups, in elements, from the run's DeepSpeed config, or else
-/// DeepSpeed's default. The engine that loads the result uses the same config.
+/// Returns the number of elements of ZeRO-3's sub-groups from the run's DeepSpeed config, or
+/// DeepSpeed's default if the config does not state it. The engine that loads the result uses the
+/// same config.
 fn read_sub_group_size(passthrough: &PassthroughState) -> u64 {
     let config = passthrough.deepspeed_model_entry("ds_config");
     let size = config.and_then(|c| c.get("zero_optimization")?.get("sub_group_size"));

@@ -137,8 +137,8 @@ impl PickleWriter {
         self.out.extend(b"\x86R");
     }
 
-    /// Writes a one-dimensional tensor of u8 to the pickle, and keeps its bytes as a storage of the
-    /// file.
+    /// Writes a one-dimensional tensor of u8 to the pickle, and keeps its bytes as a storage (flat
+    /// array), which becomes a separate member of the torch file.
     fn write_tensor(&mut self, bytes: &[u8]) {
         let (key, len) = (self.storages.len().to_string(), bytes.len() as i64);
         self.storages.push(bytes.to_vec());
@@ -208,8 +208,8 @@ impl ZipWriter {
         self.count += 1;
     }
 
-    /// Adds the tensor data `storages`, the other members that torch expects, and the central
-    /// directory to the zip. Returns the bytes of the file.
+    /// Completes the zip file: adds the tensor data `storages`, the other members that torch
+    /// expects, and the central directory. Returns the bytes of the file.
     pub(super) fn finish(mut self, storages: &[Vec<u8>]) -> Vec<u8> {
         self.add_member(".format_version", b"1", false);
         self.add_member(".storage_alignment", TENSOR_DATA_ALIGNMENT.to_string().as_bytes(), false);

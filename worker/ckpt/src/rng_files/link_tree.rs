@@ -22,9 +22,9 @@ pub(crate) fn link_or_copy_tree(from: &Path, to: &Path, skip: &dyn Fn(&str) -> b
     link_or_copy_subtree(from, to, skip, DEPTH_MAX, &mut left)
 }
 
-/// Duplicates the directory `from` with hard links or copies, at most `depth` levels deep and at
-/// most `left` entries. Leaves out the entries of `from` itself whose names satisfy `skip`.
-/// Subtracts the number of duplicated entries from `left`.
+/// Duplicates the directory `from` with hard links or copies, and fails if it is nested more than
+/// `depth` levels deep or has more than `left` entries. Leaves out the entries of `from` itself
+/// whose names satisfy `skip`. Subtracts the number of duplicated entries from `left`.
 ///
 /// # Errors
 ///

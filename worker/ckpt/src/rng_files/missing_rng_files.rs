@@ -15,8 +15,8 @@ use std::path::Path;
 /// requires a file of every rank.
 const CREATED_RANKS_MAX: u32 = 1 << 14;
 
-/// The result of [`create_missing_rng_files`]: the created files, and how the random generator
-/// states in them were assigned.
+/// The files with random generator states that were created for ranks whose files were lost, and
+/// how these states were assigned.
 pub(crate) struct CreatedRngFiles {
     /// Names of the created files, in the order of ranks.
     pub(crate) files: Vec<String>,

@@ -28,7 +28,8 @@ pub enum ReconcilePolicy {
 }
 
 /// Which ranks have equal states of a random generator: all ranks, those of one data-parallel rank,
-/// or those of one owner.
+/// or the ranks that hold the same part of the model, such as an expert or a tensor-parallel shard
+/// (the owner).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngStreamScope {
@@ -41,7 +42,8 @@ pub enum RngStreamScope {
     PerOwner,
 }
 
-/// Where the random generator states of the new ranks come from.
+/// From where a random generator of the new ranks gets its state: from the same rank, from any old
+/// rank, from the rank that held the same part of the model, or from a new seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RngStreamAssignment {
@@ -155,8 +157,9 @@ impl RngDecision {
     }
 }
 
-/// Derives the seed with which a random generator of a new rank is started. The number of ranks is
-/// not hashed, so that a rank gets equal streams in any world size.
+/// Derives the seed of a random generator of a new rank from the run's seed, the step, the rank,
+/// the kind of generator, and the number of earlier assignments of generator states (generation).
+/// The number of ranks is not hashed, so that a rank gets equal streams in any world size.
 pub fn derive_stream_seed(run_seed: u64, generation: u64, step: u64, kind: RngStreamKind, rank: u64) -> Hash {
     let mut message = run_seed.to_le_bytes().to_vec();
     message.extend(b"rng-reconcile");
@@ -237,8 +240,8 @@ fn rank_cuda_state(cuda: &TorchCudaStates, rank: usize) -> Option<TorchCudaState
     devices.get(rank.checked_rem(devices.len())?).copied()
 }
 
-/// Returns which ranks have equal states of the generator `kind`, as the options state or the
-/// states themselves show.
+/// Determines which ranks have equal states of the random generator `kind`, from the options or
+/// else by comparing the states.
 ///
 /// # Errors
 /// Fails if the options declare a stream as replicated and the states of the ranks differ.
@@ -293,8 +296,8 @@ fn decide_stream_assignment(
     }
 }
 
-/// Finds the first old rank with the same owner as the new rank `rank`, for random generators whose
-/// states are equal for ranks with the same owner ([`RngStreamScope::PerOwner`]).
+/// Finds the first old rank that held the same part of the model (owner), such as an expert, as the
+/// new rank `rank` holds, because the new rank continues its random generator.
 ///
 /// # Errors
 /// Fails if the options list no owners, or if no old rank had this owner.
@@ -311,8 +314,9 @@ fn find_old_rank_with_same_owner(
     old_rank.ok_or(ReconcileError::OwnerWithoutStream { kind, rank })
 }
 
-/// Copies the state of the generator `kind` from `from`, the random generator states of the old
-/// rank `rank`, to `to`. Of the CUDA states, only the state of the old rank's device is copied.
+/// Copies the state of the random generator `kind` from the states `from` of the old rank `rank` to
+/// the states `to` of a new rank. Of the CUDA states, only the state of the old rank's device is
+/// copied.
 fn copy_rng_stream(to: &mut RankRngStates, from: &RankRngStates, kind: RngStreamKind, rank: usize) {
     match kind {
         RngStreamKind::Python => to.python.clone_from(&from.python),
@@ -325,10 +329,10 @@ fn copy_rng_stream(to: &mut RankRngStates, from: &RankRngStates, kind: RngStream
     }
 }
 
-/// Replaces the state of the generator `kind` in `states` by one with a new seed from `hash`. All
-/// 256 bits of the hash seed a Mersenne Twister (`init_by_array` of the hash as eight little-endian
-/// words). The first eight bytes of the hash become the seed that torch reports, and the only seed
-/// of a CUDA generator.
+/// Replaces the state of the random generator `kind` in `states`, the generator states of one rank,
+/// by one that is seeded with the bits of `hash`. All 256 bits of the hash seed a Mersenne Twister
+/// (`init_by_array` of the hash as eight little-endian words). The first eight bytes of the hash
+/// become the seed that torch reports, and the only seed of a CUDA generator.
 fn reseed_rng_stream(states: &mut RankRngStates, kind: RngStreamKind, hash: &Hash) {
     let words: Vec<u32> = hash.0.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
     let mut first = [0u8; 8];
@@ -354,10 +358,10 @@ fn reseed_rng_stream(states: &mut RankRngStates, kind: RngStreamKind, hash: &Has
     }
 }
 
-/// Converts the state of a rank's only CUDA generator to the list that a run of `options.world`
-/// ranks loads. `options.gpus` is the number of visible GPUs. If `options.gpus` is `None`, derives
-/// the number from `old`, the states of the old ranks. Does nothing if the rank has no single CUDA
-/// state.
+/// Replaces a rank's single CUDA generator state by a list with one state per visible GPU, which is
+/// the form that a run with several ranks loads. `options.gpus` is the number of visible GPUs. If
+/// `options.gpus` is `None`, derives the number from `old`, the states of the old ranks. Does
+/// nothing if the rank has no single CUDA state.
 fn expand_cuda_states(states: &mut RankRngStates, old: &[RankRngStates], options: &ReconcileOptions) {
     let Some(TorchCudaStates::SingleDevice(state)) = states.cuda else { return };
     if options.world == 1 && options.gpus.is_none() {

@@ -298,9 +298,10 @@ impl HfCheckpoint {
         }
     }
 
-    /// Finds the directory that an earlier start of a job prepared from this checkpoint for `world`
-    /// ranks, with its record. Returns `None` if no such directory has a valid record. The caller
-    /// must check that the record matches the original checkpoint and the options.
+    /// Finds the directory that an earlier start of the job prepared from this checkpoint for
+    /// resuming with `world` ranks, and returns it with its record. Returns `None` if no such
+    /// directory has a valid record. The caller must check that the record matches the original
+    /// checkpoint and the options.
     fn find_earlier_prepared_dir(&self, world: u32) -> Option<(PathBuf, deepspeed_reshard::PreparedRecord)> {
         let path = prepared_sibling_path(&self.parent, world, &self.name);
         let record = deepspeed_reshard::PreparedRecord::read(&path)?;
@@ -367,8 +368,8 @@ fn was_prepared_from(target: &Path, name: &str) -> Result<bool> {
     Ok(prepared || RngRecord::read(target)?.is_some_and(|r| r.from == name))
 }
 
-/// Builds a prepared checkpoint in a hidden directory from links to entries of the original and
-/// from the files that `fill` writes, without the entries whose names satisfy `skip`. Then renames
+/// Builds a directory with a prepared checkpoint: with links to the entries of the original, except
+/// those for whose names `skip` returns true, and with the files that `fill` writes. Then renames
 /// the directory to its final name, and returns the final path.
 ///
 /// # Errors

@@ -28,10 +28,10 @@ pub(super) struct RescaledScheduler {
     pub(super) summary: String,
 }
 
-/// Adapts Accelerate's `scheduler.bin` of a run with `old` processes to `world` processes. Returns
-/// `None` if the file does not exist, the numbers of processes are equal, or the counter isn't
-/// optimizer steps × `old`. `done` is the number of optimizer updates. If `done` is `None`,
-/// `optimizer.bin` states the number.
+/// Adapts `scheduler.bin`, in which Accelerate counts the scheduler steps of all processes, from a
+/// run with `old` processes to `world` processes. Returns `None` if the file does not exist, the
+/// numbers of processes are equal, or the counter isn't optimizer steps × `old`. `done` is the
+/// number of optimizer updates. If `done` is `None`, `optimizer.bin` states the number.
 ///
 /// # Errors
 /// Fails if the file is damaged, or its counter can't be rescaled.

@@ -89,10 +89,10 @@ pub struct CommittedCheckpoint {
     pub bytes: u64,
 }
 
-/// Completes a save after every rank has written its file (shard): checks that these files contain
-/// every tensor of the model and of the optimizer state exactly once, writes the manifest, renames
-/// the hidden directory to its final name, and updates `latest`. `reports` has one report per rank.
-/// An existing checkpoint of this step is replaced.
+/// Completes a save after every rank has written its file (shard): checks that the files contain
+/// every tensor exactly once, writes the manifest, and makes the checkpoint visible by renaming its
+/// hidden directory. Also updates the file `latest`. `reports` has one report per rank. An existing
+/// checkpoint of this step is replaced.
 ///
 /// # Errors
 /// Fails with [`CkptError::InvalidSave`] if the shards and `facts` don't form a complete
@@ -105,8 +105,9 @@ pub fn commit_save(
     commit_save_replacing(staging, facts, reports, None, ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save whose ranks also wrote parity files with [`crate::write_parity`], which the
-/// manifest then lists. `parity` has one report per rank.
+/// Completes a save whose ranks also wrote parity files (XOR redundancy) with
+/// [`crate::write_parity`], and lists these files in the manifest. `parity` has one report per
+/// rank.
 pub fn commit_save_with_parity(
     staging: StagingDir,
     facts: RunFacts,
@@ -116,8 +117,8 @@ pub fn commit_save_with_parity(
     commit_save_replacing(staging, facts, reports, Some(parity), ReplaceMethod::AtomicExchange)
 }
 
-/// Completes a save, with optional parity files, and replaces an existing checkpoint of this step
-/// by the method `swap`.
+/// Completes a save, with or without parity files, and replaces an existing checkpoint of the same
+/// step, by an atomic exchange or by two renames as `swap` states.
 pub(crate) fn commit_save_replacing(
     staging: StagingDir,
     facts: RunFacts,
@@ -158,7 +159,8 @@ pub(crate) fn write_manifest(
     Ok(bytes)
 }
 
-/// Fails with [`SaveProblem::FileSize`] if a file does not have the size that its rank reported.
+/// Fails with [`SaveProblem::FileSize`] if a file of a checkpoint does not have the size that the
+/// rank that wrote it reported.
 pub(crate) fn require_reported_file(directory: &Directory, file: &FileEntry) -> Result<()> {
     let found = directory.file_size(&file.name)?;
     if found == Some(file.bytes) {
@@ -294,8 +296,8 @@ pub(crate) fn publish_directory(from: &Path, to: &Path, how: ReplaceMethod) -> R
     rename_path(&aside, from)
 }
 
-/// Renames a file or directory between two fault points, at which tests may kill the process. Does
-/// not sync the parent directory.
+/// Renames a file or directory, with a place before and after it at which tests can kill the
+/// process (fault points). Does not sync the parent directory.
 fn rename_path(from: &Path, to: &Path) -> Result<()> {
     fault_points::run_between_fault_points("rename", || fs::rename(from, to))
         .map_err(CkptError::io("rename", from))

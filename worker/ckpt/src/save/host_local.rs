@@ -29,10 +29,10 @@ const HOST_ID_TEMP_FILE: &str = ".host-new";
 const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
 impl StorageHost {
-    /// Returns the id and the name of the host whose checkpoint directory is `root`. The id is the
-    /// one stored in `root`, which is created if it is missing or invalid. The name is `name`
-    /// without control characters, truncated if it is long, or `unnamed` if it is empty. Creates
-    /// `root` if needed.
+    /// Reads the id of this host from its checkpoint directory `root`, or creates an id there, and
+    /// returns it together with the host's name. The id is the one stored in `root`, which is
+    /// created if it is missing or invalid. The name is `name` without control characters,
+    /// truncated if it is long, or `unnamed` if it is empty. Creates `root` if needed.
     pub fn load_or_create(root: &Path, name: &str) -> Result<StorageHost> {
         disk::make_dirs(root)?;
         let id = match StorageHost::read_id(root)? {
@@ -141,8 +141,9 @@ pub struct HostLocalCheckpointId {
     pub hash: String,
 }
 
-/// Lists the native checkpoints in the directory `root` whose manifest matches its hash, newest
-/// first. Ignores all checkpoints but the newest 4096.
+/// Lists the step and the hash of the manifest of each checkpoint in launch's own format in the
+/// directory `root`, newest first, except those whose manifest does not match its hash. Ignores all
+/// checkpoints but the newest 4096.
 pub fn list_manifests(root: &Path) -> Result<Vec<HostLocalCheckpointId>> {
     let checkpoints = step_directories::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
@@ -183,10 +184,9 @@ pub fn list_prepared_saves(root: &Path) -> Result<Vec<(HostLocalCheckpointId, Pa
     Ok(found)
 }
 
-/// Performs the second of two phases of an interrupted commit for the directory `path`, which the
-/// first phase prepared. Locks the checkpoint directory `root`, renames `path` to the name of
-/// `step`, and updates `latest`. The caller must do so only if another host has completed this
-/// checkpoint.
+/// Completes a save that was interrupted between the two phases of its commit: renames the prepared
+/// directory `path` to the name of the step, and updates the file `latest`. Locks the checkpoint
+/// directory `root`. The caller must do so only if another host has completed this checkpoint.
 pub fn complete_prepared_save(root: &Path, path: &Path, step: u64) -> Result<()> {
     let _lock = disk::try_lock_dir(root)?;
     publish_directory(path, &root.join(step_dir_name(step)), ReplaceMethod::AtomicExchange)?;

@@ -26,23 +26,28 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Distance in bytes between the first bytes of two regions of the memory file, which limits the
-/// size of a memory copy.
+/// Distance in bytes between two regions of the memory file of a host, each of which can hold one
+/// copy of a rank's training state.
 const REGION_BYTES: u64 = 1 << 40;
-/// Size in bytes of the header of a memory copy, with which its region of the memory file begins.
+/// Size in bytes of the header at the beginning of a memory copy, a copy of a rank's training state
+/// in host memory.
 pub const COPY_HEADER_BYTES: u64 = 4096;
-/// Maximum size in bytes of the description of a memory copy.
+/// Maximum size in bytes of the JSON that describes a memory copy, a copy of a rank's training
+/// state in host memory.
 const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
-/// Maximum number of ranks whose memory copies a store can hold.
+/// Maximum number of ranks of a job whose training state a host can keep in its memory.
 const RANKS_MAX: u32 = 1 << 21;
-/// The first bytes of the header of a memory copy: a name and the version of the format.
+/// The first bytes of the header of a memory copy (a rank's training state in host memory): a name
+/// and the version of the format.
 const MAGIC: [u8; 16] = *b"launch copy   1\n";
-/// Number of bytes at the beginning of a header that the hash in the header covers.
+/// Number of bytes at the beginning of the header of a memory copy (a rank's training state in host
+/// memory) that the hash in this header covers.
 const HASHED_HEADER_BYTES: usize = 64;
-/// The name of the memory store in error messages.
+/// The name that error messages use for the memory file with copies of training states.
 const STORE_NAME: &str = "memory copies";
 
-/// Identifies the training state of which the ranks of a job made memory copies. All copies of the
+/// Identifies a training state of which all ranks made copies in host memory (memory copies): by
+/// its step, the number of earlier copies, the attempt and the number of ranks. All copies of the
 /// state have the same identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -58,8 +63,8 @@ pub struct MemoryCopyId {
     pub world: u32,
 }
 
-/// The description of a rank's memory copy: which training state was copied, the tensors in the
-/// rank's part, and what is known about the run.
+/// The description of a memory copy (a rank's training state in host memory): its identity, the
+/// tensors in the rank's part, and what is known about the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryCopyDescription {
@@ -72,8 +77,8 @@ pub struct MemoryCopyDescription {
     pub shard: ShardReport,
 }
 
-/// A complete memory copy of a rank's part of the training state (shard), as found in a
-/// [`MemoryStore`].
+/// A complete copy of a rank's part of the training state (shard) that was found in the memory of
+/// this host.
 #[derive(Clone, Debug)]
 pub struct StoredMemoryCopy {
     /// The identity of the copied training state.
@@ -88,8 +93,8 @@ pub struct StoredMemoryCopy {
     pub shard: MemoryShard,
 }
 
-/// The memory copies that were found in the [`MemoryStore`] of a host, and the ranks whose copies
-/// are incomplete.
+/// The copies of ranks' training states that were found in the memory of this host, and the ranks
+/// whose copies are incomplete.
 #[derive(Debug, Default)]
 pub struct StoredMemoryCopies {
     /// The complete copies. Their shards are not verified.
@@ -105,8 +110,8 @@ pub struct MemoryStore {
     file: Arc<File>,
 }
 
-/// The header of a memory copy: the sizes of the shard and the description that follow, and the
-/// description's hash.
+/// The header of a copy of a rank's training state in host memory: the sizes of the shard and of
+/// the description that follow, and the description's hash.
 struct RegionHeader {
     shard_bytes: u64,
     description_bytes: u64,
@@ -114,7 +119,8 @@ struct RegionHeader {
 }
 
 impl RegionHeader {
-    /// Encodes this header, followed by a hash of it, as one page of [`COPY_HEADER_BYTES`] bytes.
+    /// Encodes this header, followed by a hash of the header, as one page of [`COPY_HEADER_BYTES`]
+    /// bytes.
     fn encode(&self) -> Vec<u8> {
         let mut page = Vec::with_capacity(COPY_HEADER_BYTES as usize);
         page.extend(MAGIC);
@@ -126,8 +132,8 @@ impl RegionHeader {
         page
     }
 
-    /// Decodes the header at the beginning of `page`. Returns `None` if its hash, name or sizes are
-    /// not valid.
+    /// Decodes the header of a copy of a rank's training state, which is at the beginning of
+    /// `page`. Returns `None` if its hash, name or sizes are not valid.
     fn decode(page: &[u8]) -> Option<RegionHeader> {
         let (hashed, rest) = page.split_at_checked(HASHED_HEADER_BYTES)?;
         let number = |at: usize| Some(u64::from_le_bytes(hashed.get(at..at + 8)?.try_into().ok()?));
@@ -142,14 +148,15 @@ impl RegionHeader {
         (is_valid && fits).then_some(header)
     }
 
-    /// Returns the size in bytes of the whole memory copy: header, shard and description.
+    /// Returns the size in bytes of the whole copy of a rank's training state to which this header
+    /// belongs: header, shard and description.
     fn image_bytes(&self) -> u64 {
         COPY_HEADER_BYTES + self.shard_bytes + self.description_bytes
     }
 }
 
-/// Returns the byte offset in the memory file of the region for the copy number `sequence` of the
-/// rank `rank`.
+/// Returns the byte offset in the memory file at which the copy number `sequence` of the training
+/// state of the rank `rank` begins.
 fn find_region(rank: u32, sequence: u64) -> Result<u64> {
     match rank < RANKS_MAX {
         true => Ok((u64::from(rank) * 2 + sequence % 2) * REGION_BYTES),
@@ -164,14 +171,15 @@ fn store_error(action: &'static str) -> impl FnOnce(io::Error) -> CkptError {
 }
 
 impl MemoryStore {
-    /// Creates a store whose memory copies are in the memory file `file`.
+    /// Creates a store for copies of ranks' training states, which are kept in the memory file
+    /// (memfd) `file`.
     pub fn new(file: File) -> MemoryStore {
         MemoryStore { file: Arc::new(file) }
     }
 
-    /// Copies the part of the training state (shard) of `rank`, which consists of `pieces`, into
-    /// the rank's region of the memory file, with up to `threads` threads. Returns the size of the
-    /// copy in bytes.
+    /// Copies the part of the training state of `rank` that consists of `pieces` (ranges of
+    /// tensors) into the memory file of this host, with up to `threads` threads. Returns the size
+    /// of the copy in bytes.
     ///
     /// # Errors
     /// Fails if the host has too little memory, or `pieces` has a piece twice.
@@ -208,8 +216,8 @@ impl MemoryStore {
         Ok(header.image_bytes())
     }
 
-    /// Writes `parts`, one after another, to the memory file, starting at `offset`, and computes
-    /// the hash of each block. Returns the number of bytes and the hashes.
+    /// Writes the byte slices `parts`, one after another, to the memory file, starting at `offset`,
+    /// and computes the hash of each 1 MiB block. Returns the number of bytes and the hashes.
     fn write_blocks(&self, offset: u64, parts: &[&[u8]], threads: usize) -> Result<(u64, Vec<Hash>)> {
         let mut starts = Vec::with_capacity(parts.len());
         let mut total = 0u64;
@@ -237,8 +245,8 @@ impl MemoryStore {
         Ok((total, hashes.into_iter().collect::<Result<_>>()?))
     }
 
-    /// Lists the memory copies in the store, complete and incomplete ones. Verifies their
-    /// descriptions, but not their shards.
+    /// Lists all copies of ranks' training states in the memory file, complete and incomplete ones.
+    /// Verifies their descriptions, but not their shards.
     ///
     /// # Errors
     /// Fails if the memory file cannot be read.
@@ -254,8 +262,8 @@ impl MemoryStore {
         Ok(copies)
     }
 
-    /// Lists the numbers of those regions of the memory file (places for one copy) that contain
-    /// data.
+    /// Lists the numbers of those regions of the memory file (each for one copy of a rank's
+    /// training state) that contain data.
     fn list_used_regions(&self) -> Result<Vec<u64>> {
         let length = self.file.metadata().map_err(store_error("examine"))?.len();
         let (mut at, mut regions) = (0, Vec::new());
@@ -271,8 +279,8 @@ impl MemoryStore {
         Ok(regions)
     }
 
-    /// Reads the description of the memory copy in the region at `offset`. Returns `None` if the
-    /// copy is not complete.
+    /// Reads the description of the copy of a rank's training state that begins at `offset` in the
+    /// memory file. Returns `None` if the copy is not complete.
     fn read_copy(&self, offset: u64) -> Result<Option<StoredMemoryCopy>> {
         let Some(header) = self.read_header(offset)? else { return Ok(None) };
         let mut text = vec![0; header.description_bytes as usize];
@@ -295,8 +303,8 @@ impl MemoryStore {
         Ok(Some(StoredMemoryCopy { id, rank, description: text, hash, shard }))
     }
 
-    /// Reads the header of the memory copy in the region that begins at `offset` of the memory
-    /// file. Returns `None` if the header is not valid.
+    /// Reads the header of the copy of a rank's training state that begins at `offset` in the
+    /// memory file. Returns `None` if the header is not valid.
     fn read_header(&self, offset: u64) -> Result<Option<RegionHeader>> {
         let mut page = [0; HASHED_HEADER_BYTES + 32];
         match self.file.read_exact_at(&mut page, offset) {
@@ -305,8 +313,8 @@ impl MemoryStore {
         }
     }
 
-    /// Returns the size in bytes of the memory copy number `sequence` of the rank `rank`, including
-    /// its header.
+    /// Returns the size in bytes, including the header, of the copy number `sequence` of the
+    /// training state of the rank `rank`.
     ///
     /// # Errors
     /// Fails if the copy is not complete.
@@ -317,16 +325,17 @@ impl MemoryStore {
         header.map(|header| header.image_bytes()).ok_or_else(torn)
     }
 
-    /// Reads bytes of the memory copy number `sequence` of the rank `rank`, starting at `offset`
-    /// within the copy, into `out`, for a store on another host. The copy begins with its header.
+    /// Reads bytes of the copy number `sequence` of the training state of the rank `rank`, starting
+    /// at `offset` within the copy, into `out`, so that another host can store them, too. The copy
+    /// begins with its header.
     pub fn read_copy_image(&self, rank: u32, sequence: u64, offset: u64, out: &mut [u8]) -> Result<()> {
         let region = find_region(rank, sequence)?;
         self.file.read_exact_at(out, region + offset).map_err(store_error("read"))
     }
 
-    /// Writes `bytes`, which another host sent, to the memory copy number `sequence` of the rank
-    /// `rank`, starting at `offset` within the copy. The bytes at offset 0 must be written last,
-    /// because they complete the copy.
+    /// Writes `bytes`, which another host sent, into this host's copy number `sequence` of the
+    /// training state of the rank `rank`, starting at `offset` within the copy. The bytes at offset
+    /// 0 must be written last, because they complete the copy.
     ///
     /// # Errors
     /// Fails if the bytes do not fit into the region, or the host has too little memory.
@@ -338,13 +347,14 @@ impl MemoryStore {
         self.write_at(region + offset, bytes)
     }
 
-    /// Invalidates the memory copy that the region for copy number `sequence` of the rank `rank`
-    /// contains, before another copy is written to this region.
+    /// Marks the copy of the training state of the rank `rank` as invalid that occupies the place
+    /// of copy number `sequence`, before that place is overwritten.
     pub fn invalidate_copy_image(&self, rank: u32, sequence: u64) -> Result<()> {
         self.invalidate_region(find_region(rank, sequence)?)
     }
 
-    /// Frees the memory of all memory copies of ranks for which `keeps` returns false.
+    /// Frees the host memory of all copies of training states of ranks for which `keeps` returns
+    /// false.
     pub fn free_copies_except(&self, keeps: impl Fn(u32) -> bool) -> Result<()> {
         for region in self.list_used_regions()?.into_iter().filter(|region| !keeps((region / 2) as u32)) {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
@@ -355,8 +365,8 @@ impl MemoryStore {
         Ok(())
     }
 
-    /// Invalidates the memory copy in the region that begins at `offset` of the memory file, by
-    /// overwriting its header with zeros.
+    /// Marks the copy of a rank's training state that begins at `offset` in the memory file as
+    /// invalid, by overwriting its header with zeros.
     fn invalidate_region(&self, offset: u64) -> Result<()> {
         self.write_at(offset, &[0; COPY_HEADER_BYTES as usize])
     }
@@ -367,7 +377,8 @@ impl MemoryStore {
     }
 }
 
-/// Parses the text of a memory copy's description, which another rank sent.
+/// Parses the description of a copy of a rank's training state in host memory, which another rank
+/// sent.
 ///
 /// # Errors
 /// Fails if the text does not match `hash` or is not valid.
@@ -379,9 +390,9 @@ pub fn parse_copy_description(text: &[u8], hash: Hash) -> Result<MemoryCopyDescr
     json::parse_object(text).map_err(|e| damaged(e.to_string().into()))
 }
 
-/// Opens the checkpoint that the memory copies of the ranks together make up. `descriptions` has
-/// the description of the copy of each rank, and `shards` the shards that are on this host. `path`
-/// names the checkpoint in messages. Reads verify every block.
+/// Opens the checkpoint that results from the copies of all ranks' training states in the memory of
+/// hosts. `descriptions` has the description of the copy of each rank, and `shards` the shards that
+/// are on this host. `path` names the checkpoint in messages. Reads verify every block.
 ///
 /// # Errors
 /// Fails if the copies do not contain every element of every tensor exactly once.

@@ -1,5 +1,5 @@
-//! Saves native checkpoints: writes the ranks' files (shards) and parity files, and makes the
-//! checkpoint visible atomically (commit).
+//! Saves checkpoints in launch's own (native) format: writes the ranks' files (shards) and parity
+//! files, and makes the checkpoint visible atomically (commit).
 pub(crate) mod commit;
 pub mod host_local;
 pub mod memory_store;

@@ -4,8 +4,8 @@ use crate::codec::disk::{self, Directory};
 use crate::error::{CkptError, OutputProblem, Result};
 use std::path::{Path, PathBuf};
 
-/// Checks the output path `out`, and divides it into its parent directory and its name. Creates the
-/// parent directory if needed.
+/// Checks the path `out`, to which the user wants an operation to write a directory, and divides it
+/// into its parent directory and its name. Creates the parent directory if needed.
 ///
 /// # Errors
 /// Fails if `out` exists and can't be replaced (see [`check_output_replaceable`]), or is inside of

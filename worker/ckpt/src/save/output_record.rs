@@ -1,5 +1,5 @@
-//! [`OutputRecord`]: the JSON file in which a gather or a conversion lists the files that it wrote,
-//! with their hashes. Other programs ignore the file.
+//! [`OutputRecord`]: the JSON file in which launch lists the files that it wrote when it gathered
+//! weights or converted a checkpoint, with their hashes. Other programs ignore the file.
 use crate::codec::disk::{self, Directory, FILES_MAX, ReadBuffers, hash_file};
 use crate::codec::json::{deserialize_list, parse_object};
 use crate::codec::sealed_json::JsonSeal;
@@ -14,17 +14,18 @@ use std::fmt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Limit on the size in bytes of the file in which a gather or conversion lists the files that it
-/// wrote.
+/// Limit on the size in bytes of the file that lists what launch wrote when it gathered weights or
+/// converted a checkpoint.
 const RECORD_BYTES_MAX: u64 = 256 << 20;
-/// The version of the records of written files that this program writes. Version 1 had only names,
-/// no hashes.
+/// The version number that this program writes into its lists of written files (records). Version 1
+/// had only names, no hashes.
 const RECORD_VERSION: u32 = 2;
-/// How many levels of subdirectories are searched for files that a record does not list yet.
+/// How many levels of subdirectories of a repaired checkpoint are searched for files that its list
+/// of written files (record) does not contain yet.
 const SEARCH_DEPTH_MAX: u32 = 4;
 
-/// Identifies the operation (gather or conversion) that wrote a directory, by the name and the
-/// format of the record in it.
+/// Identifies the operation that wrote a directory (gathering weights or converting a checkpoint),
+/// by the name and the format of its list of written files (record).
 pub(crate) struct OutputRecordKind {
     /// Name of the file.
     pub(crate) file: &'static str,
@@ -34,20 +35,22 @@ pub(crate) struct OutputRecordKind {
     pub(crate) operation: &'static str,
 }
 
-/// Identifies directories with gathered weights by their record of written files.
+/// Identifies directories with gathered weights, by their list of written files, `gathered.json`.
 pub(crate) const GATHER_RECORD_KIND: OutputRecordKind = OutputRecordKind {
     file: "gathered.json",
     format: "launch gathered weights",
     operation: "`launch ckpt gather`",
 };
-/// Identifies directories that a conversion wrote by their record of written files.
+/// Identifies directories with a converted checkpoint, by their list of written files,
+/// `converted.json`.
 pub(crate) const CONVERT_RECORD_KIND: OutputRecordKind = OutputRecordKind {
     file: CONVERT_RECORD_FILE,
     format: "launch converted checkpoint",
     operation: "`launch ckpt convert`",
 };
 
-/// The list of the files that an operation (gather or conversion) wrote to a directory.
+/// The list of the files that launch wrote to a directory when it gathered weights or converted a
+/// checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct OutputRecord {
     /// The hash of the record file, computed with zeros in place of this field. Empty in version 1.
@@ -71,7 +74,7 @@ pub(crate) struct OutputRecord {
     pub(crate) files: Vec<RecordedFile>,
 }
 
-/// A file in a record of written files: its name and, if recorded, its size and hash.
+/// A file in launch's list of written files (record): its name and, if recorded, its size and hash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct RecordedFile {
     /// Path in the directory, with `/` between names. In version 1, the name of a file or
@@ -90,13 +93,13 @@ pub(crate) struct RecordedContent {
 }
 
 impl RecordedContent {
-    /// Computes the size and the hash of a file with the content `text`, for a record of written
+    /// Computes the size and the hash of a file with the content `text`, for a list of written
     /// files.
     pub(crate) fn from_text(text: &[u8]) -> RecordedContent {
         RecordedContent { bytes: text.len() as u64, blake3: Hash::digest(text) }
     }
 
-    /// Computes the size and the hash of the file `name` in `directory`, for a record of written
+    /// Computes the size and the hash of the file `name` in `directory`, for a list of written
     /// files.
     pub(crate) fn from_file(directory: &Directory, name: &str, scratch: &ReadBuffers) -> Result<Self> {
         hash_file(directory, name, scratch).map(|(bytes, blake3)| RecordedContent { bytes, blake3 })
@@ -109,8 +112,8 @@ impl<'de> Deserialize<'de> for RecordedFile {
     }
 }
 
-/// A serde visitor that deserializes a file of a record, from an object, or from only a name as in
-/// version 1.
+/// A serde visitor that deserializes one file in a list of written files, which is an object, or
+/// only a name in version 1 of the list.
 struct RecordedFileVisitor;
 
 impl<'de> Visitor<'de> for RecordedFileVisitor {
@@ -138,16 +141,16 @@ impl<'de> Visitor<'de> for RecordedFileVisitor {
 }
 
 impl OutputRecordKind {
-    /// Creates a record for the operation (gather or conversion) that this marker identifies, which
-    /// lists the written files `files`.
+    /// Creates the list of the written files `files` (record) for the operation that this kind
+    /// stands for, gathering weights or converting a checkpoint.
     pub(crate) fn make_record(&self, files: Vec<RecordedFile>) -> OutputRecord {
         let program = format!("launch {}", env!("CARGO_PKG_VERSION"));
         OutputRecord { format: self.format.into(), program, files, ..OutputRecord::default() }
     }
 
-    /// Reads the record of written files in `directory`, if it is of the operation that this marker
-    /// identifies. Returns `None` if there is no record, or if another program wrote a file of this
-    /// name.
+    /// Reads the list of written files (record) in `directory`, if it exists and stems from the
+    /// operation that this kind stands for. Returns `None` if there is no record, or if another
+    /// program wrote a file of this name.
     ///
     /// # Errors
     /// Fails if the record is damaged or exceeds a limit.
@@ -160,8 +163,8 @@ impl OutputRecordKind {
         parsed.map_err(|reason| CkptError::damaged(directory.path(), self.file, *reason))
     }
 
-    /// Parses the text of a record of written files, and verifies its hash. Returns `None` for a
-    /// record of another kind.
+    /// Parses the text of a list of written files (record), and verifies the hash of this text.
+    /// Returns `None` for a record of another kind.
     pub(crate) fn parse_record(
         &self,
         text: &mut [u8],
@@ -183,7 +186,8 @@ impl OutputRecordKind {
         }
     }
 
-    /// Writes a record of the written files to the directory `dir`, with the files sorted by name.
+    /// Writes the list of written files (record) to the directory `dir`, with the files sorted by
+    /// name.
     ///
     /// # Errors
     /// Fails if `dir` has a file of this name, or I/O fails.
@@ -198,17 +202,17 @@ impl OutputRecordKind {
 }
 
 impl OutputRecord {
-    /// Lists the names of those entries of the directory that are files of the record or contain
-    /// such files.
+    /// Lists the names of those entries of the output directory that are written files, or
+    /// subdirectories that contain written files.
     pub(crate) fn list_recorded_entries(&self) -> BTreeSet<&str> {
         self.files.iter().map(|f| f.name.split('/').next().unwrap_or_default()).collect()
     }
 }
 
-/// Updates the records of written files in `copy`, a copy of the directory `original` in which
-/// files were replaced, added and removed. Keeps the recorded hashes of the files `restored`, since
-/// a repair must have restored exactly their recorded content. Does nothing for records that are
-/// damaged or have no hashes.
+/// Updates the lists of written files (records) in `copy`, the repaired copy of the directory
+/// `original`, in which files were replaced, added and removed. Keeps the recorded hashes of the
+/// files `restored`, since a repair must have restored exactly their recorded content. Does nothing
+/// for records that are damaged or have no hashes.
 ///
 /// # Errors
 /// Fails if a file of `copy` cannot be read, or a record cannot be written.
@@ -233,8 +237,8 @@ pub(crate) fn update_output_records_in_copy(
     Ok(())
 }
 
-/// Lists the files for the updated record of a copied directory: those of `record` that still
-/// exist, and new ones.
+/// Lists the files for the updated list of written files in a repaired copy of a directory: those
+/// of `record` that still exist, and new ones.
 fn list_updated_files(
     copy: &Directory,
     original: &Directory,
@@ -274,7 +278,7 @@ fn list_updated_files(
     Ok(files.into_values().collect())
 }
 
-/// Returns true if the file `name` has equal content in both directories.
+/// Returns true if the file `name` has equal content in the directories `a` and `b`.
 fn is_same_content(a: &Directory, b: &Directory, name: &str, scratch: &ReadBuffers) -> Result<bool> {
     let identify = |directory: &Directory| {
         let metadata = directory.path().join(name).symlink_metadata().ok()?;

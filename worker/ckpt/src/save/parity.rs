@@ -93,9 +93,9 @@ pub fn write_parity(
     Ok(ParityFileReport { rank, world, file, bytes, blocks })
 }
 
-/// Plans in which order the blocks with the indices `blocks` are read from all ranks' files
-/// (shards), [`WINDOW_BLOCKS`] at a time. Reads of the same blocks of all shards are adjacent.
-/// `sizes` are the sizes of the shards in bytes.
+/// Plans the order in which the blocks with the numbers in `blocks` are read from all ranks' files
+/// (shards): [`WINDOW_BLOCKS`] blocks of each file at a time. Reads of the same blocks of all
+/// shards are adjacent. `sizes` are the sizes of the shards in bytes.
 fn order_block_reads(sizes: &[u64], blocks: Range<u64>) -> Vec<BlockRequest> {
     let mut jobs = Vec::new();
     let mut start = blocks.start;
@@ -129,10 +129,10 @@ pub(crate) struct RebuildReport {
     pub(crate) lost: Vec<String>,
 }
 
-/// Rebuilds the damaged files of the native checkpoint in the directory `from` with its parity
-/// files, and writes the rebuilt files to the directory `to`, which must be a copy of `from`.
-/// Removes files from `to` that do not belong to the checkpoint. The report lists rebuilt, removed
-/// and lost files.
+/// Rebuilds the damaged files of the native checkpoint (in launch's own format) in the directory
+/// `from` with its parity files, and writes the rebuilt files to the directory `to`, a copy of
+/// `from`. Removes files from `to` that do not belong to the checkpoint. The report lists rebuilt,
+/// removed and lost files.
 pub(crate) fn rebuild_from_parity(from: &Path, to: &Path) -> Result<RebuildReport> {
     let directory = Directory::open(from)?;
     let manifest = Manifest::load(&directory)?;

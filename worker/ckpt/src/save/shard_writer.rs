@@ -1,5 +1,5 @@
-//! [`write_shard`]: writes a rank's file (shard) of a native checkpoint to the hidden directory of
-//! a save.
+//! [`write_shard`]: writes a rank's file (shard) of a checkpoint in launch's own format to the
+//! hidden directory of a save.
 use crate::codec::disk::{FileWriter, HashMode, IoMode, WrittenFile};
 use crate::codec::safetensors::{self, PlannedTensor};
 use crate::error::{CkptError, Result, SaveProblem};
@@ -11,7 +11,8 @@ use std::collections::HashSet;
 use std::ops::ControlFlow;
 use std::path::Path;
 
-/// The number of written bytes between two calls of the progress function of [`write_shard_until`].
+/// Number of bytes of a rank's file (shard) that are written between two calls of the callback that
+/// shows the progress of a save.
 const PROGRESS_INTERVAL_BYTES: usize = 8 << 20;
 
 /// A piece of a tensor that this rank saves: consecutive elements of the tensor.
@@ -118,10 +119,10 @@ pub fn write_shard(staging: &Path, rank: u32, world: u32, pieces: &[TensorPiece<
     written?.ok_or_else(|| CkptError::internal("writing the shard ended early"))
 }
 
-/// Writes this rank's file (shard) of a checkpoint, and stops without a result when `progress`
-/// returns [`ControlFlow::Break`]. Before every 8 MiB of elements, calls `progress` with the number
-/// of bytes of elements that were written so far. Returns `None` after a break, which leaves an
-/// incomplete file.
+/// Writes this rank's file (shard) of a checkpoint to the hidden directory of a save, and stops
+/// without a result when `progress` returns [`ControlFlow::Break`]. Before every 8 MiB of elements,
+/// calls `progress` with the number of bytes of elements that were written so far. Returns `None`
+/// after a break, which leaves an incomplete file.
 pub fn write_shard_until(
     staging: &Path,
     rank: u32,

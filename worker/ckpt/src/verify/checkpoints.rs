@@ -53,9 +53,10 @@ pub fn verify_checkpoints_with(path: &Path, options: VerifyOptions) -> Result<Ve
     Ok(report)
 }
 
-/// Verifies every stored byte of the checkpoints at `path`. If `options.values` is true, also
-/// searches an external checkpoint for NaN and infinite values. Never searches native checkpoints
-/// for such values.
+/// Verifies every stored byte of the checkpoint at `path`, or of the checkpoints in the directory
+/// `path`, against stored hashes and CRC-32s. If `options.values` is true, also searches an
+/// external checkpoint for NaN and infinite values. Never searches native checkpoints for such
+/// values.
 fn verify_files(path: &Path, options: VerifyOptions) -> Result<VerifyReport> {
     let mut report = VerifyReport { path: path.to_owned(), ..VerifyReport::default() };
     if !path_exists(path) {

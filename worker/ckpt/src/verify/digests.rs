@@ -1,5 +1,5 @@
-//! Verifies files against the BLAKE3 hashes that a gather or a conversion recorded when it wrote
-//! them.
+//! Verifies gathered weights and converted checkpoints against the BLAKE3 hashes that launch
+//! recorded when it wrote these files.
 use super::report::convert_error_to_damage;
 use crate::codec::disk::{Directory, OffsetReader, ReadBuffers, hash_open_file};
 use crate::error::{CkptError, Damage, DamageReason, Result};
@@ -16,7 +16,8 @@ const THREADS_MAX: usize = 16;
 /// limit, a file that takes little space on the disk could take very long to hash.
 const HOLE_BYTES_MAX: u64 = 16 << 30;
 
-/// The result of verifying files against the hashes that gathers and conversions recorded.
+/// The result of verifying gathered weights and converted checkpoints against the hashes that
+/// launch recorded when it wrote these files.
 #[derive(Default)]
 pub(super) struct RecordedFileResults {
     /// Device and inode number of every file that matches its hash.
@@ -49,8 +50,8 @@ impl RecordedFileResults {
     }
 }
 
-/// Verifies the files that gathers and conversions recorded in the directories `roots`. Skips those
-/// for which `is_due` is false.
+/// Verifies gathered weights and converted checkpoints in the directories `roots` against the
+/// hashes that launch recorded when it wrote these files. Skips those for which `is_due` is false.
 ///
 /// # Errors
 /// Fails if a directory cannot be opened. A damaged record or file is a problem in the result.
@@ -74,9 +75,9 @@ pub(super) fn verify_recorded_files(
     Ok(found)
 }
 
-/// Verifies the files that `record`, the list of a gather or conversion, contains, and adds the
-/// result to `found`. `file` is the name of the record's file. Skips files for which `is_due` is
-/// false.
+/// Verifies the files that `record` lists, the list of what launch wrote to `directory` when it
+/// gathered weights or converted a checkpoint, and adds the results to `found`. `file` is the name
+/// of the record's file. Skips files for which `is_due` is false.
 fn verify_record(
     directory: &Directory,
     record: &OutputRecord,
@@ -119,9 +120,9 @@ fn verify_record(
     }
 }
 
-/// Finds the subdirectories that do not exist although the record of a gather or conversion lists
-/// files in them. Returns the number of recorded files of each. A program that continues the
-/// training may have removed an old state.
+/// Finds the subdirectories of an output directory that do not exist, although its list of written
+/// files (record) names files in them. Returns the number of recorded files of each. A program that
+/// continues the training may have removed an old state.
 fn find_absent_directories<'r>(directory: &Directory, record: &'r OutputRecord) -> BTreeMap<&'r str, usize> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for file in &record.files {
@@ -133,7 +134,8 @@ fn find_absent_directories<'r>(directory: &Directory, record: &'r OutputRecord) 
     counts
 }
 
-/// Verifies the file `name` against the size and hash that a gather or conversion recorded for it.
+/// Verifies the file `name` against the size and the hash that launch recorded when it wrote the
+/// file.
 fn verify_file(
     directory: &Directory,
     name: &str,

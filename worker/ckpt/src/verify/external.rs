@@ -56,16 +56,16 @@ pub(crate) fn verify_opened_checkpoint(
     Ok((report, warnings))
 }
 
-/// Verifies the files that gathers and conversions recorded, with their hashes, in the directories
-/// of the checkpoint.
+/// Verifies those files of the checkpoint that launch wrote when it gathered weights or converted a
+/// checkpoint, against the hashes that it recorded then.
 fn verify_records(checkpoint: &ExternalCheckpoint) -> Result<RecordedFileResults> {
     let names: BTreeSet<&str> = checkpoint.store.files.iter().map(|f| f.name.as_str()).collect();
     let is_due = |name: &str| !checkpoint.is_single_file || names.contains(name);
     verify_recorded_files(&[checkpoint.path(), checkpoint.facts().root.as_path()].into(), &is_due)
 }
 
-/// Adds the problems of recorded files to `problems`, except for files about which `problems`
-/// already has a problem, since the existing problems are more exact.
+/// Adds problems of files that differ from their recorded hashes to `problems`, except for files
+/// about which `problems` already has a more exact problem.
 pub(super) fn add_record_problems(problems: &mut Vec<Damage>, recorded: Vec<Damage>) {
     let file_name = |name: &str| name.rsplit('/').next().unwrap_or_default().to_owned();
     let known: BTreeSet<String> = problems.iter().map(|p| file_name(&p.file)).collect();

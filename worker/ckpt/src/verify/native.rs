@@ -1,4 +1,5 @@
-//! Verifies the files of a native checkpoint against the hashes in its manifest.
+//! Verifies the files of a checkpoint in launch's own (native) format against the hashes in its
+//! manifest.
 use super::report::{CheckpointReport, convert_error_to_damage};
 use crate::codec::disk::{BLOCK_BYTES, BlockReader, BlockRequest, Directory, DiskBufferPool, stream_windows};
 use crate::codec::safetensors;
@@ -10,9 +11,9 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-/// Verifies every file of the native checkpoint at `path`, except ranks' files (shards) on other
-/// hosts. `named` is the step in the name of the directory, which must equal the step in the
-/// manifest, or `None` if the name has no step.
+/// Verifies every file of the checkpoint in launch's own (native) format at `path`, except ranks'
+/// files (shards) on other hosts. `named` is the step in the name of the directory, which must
+/// equal the step in the manifest, or `None` if the name has no step.
 pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<CheckpointReport> {
     let mut report = CheckpointReport { path: path.to_owned(), ..CheckpointReport::default() };
     let loaded = Directory::open(path).and_then(|directory| Ok((Manifest::load(&directory)?, directory)));
@@ -56,7 +57,8 @@ pub(super) fn verify_native(path: &Path, named: Option<u64>) -> Result<Checkpoin
     Ok(report)
 }
 
-/// A rank's file (shard) of a native checkpoint, together with what its manifest states about it.
+/// A rank's file (shard) of a checkpoint that is to be verified, together with what the
+/// checkpoint's manifest states about it.
 struct ShardToVerify<'m> {
     manifest: &'m Manifest,
     /// Index of the shard.
@@ -116,7 +118,7 @@ impl ShardToVerify<'_> {
         tensors.into_values().map(TensorEntry::label).collect()
     }
 
-    /// Compares the safetensors header of the rank's file with the manifest. Returns the first
+    /// Compares the safetensors header of the rank's file with the manifest, and returns the first
     /// difference, or `None` if the header matches.
     fn find_header_problem(&self, directory: &Directory) -> Option<DamageReason> {
         let header = match safetensors::open_header(directory, &self.manifest.files[self.file].name) {
@@ -142,7 +144,8 @@ fn describe_size_mismatch(entry: &FileEntry, found: u64) -> Damage {
     Damage::for_file(&entry.name, DamageReason::SizeMismatch { expected: entry.bytes, found })
 }
 
-/// Verifies a parity file of a native checkpoint, and adds its problems to `report`.
+/// Verifies a parity file (XOR of the ranks' files) of a checkpoint against the hashes in the
+/// manifest, and adds its problems to `report`.
 fn verify_parity_file(
     directory: &Directory,
     entry: &FileEntry,

@@ -1,4 +1,4 @@
-//! [`VerifyReport`]: the result of verifying checkpoints that is reported to the user.
+//! [`VerifyReport`]: what is reported to the user after checkpoints were verified.
 use crate::error::{CkptError, Damage, DamageReason, MissingPart, RemoteShard};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -57,7 +57,8 @@ impl VerifyReport {
     }
 }
 
-/// Converts an error of opening or reading the file `file` to a damage entry of the report.
+/// Converts an error of opening or reading the file `file` of a checkpoint to an entry of the
+/// verification's report, which states the damage.
 pub(super) fn convert_error_to_damage(file: &str, e: CkptError) -> Damage {
     match e {
         CkptError::Damaged { damage, .. } => *damage,

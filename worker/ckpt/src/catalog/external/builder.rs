@@ -32,7 +32,8 @@ pub(crate) struct ExternalCheckpointBuilder {
 }
 
 impl ExternalCheckpointBuilder {
-    /// Opens the checkpoint directory at `path`, without reading any file.
+    /// Creates an empty builder for the checkpoint in the directory at `path`, which is opened
+    /// without reading any file.
     pub(crate) fn new(path: &Path) -> Result<ExternalCheckpointBuilder> {
         Ok(ExternalCheckpointBuilder {
             directory: Arc::new(Directory::open(path)?),
@@ -43,9 +44,9 @@ impl ExternalCheckpointBuilder {
         })
     }
 
-    /// Opens a torch file of the checkpoint directory and adds it to the checkpoint's list of
-    /// files. Returns the file's index in [`StoredFiles`], and the parsed file. `globals` lists the
-    /// classes and functions that the file may name.
+    /// Opens a file of the checkpoint directory that `torch.save` has written, and adds it to the
+    /// list of the checkpoint's files. Returns the file's index in [`StoredFiles`], and the parsed
+    /// file. `globals` lists the classes and functions that the file may name.
     pub(crate) fn add_torch_file(
         &mut self,
         name: &str,
@@ -70,8 +71,8 @@ impl ExternalCheckpointBuilder {
         CkptError::damaged(self.directory.path(), file, reason)
     }
 
-    /// Returns the error [`CkptError::Damaged`] for the file number `file` of the list of files
-    /// that contain tensors ([`StoredFiles`]).
+    /// Returns the error [`CkptError::Damaged`] for a file that contains tensors, given as its
+    /// number `file` in the list [`StoredFiles`].
     pub(crate) fn damaged_stored_file_error(
         &self,
         file: usize,
@@ -80,7 +81,8 @@ impl ExternalCheckpointBuilder {
         self.damaged_file_error(&self.store.files[file].name, reason)
     }
 
-    /// Returns the error [`CkptError::Missing`], which reports that the checkpoint lacks `part`.
+    /// Returns the error [`CkptError::Missing`], which reports that the checkpoint lacks `part`,
+    /// such as a file or a tensor.
     pub(crate) fn missing_part_error(&self, part: impl Into<MissingPart>) -> CkptError {
         CkptError::missing(self.directory.path(), part)
     }
@@ -90,8 +92,8 @@ impl ExternalCheckpointBuilder {
         self.facts.notices.push(line.into());
     }
 
-    /// Records that the checkpoint has optimizer states that are ignored. `notice` states the
-    /// reason to the user. The first such notice also becomes the reason in the facts.
+    /// Records that the checkpoint has optimizer states that are not read, and the reason. `notice`
+    /// states the reason to the user. The first such notice also becomes the reason in the facts.
     pub(crate) fn record_skipped_optimizer(&mut self, notice: String) {
         self.facts.ignored_optimizer.get_or_insert_with(|| notice.clone());
         self.add_notice(notice);
@@ -113,8 +115,8 @@ impl ExternalCheckpointBuilder {
         weights.map(|e| (e.info.name.as_str(), e.info.shape.as_slice()))
     }
 
-    /// Sorts the tensors of the checkpoint by the positions of their names in `order`. Tensors
-    /// whose names are not in `order` come last, in their previous order.
+    /// Sorts the tensors of the checkpoint into the order in which the list `order` has their
+    /// names. Tensors whose names are not in `order` come last, in their previous order.
     pub(crate) fn sort_tensors<'n>(&mut self, order: impl IntoIterator<Item = &'n str>) {
         let position: HashMap<&str, usize> = order.into_iter().zip(0..).collect();
         self.entries.sort_by_key(|e| position.get(e.info.name.as_str()).copied().unwrap_or(usize::MAX));
@@ -127,8 +129,9 @@ impl ExternalCheckpointBuilder {
         self.finish_with_paths(&path, &path)
     }
 
-    /// Builds the [`ExternalCheckpoint`] with the checkpoint path `path`, and reads `config.json`
-    /// and the tokenizer from the directory `root`.
+    /// Builds the [`ExternalCheckpoint`] with the path `path`, and reads the model's `config.json`
+    /// and tokenizer from the directory `root`, which can be another directory than that of the
+    /// tensors.
     pub(crate) fn finish_with_paths(mut self, path: &Path, root: &Path) -> Result<ExternalCheckpoint> {
         if !self.entries.iter().any(|e| e.info.role.is_optimizer_state()) {
             self.facts.missing.insert(0, TrainingStatePart::OptimizerState);

@@ -27,9 +27,9 @@ const TEXT_BYTES_MAX: u64 = 128 << 20;
 /// total size of the files that store them. Tensors may share stored bytes, so their total size may
 /// exceed that of the files.
 const TENSOR_TO_FILE_BYTES_RATIO_MAX: u64 = 2;
-/// Number of bytes by which the total size of all tensors may exceed the limit that follows from
-/// [`TENSOR_TO_FILE_BYTES_RATIO_MAX`]. A small checkpoint can need them for an expanded mask, for
-/// example.
+/// Number of bytes by which the total size of a checkpoint's tensors may exceed
+/// [`TENSOR_TO_FILE_BYTES_RATIO_MAX`] times the total size of its files. A small checkpoint can
+/// need them for an expanded mask, for example.
 const TENSOR_BYTES_ALLOWANCE: u64 = 256 << 20;
 /// Names of the text files that a Hugging Face directory may contain in addition to the weights.
 const HF_TEXT_FILE_NAMES: [&str; 8] = [
@@ -337,8 +337,8 @@ fn index_tensors(
     Ok(index)
 }
 
-/// Reads the model's `config.json` in the directory, and returns `None` if the file does not exist.
-/// Fails if the file is not a JSON object.
+/// Reads the model's `config.json` in a checkpoint directory, and returns `None` if the file does
+/// not exist. Fails if the file is not a JSON object.
 fn read_model_config_json(directory: &Directory) -> Result<Option<Map<String, Value>>> {
     match read_json_if_exists(directory, CONFIG_FILE, CONFIG_BYTES_MAX)? {
         None => Ok(None),
@@ -350,9 +350,9 @@ fn read_model_config_json(directory: &Directory) -> Result<Option<Map<String, Va
     }
 }
 
-/// Reads the text files of the tokenizer and the model that exist in the directory, of those that
-/// [`HF_TEXT_FILE_NAMES`] lists. Fails if a file is not UTF-8 text, or the files together have more
-/// than [`TEXT_BYTES_MAX`] bytes.
+/// Reads the text files of the tokenizer, and the settings of text generation, that exist in a
+/// checkpoint directory. Fails if a file is not UTF-8 text, or the files together have more than
+/// [`TEXT_BYTES_MAX`] bytes.
 fn read_text_files(directory: &Directory) -> Result<Vec<TextFile>> {
     let (mut texts, mut bytes_left) = (Vec::new(), TEXT_BYTES_MAX);
     for name in HF_TEXT_FILE_NAMES {

@@ -20,8 +20,8 @@ const PIECE_BYTES: u64 = 8 << 20;
 const PIECES_MAX: u64 = 1 << 20;
 /// Limit on the number of threads that verify checksums. More threads would only wait for the disk.
 const THREADS_MAX: usize = 16;
-/// Minimum number of bytes for which a further thread is started. Starting a thread for fewer bytes
-/// costs more than it saves.
+/// Minimum number of bytes whose checksums each further thread verifies, because starting a thread
+/// for less would cost more than it saves.
 const THREAD_MIN_BYTES: u64 = 1 << 20;
 
 /// A piece of a [`CrcSpan`] (a byte range of a file with one stored CRC-32) that one thread
@@ -44,9 +44,10 @@ fn split_into_pieces(file: usize, span: usize, bytes: Range<u64>) -> impl Iterat
     bytes.step_by(size as usize).map(piece)
 }
 
-/// Verifies every CRC-32 that is stored in the files `store`, except in files for which `skip` is
-/// true. Returns the number of verified bytes, the number of spans, and a [`Damage`] for each span
-/// whose CRC-32 is wrong. A damage names the tensors of `entries` in its span.
+/// Verifies every CRC-32 that the files of a checkpoint store for their byte ranges, except in
+/// files for which the function `skip` returns true. Returns the number of verified bytes, the
+/// number of spans, and a [`Damage`] for each span whose CRC-32 is wrong. A damage names the
+/// tensors of `entries` in its span.
 ///
 /// # Errors
 /// Fails if a file cannot be read. A wrong CRC-32 is damage, not an error.
@@ -77,9 +78,9 @@ pub(crate) fn verify_all_spans(
     Ok((bytes, spans.len() as u64, damaged.into_iter().map(damage).collect()))
 }
 
-/// Completes the verification of every file range with a stored CRC-32 ([`CrcSpan`]) from which
-/// bytes were read unverified, and of all other unverified ranges if `every_span` is true. Reads
-/// only the bytes that were not read before, and marks the spans as verified.
+/// Verifies the stored CRC-32 of each byte range (span) from which tensor elements were read
+/// without verification, by reading only the rest of the range. Reads only the bytes that were not
+/// read before, and marks the spans as verified.
 ///
 /// # Errors
 /// Fails at the first span whose content does not match its CRC-32, with an error that names the
@@ -108,8 +109,8 @@ pub(crate) fn verify_read_spans(
     Ok(())
 }
 
-/// Iterates over the byte ranges with a stored CRC-32 (spans) of all files. Each item is the file's
-/// index in `store`, the span's index in the file, and the span.
+/// Iterates over the byte ranges with a stored CRC-32 (spans) in all files of the checkpoint. Each
+/// item is the file's index in `store`, the span's index in the file, and the span.
 fn list_spans(store: &StoredFiles) -> impl Iterator<Item = (usize, usize, &CrcSpan)> {
     let files = store.files.iter().enumerate();
     files.flat_map(|(f, file)| file.spans.iter().enumerate().map(move |(s, span)| (f, s, span)))
@@ -136,9 +137,9 @@ fn compute_crcs<'a>(store: &'a StoredFiles, pieces: &[SpanPiece]) -> Result<Vec<
     parallel::map_indices(choose_thread_count(bytes), pieces.len(), no_file, compute).into_iter().collect()
 }
 
-/// Returns the number of threads with which checksums of `bytes` bytes are verified. The number is
-/// that of the CPU cores plus 1, but at most [`THREADS_MAX`], and smaller if a thread would get
-/// fewer than [`THREAD_MIN_BYTES`].
+/// Returns the number of threads among which the verification of checksums of `bytes` bytes is
+/// divided. The number is that of the CPU cores plus 1, but at most [`THREADS_MAX`], and smaller if
+/// a thread would get fewer than [`THREAD_MIN_BYTES`].
 fn choose_thread_count(bytes: u64) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     (cores + 1).min(THREADS_MAX).min((bytes / THREAD_MIN_BYTES) as usize + 1)

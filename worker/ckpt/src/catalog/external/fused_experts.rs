@@ -12,12 +12,12 @@ use std::ops::Range;
 
 /// Names of an expert's three matrices (gate, up, down) in files of the supported model families.
 const MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
-/// How a weight's name denotes the mixture-of-experts layer: first in files of Mixtral, then in the
-/// model.
+/// The part of a weight's name that denotes the mixture-of-experts layer: in the files of Mixtral
+/// (first), and in the model in memory (second).
 const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
 
-/// A tensor of a single expert in a file that becomes a part of a fused tensor (all experts of a
-/// layer) of the model.
+/// A tensor that a file stores for a single expert, whereas the model has one tensor for all
+/// experts of a layer (fused), of which it is a part.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct SeparateExpertTensor {
     /// Name under which files store this part of the fused tensor.
@@ -90,8 +90,8 @@ impl FusedExperts {
         Some(fused)
     }
 
-    /// Adds the weight of the model that files store as the separate tensors `parts`. Returns
-    /// `None` if the number of elements overflows.
+    /// Adds a weight that combines all experts of a layer, and the tensors `parts` of single
+    /// experts in which files store it. Returns `None` if the number of elements overflows.
     fn add_weight(
         &mut self,
         name: String,

@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Number of bytes of 16-bit floats that are read from a file and converted at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The place of a byte range with one CRC-32 (a span): the index of the file in [`StoredFiles`],
-/// and the index of the span in the file.
+/// Identifies a byte range of a file with one stored CRC-32 (a span): the index of the file in the
+/// list of [`StoredFiles`], and the index of the span in that file.
 pub(super) type SpanIndex = (usize, usize);
 
 /// The files of another program's checkpoint that contain tensors.
@@ -61,7 +61,8 @@ impl CrcSpan {
         self.verified.load(Ordering::Acquire)
     }
 
-    /// Records that the bytes match their stored CRC-32, so that they are not verified again.
+    /// Records that the bytes of this range of a file match their stored CRC-32, so that they are
+    /// not verified again.
     pub(super) fn mark_verified(&self) {
         self.verified.store(true, Ordering::Release);
     }
@@ -83,13 +84,14 @@ pub(crate) struct PartReadRequest<'a> {
 }
 
 impl StoredFile {
-    /// Creates the description of the file `name` of `size` bytes in `directory`, without spans.
+    /// Creates the description of the file `name` of `size` bytes in `directory`, to which the byte
+    /// ranges of tensors (spans) are added later.
     pub(crate) fn new(directory: Arc<Directory>, name: String, size: u64) -> StoredFile {
         StoredFile { directory, name, size, spans: Vec::new() }
     }
 
-    /// Adds a byte range that contains tensors (a span) to the file for each of `members`, which
-    /// are zip members or tensor storages. Returns the index of the first added span.
+    /// Adds to the description of this file the byte range (span) of each zip member or tensor
+    /// storage in `members`. Returns the index of the first added span.
     pub(crate) fn add_spans(&mut self, members: Vec<ZipMember>) -> usize {
         let first = self.spans.len();
         self.spans.extend(members.into_iter().map(|m| CrcSpan {
@@ -112,7 +114,7 @@ impl StoredFile {
         &self.directory
     }
 
-    /// Opens this file for reads at any offset, through the reusable buffers `scratch`.
+    /// Opens this file for reads at any offset, for which the buffers in `scratch` are used.
     ///
     /// # Errors
     /// Fails if the size has changed since the checkpoint was opened.
@@ -205,9 +207,10 @@ impl StoredFiles {
         )
     }
 
-    /// Carries out all read requests in the order of the files and offsets from which they read.
-    /// Verifies the span of a part before the part is read if `checked` is true or the part is not
-    /// contiguous. An error about a span names the tensors of `entries` in the span.
+    /// Reads tensor elements for all of `part_reads`, in the order in which the files store them,
+    /// into the buffers of these requests. Verifies the span of a part before the part is read if
+    /// `checked` is true or the part is not contiguous. An error about a span names the tensors of
+    /// `entries` in the span.
     ///
     /// If `checked` is false, the caller must verify the read spans after the last read with
     /// [`super::crc_check::verify_read_spans`], and must discard the elements if that fails.
@@ -270,8 +273,9 @@ impl StoredFiles {
         self.strided.get_or_read((part.file, part.span), bytes.end - bytes.start, read)
     }
 
-    /// Reads the elements `range` of the tensor into `out`, in the stored dtype. `part` must have
-    /// all of these elements. Verifies the span of the part first.
+    /// Reads the elements `range` of a tensor into `out`, in the dtype in which the file stores
+    /// them, from the stored part `part` of the tensor. `part` must have all of these elements.
+    /// Verifies the span of the part first.
     pub(crate) fn read_raw(
         &self,
         part: &TensorPart,
@@ -310,8 +314,8 @@ impl StoredFiles {
         Ok(range.end.min(range.start + (data.start - first) / size))
     }
 
-    /// Reads the optimizer step of a parameter, which is stored in the file number `file` of the
-    /// list.
+    /// Reads the optimizer step of a parameter, which the checkpoint's file number `file` stores as
+    /// a number or as a tensor with one element.
     pub(crate) fn read_step(&self, file: usize, step: &StepValue) -> Result<f64> {
         match step {
             StepValue::Number(number) => Ok(*number),
@@ -319,8 +323,8 @@ impl StoredFiles {
         }
     }
 
-    /// Reads the first element of the tensor `view`, which is stored in the file number `file` of
-    /// the list, as F32. Verifies the span of the tensor first.
+    /// Reads the first element of the torch tensor `view`, which the checkpoint's file number
+    /// `file` stores, as F32. Verifies the span of the tensor first.
     pub(crate) fn read_scalar(&self, file: usize, view: &TensorView) -> Result<f32> {
         self.read_first_element(&TensorPart::new(file, view, 0..1, 0), view.dtype)
     }
@@ -334,8 +338,8 @@ impl StoredFiles {
     }
 }
 
-/// Lists for each of `spans` (byte ranges of files) those of the tensors `entries` that have
-/// elements in the range.
+/// Returns, for each of the byte ranges of files (spans) in `spans`, the labels of those tensors in
+/// `entries` that have elements in the range.
 pub(super) fn list_tensors_in_spans(
     spans: &[SpanIndex],
     entries: &[ExternalTensor],
@@ -352,8 +356,8 @@ pub(super) fn list_tensors_in_spans(
     found
 }
 
-/// Reads the elements that the request `w` asks for from the byte range `span` of a file, and
-/// stores them as F32 in `w.out`. `buffer` is scratch memory, whose content is overwritten.
+/// Reads tensor elements from a byte range (span) of a file into the buffer of the request `w`, and
+/// converts them to F32. `buffer` is scratch memory, whose content is overwritten.
 fn read_part_as_f32(
     file: &StoredFile,
     open: &mut OffsetReader<'_>,
@@ -396,8 +400,8 @@ fn copy_bytes(content: &[u8], at: u64, out: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Copies the elements that the request `w` asks for, which are not contiguous, from `content` to
-/// `w.out` as F32.
+/// Copies tensor elements that are not contiguous in `content`, the content of a file's byte range,
+/// into the buffer of the request `w`, as F32.
 fn copy_strided_elements_as_f32(content: &[u8], w: &mut PartReadRequest<'_>) -> Result<()> {
     let size = w.dtype.size();
     let (mut done, mut bytes) = (0, Vec::new());

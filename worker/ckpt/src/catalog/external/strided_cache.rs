@@ -6,7 +6,8 @@
 use crate::error::Result;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Limit on the total size of the cache in bytes. Spans that are larger are not cached.
+/// Maximum total size in bytes of the file content that a [`StridedCache`] keeps in memory. Spans
+/// that are larger are not cached.
 const CACHE_BYTES_MAX: u64 = 256 << 20;
 
 /// A cache of the contents of byte ranges of files (spans) with tensors whose elements are not
@@ -14,7 +15,8 @@ const CACHE_BYTES_MAX: u64 = 256 << 20;
 #[derive(Default)]
 pub(super) struct StridedCache(Mutex<Vec<CachedSpan>>);
 
-/// A byte range of a file (span) in the cache: its place and its content.
+/// The content of a byte range of a file (span) in the cache, with the index of the file and the
+/// index of the range in it.
 struct CachedSpan {
     /// Index of the file in `StoredFiles`, and index of the span in the file.
     place: (usize, usize),
@@ -22,8 +24,8 @@ struct CachedSpan {
 }
 
 impl StridedCache {
-    /// Returns the content of the byte range of a file (span) at `place`, which has `bytes` bytes,
-    /// from the cache or else by a call of `read`. If the span is not cached, calls `read` with a
+    /// Returns the content of a byte range (span) of a file, either from the cache or by a call of
+    /// `read`, which reads the range from the file. If the span is not cached, calls `read` with a
     /// buffer that `read` must fill, and removes the spans that were cached first if the cache is
     /// full. Returns `None` without a call of `read` if the span is larger than the cache.
     ///

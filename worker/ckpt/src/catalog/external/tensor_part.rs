@@ -96,7 +96,8 @@ pub(crate) struct TensorPart {
     pub(super) strided: Option<Arc<StridedLayout>>,
 }
 
-/// The shape and the strides of a tensor part whose elements are not contiguous in the file.
+/// The shape and the strides of a part of a tensor whose elements are not contiguous in the file
+/// that stores them.
 #[derive(Debug)]
 pub(super) struct StridedLayout {
     shape: Vec<u64>,
@@ -104,8 +105,8 @@ pub(super) struct StridedLayout {
 }
 
 impl TensorPart {
-    /// Describes where the file stores the range `taken` of the elements of the torch tensor
-    /// `view`, as a part of a tensor. The first of these elements has the index `start` in the
+    /// Describes where the elements `taken` of a tensor in a torch file (`view`) are stored, as a
+    /// part of a tensor of the checkpoint. The first of these elements has the index `start` in the
     /// tensor. `file` is the index of the view's file in `StoredFiles`.
     pub(crate) fn new(file: usize, view: &TensorView, taken: Range<u64>, start: u64) -> TensorPart {
         let contiguous = view.is_contiguous();
@@ -121,8 +122,8 @@ impl TensorPart {
         }
     }
 
-    /// Returns the elements `taken` of this part as a part of another tensor, in which they begin
-    /// at index `start`. The elements must be in this part.
+    /// Returns the description of the elements `taken` of this tensor part as a part of another
+    /// tensor, in which they begin at index `start`. The elements must be in this part.
     pub(crate) fn slice_for_tensor(&self, taken: Range<u64>, start: u64) -> TensorPart {
         let before = taken.start - self.start;
         let mut part = TensorPart { start, count: taken.end - taken.start, ..self.clone() };
@@ -138,8 +139,8 @@ impl TensorPart {
         self.start..self.start.saturating_add(self.count)
     }
 
-    /// Calls `run(first, count)` for each group of the tensor's elements in `range` that are
-    /// consecutive in the file. `first` is the index of the group's first element in the span.
+    /// Calls `run(first, count)` for each group of the tensor's elements in `range` that the file
+    /// stores consecutively. `first` is the index of the group's first element in the span.
     ///
     /// # Errors
     /// Fails with the first error that `run` returns, and makes no further calls.
@@ -165,8 +166,8 @@ impl TensorPart {
 }
 
 impl StridedLayout {
-    /// Returns the position of element `index` of the view in the file, in elements from the start
-    /// of the view.
+    /// Returns where element `index` of the tensor part, in row-major order, is stored, as a number
+    /// of elements from the start of the part.
     fn locate_element(&self, mut index: u64) -> u64 {
         let mut position = 0;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {

@@ -30,7 +30,8 @@ pub(crate) struct BlockReader {
 }
 
 impl BlockReader {
-    /// Opens the file `name`, with O_DIRECT if the file system supports it.
+    /// Opens the file `name` in `directory` for reading, with O_DIRECT if the file system supports
+    /// it.
     pub(crate) fn open(directory: &Directory, name: &str) -> Result<BlockReader> {
         let (file, size, direct) = match directory.open_file(name, OFlag::O_DIRECT) {
             Ok((file, size)) => (file, size, true),
@@ -44,7 +45,8 @@ impl BlockReader {
         Ok(BlockReader { file, directory, name, direct, size, base: 0 })
     }
 
-    /// Opens the byte range `range` of a memory file as if it were the file `name` in `directory`.
+    /// Creates a reader of the byte range `range` of a file in memory, which then appears as the
+    /// file `name` in `directory`.
     pub(crate) fn from_memory_file(
         file: File,
         range: Range<u64>,
@@ -61,8 +63,8 @@ impl BlockReader {
         self.size
     }
 
-    /// Lists those ranges of the block numbers `blocks` that contain data. The other blocks are in
-    /// holes of a sparse file and consist of zeros.
+    /// Lists those ranges of the file's 1 MiB blocks in `blocks` (a range of block numbers) that
+    /// contain data. The other blocks are in holes of a sparse file and consist of zeros.
     pub(crate) fn list_data_blocks(&self, blocks: Range<u64>) -> Vec<Range<u64>> {
         let block = BLOCK_BYTES as u64;
         let (mut at, end) = (blocks.start * block, self.size.min(blocks.end.saturating_mul(block)));
@@ -82,8 +84,8 @@ impl BlockReader {
         found
     }
 
-    /// Reads the byte range `bytes` of the file into the beginning of the buffer `window`. The
-    /// range must begin at a block boundary.
+    /// Reads the byte range `bytes` of this open file into the beginning of the buffer `window`.
+    /// The range must begin at a block boundary.
     ///
     /// # Errors
     /// Fails with [`DamageReason::Truncated`] if the file ends within the range.
@@ -138,8 +140,8 @@ impl BlockRequest {
             .map(|b| BlockRequest { blocks: b..(b + WINDOW_BLOCKS).min(self.blocks.end), ..*self })
     }
 
-    /// Returns the byte range of the requested blocks in the file. If the last block would reach
-    /// beyond the expected size of the file, the range ends at that size.
+    /// Returns the byte range in its file that the requested blocks occupy. If the last block would
+    /// reach beyond the expected size of the file, the range ends at that size.
     fn byte_range(&self) -> Range<u64> {
         let block = BLOCK_BYTES as u64;
         self.blocks.start * block..(self.blocks.end * block).min(self.size)
@@ -199,15 +201,17 @@ pub(crate) fn stream_windows(
     })
 }
 
-/// Reads windows (groups of blocks), and keeps the file of the last request open for the next one.
+/// Reads requested blocks of the files of a checkpoint, and keeps the file of the last request open
+/// for the next one.
 struct WindowReader<F> {
     open: F,
     current: Option<(usize, BlockReader)>,
 }
 
 impl<F: Fn(usize) -> Result<BlockReader>> WindowReader<F> {
-    /// Reads the blocks of the request `job` into the beginning of `window`. Opens the file first
-    /// if the previous request was for another file.
+    /// Reads the consecutive blocks of a file that the request `job` names into the beginning of
+    /// the buffer `window`, which has the size of one window (the group of blocks that is read at
+    /// once). Opens the file first if the previous request was for another file.
     fn read_request(&mut self, job: &BlockRequest, window: &mut [u8]) -> Result<()> {
         if self.current.as_ref().is_none_or(|(i, _)| *i != job.file) {
             self.current = Some((job.file, (self.open)(job.file)?));

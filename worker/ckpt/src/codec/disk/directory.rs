@@ -229,7 +229,7 @@ impl Directory {
         }
     }
 
-    /// Returns the path that was given to [`Directory::open`].
+    /// Returns the path by which this directory was opened.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -396,8 +396,8 @@ impl Directory {
         Ok(names)
     }
 
-    /// Lists the names of those subdirectories in whose names `parse_number` finds a number, lowest
-    /// number first.
+    /// Lists the names of those subdirectories from whose names the function `parse_number` gets a
+    /// number (such as a step), in ascending order of the numbers.
     pub(crate) fn list_numbered_directories(
         &self,
         parse_number: impl Fn(&str) -> Option<u64>,

@@ -73,7 +73,8 @@ impl RunningHashes {
         }
     }
 
-    /// Returns the size `bytes` and these hashes as the description of a completed file.
+    /// Returns the description of a completed file, which consists of its size `bytes` and these
+    /// hashes of its content.
     fn describe_file(self, bytes: u64) -> WrittenFile {
         match self {
             RunningHashes::Off => WrittenFile { bytes, blocks: Vec::new(), digest: None },
@@ -214,8 +215,8 @@ impl FileWriter {
         FileWriter::with_buffers(path, io_mode, hashing, DiskBufferPool::default())
     }
 
-    /// Creates a file as [`FileWriter::create`] does, but takes the write buffers from the pool
-    /// `buffers` and returns them there at the end.
+    /// Creates the file at `path` for writing, with write buffers that are taken from the pool
+    /// `buffers` and returned to it at the end.
     pub(crate) fn with_buffers(
         path: PathBuf,
         io_mode: IoMode,
@@ -291,7 +292,7 @@ impl FileWriter {
     }
 
     /// Waits until the writing thread has written all full buffers and has ended, and returns the
-    /// file.
+    /// open output file.
     fn wait_for_writes(&mut self) -> io::Result<OutputFile> {
         match std::mem::replace(&mut self.writer, WindowWriter::Closed) {
             WindowWriter::Inline(output) => Ok(output),

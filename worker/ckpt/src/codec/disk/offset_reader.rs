@@ -93,8 +93,8 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Reads the byte range `bytes` of the file and computes its CRC-32. Does not read the holes of
-    /// a sparse file.
+    /// Reads the byte range `bytes` of this open file and computes its CRC-32. Does not read the
+    /// holes of a sparse file.
     ///
     /// # Errors
     /// Fails if the range reaches beyond the end of the file, or a read fails.
@@ -104,8 +104,8 @@ impl<'a> OffsetReader<'a> {
         compute_file_crc(&file, bytes, |data, hasher| self.for_each_piece(data, |piece| hasher.update(piece)))
     }
 
-    /// Returns the first part of the byte range `bytes` of the file that is not in a hole of a
-    /// sparse file.
+    /// Returns the first part of the byte range `bytes` of this open file that is not in a hole,
+    /// for sparse files.
     pub(crate) fn find_data(&self, bytes: Range<u64>) -> Range<u64> {
         find_data(&self.cached, bytes)
     }
@@ -167,8 +167,8 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Reads the byte range `bytes` of the file through the page cache, and passes the pieces to
-    /// `sink` in order.
+    /// Reads the byte range `bytes` of this open file through the page cache, and passes its pieces
+    /// to the callback `sink` in order.
     fn read_cached(&mut self, bytes: Range<u64>, sink: &mut impl FnMut(&[u8])) -> io::Result<()> {
         let mut buffer = self.scratch.buffers.take()?;
         let mut at = bytes.start;
@@ -182,9 +182,9 @@ impl<'a> OffsetReader<'a> {
         Ok(())
     }
 
-    /// Tries to read the byte range `bytes` of the file with direct I/O, and passes its bytes to
-    /// `sink` in one call. Returns true if that was possible. The caller must limit the range with
-    /// [`direct_read_end`].
+    /// Tries to read the byte range `bytes` of this open file with direct I/O, and passes its bytes
+    /// to the callback `sink` in one call. Returns true if that was possible. The caller must limit
+    /// the range with [`direct_read_end`].
     ///
     /// Returns false without a call of `sink` if the range is small, at least half of it is cached,
     /// or the file system does not support O_DIRECT. The caller must then read through the page

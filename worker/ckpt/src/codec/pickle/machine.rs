@@ -162,8 +162,8 @@ impl<'a> PickleMachine<'a> {
         Ok(())
     }
 
-    /// Adds `n` to the number of values that the pickle has pushed to the stack or copied. Fails if
-    /// the number exceeds [`VALUES_MAX`].
+    /// Adds `n` to the number of values that the untrusted pickle has created so far, which is
+    /// limited. Fails if the number exceeds [`VALUES_MAX`].
     fn add_to_value_count(&mut self, n: usize) -> Result<()> {
         self.pushed = self.pushed.saturating_add(n);
         match self.pushed > VALUES_MAX {
@@ -445,8 +445,9 @@ impl<'a> PickleMachine<'a> {
         }
     }
 
-    /// Pops the arguments and the callee of a call. Returns the callee's name and the arguments.
-    /// Fails if the callee is not a class or function, or the arguments are not a tuple.
+    /// Pops the arguments of a call from the stack of the pickle machine, and then the Python class
+    /// or function that is called. Returns the callee's name and the arguments. Fails if the callee
+    /// is not a class or function, or the arguments are not a tuple.
     fn pop_call(&mut self) -> Result<(&'static str, PickleValue)> {
         let (args, class) = (self.pop()?, self.pop()?);
         match (self.node(class), self.node(args)) {

@@ -106,8 +106,8 @@ impl PythonObject {
         PythonObject::OrderedDict(pairs.into_iter().map(|(k, v)| (PythonObject::Str(k.into()), v)).collect())
     }
 
-    /// Creates an instance of the class `class`, given as `module.name`, with the attributes
-    /// `attributes`.
+    /// Creates the representation of a Python object of the class `class`, given as `module.name`,
+    /// with the attributes `attributes`.
     pub(crate) fn new_instance<K: Into<String>>(
         class: &str,
         attributes: impl IntoIterator<Item = (K, PythonObject)>,
@@ -187,9 +187,10 @@ impl PythonObject {
 
 impl PickleView<'_> {
     /// Copies the value of a parsed pickle into a [`PythonObject`], and subtracts the number of
-    /// copied values from the budget `left`. `tensor` converts the objects that represent tensors.
-    /// Returns `None` if a part was dropped on reading (bytes, integers beyond 64 bits), if a part
-    /// cannot be converted, or if more than `left` values would be copied.
+    /// copied values from `left`, the number of values that may still be copied. `tensor` converts
+    /// the objects that represent tensors. Returns `None` if a part was dropped on reading (bytes,
+    /// integers beyond 64 bits), if a part cannot be converted, or if more than `left` values would
+    /// be copied.
     pub(crate) fn to_object(
         self,
         left: &mut usize,
@@ -224,7 +225,7 @@ impl PickleView<'_> {
     }
 
     /// Copies a call that a parsed pickle records into a [`PythonObject`], and subtracts the number
-    /// of copied values from the budget `left`.
+    /// of copied values from `left`, the number of values that may still be copied.
     fn call_to_object(
         self,
         call: &PickleCall,

@@ -15,7 +15,7 @@ pub(crate) const MEMO_ENTRIES_MAX: usize = 4 << 20;
 const EXPANDED_VALUES_MAX: usize = 16 << 20;
 /// Number of bytes of text that count as one value in the limit [`EXPANDED_VALUES_MAX`].
 const TEXT_BYTES_PER_VALUE: u32 = 8;
-/// Limit on the number of values that are converted to JSON at a time.
+/// Limit on the number of values of a pickle that are converted to JSON at a time.
 const JSON_VALUES_MAX: usize = 100_000;
 
 /// The index of a [`PickleNode`] in the list of nodes of its [`PickleTree`].
@@ -199,7 +199,7 @@ pub(crate) struct PickleView<'t> {
 }
 
 impl<'t> PickleView<'t> {
-    /// Returns a view of another value of the same tree.
+    /// Returns a view of another value of the same parsed pickle.
     pub(super) fn with_value(self, value: PickleValue) -> PickleView<'t> {
         PickleView { value, ..self }
     }
@@ -344,8 +344,9 @@ impl<'t> PickleView<'t> {
         }
     }
 
-    /// Converts the value to JSON, and subtracts the number of converted values from the budget
-    /// `left`. Values beyond `left` become null or are left out.
+    /// Converts the value to JSON, and subtracts the number of converted values from `left`, the
+    /// number of values that may still be converted. Values beyond `left` become null or are left
+    /// out.
     pub(crate) fn to_json_limited(self, left: &mut usize) -> Json {
         if *left == 0 {
             return Json::Null;

@@ -21,8 +21,8 @@ pub(crate) const METADATA_FILE: &str = ".metadata";
 /// have.
 const PARTS_MAX: usize = 8 << 20;
 
-/// What was read from a data file for one entry of a torch distributed checkpoint: a tensor or a
-/// value.
+/// What was read at one location in a data file of a torch distributed checkpoint: a tensor (often
+/// a chunk of a larger one), another value as JSON, or the error for a value of a forbidden class.
 enum ReadItem {
     /// A tensor, with the index of its file in `StoredFiles` and its view.
     Tensor(usize, TensorView),
@@ -33,8 +33,8 @@ enum ReadItem {
 }
 
 /// Reads the torch distributed checkpoint (DCP) in the subdirectory `inside` of the checkpoint
-/// directory, and adds its tensors, steps and hyper-parameters to the builder. An empty `inside`
-/// stands for the directory itself.
+/// directory, and adds its tensors, steps and hyper-parameters to `builder`, which describes the
+/// checkpoint that is being opened. An empty `inside` stands for the directory itself.
 pub(crate) fn add_dcp_directory(builder: &mut ExternalCheckpointBuilder, inside: &str) -> Result<()> {
     let within = |name: &str| if inside.is_empty() { name.to_owned() } else { format!("{inside}/{name}") };
     let name = within(METADATA_FILE);
@@ -66,7 +66,8 @@ fn parse_rank_in_name(file: &str) -> Option<u32> {
     file.strip_prefix("__")?.split('_').next()?.parse().ok()
 }
 
-/// Iterates over the places in data files where the values and the parts of tensors are stored.
+/// Iterates over the places in the data files of a torch distributed checkpoint where the values
+/// and the parts of tensors are stored.
 fn list_storage_locations(items: &[ItemMetadata]) -> impl Iterator<Item = &StorageLocation> {
     items.iter().flat_map(|item| match &item.content {
         ItemContent::Bytes(location) => vec![location],
@@ -124,8 +125,9 @@ struct ItemReader<'a> {
 }
 
 impl ItemReader<'_> {
-    /// Reads the entry that is stored at `location`, without the data of a tensor. Adds the zip
-    /// members of a tensor to the stored file.
+    /// Reads one entry of a torch distributed checkpoint at `location` in the data file: a value,
+    /// or the description of a tensor without its data. Adds the zip members of a tensor to the
+    /// stored file.
     fn read_item(&mut self, location: &StorageLocation) -> Result<ReadItem> {
         let size = self.stored.size;
         let damaged = |error: DcpError| self.builder.damaged_file_error(&self.stored.name, error);
@@ -175,8 +177,9 @@ struct ItemCollector {
 }
 
 impl ItemCollector {
-    /// Collects one entry of a torch distributed checkpoint, whose values are moved out of `read`.
-    /// `metadata` is the name of the `.metadata` file, for errors.
+    /// Adds one entry of a torch distributed checkpoint to the collected tensors, steps or
+    /// hyper-parameters, and takes its values out of `read`, the map of everything that was read
+    /// from the data files. `metadata` is the name of the `.metadata` file, for errors.
     fn collect_item(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,
@@ -213,8 +216,8 @@ impl ItemCollector {
         }
     }
 
-    /// Collects an entry that is a tensor: adds a weight, buffer or optimizer state to the builder,
-    /// or records a step or hyper-parameter that is stored as a tensor.
+    /// Adds an entry that is a tensor to the checkpoint that is being opened: as a weight, buffer
+    /// or optimizer state, or as a step or hyper-parameter that is stored as a tensor.
     fn collect_tensor(
         &mut self,
         builder: &mut ExternalCheckpointBuilder,

@@ -111,19 +111,20 @@ pub(crate) fn parse_metadata(input: &[u8]) -> Result<Vec<ItemMetadata>> {
     }
 }
 
-/// Returns the value that a dict has for the string key `key`. Fails with
-/// [`DcpError::MissingField`] if the key is missing.
+/// Returns the value for the string key `key` in `value`, a dict that was read from `.metadata` of
+/// a torch distributed checkpoint. Fails with [`DcpError::MissingField`] if the key is missing.
 fn read_field<'t>(value: PickleView<'t>, key: &'static str) -> Result<PickleView<'t>> {
     value.get(key).ok_or(DcpError::MissingField(key))
 }
 
-/// Returns the text that a dict has for the string key `key`.
+/// Returns the text for the string key `key` in `value`, a dict that was read from `.metadata` of a
+/// torch distributed checkpoint.
 fn read_text(value: PickleView<'_>, key: &'static str) -> Result<String> {
     read_field(value, key)?.as_short_str().map(str::to_owned).ok_or(DcpError::InvalidField(key))
 }
 
-/// Returns the attributes of a pickled object. Fails if `class` is not the last component of the
-/// object's class name.
+/// Returns the attributes of a Python object that was read from `.metadata` of a torch distributed
+/// checkpoint. Fails if `class` is not the last component of the object's class name.
 fn read_attributes<'t>(value: PickleView<'t>, class: &'static str) -> Result<PickleView<'t>> {
     match value.as_object() {
         Some((name, _, state)) if name.rsplit('.').next() == Some(class) => Ok(state),
@@ -198,9 +199,9 @@ fn read_key_paths(planner: Option<PickleView<'_>>) -> Result<Option<HashMap<Stri
     Ok(Some(paths))
 }
 
-/// Reads what `.metadata` states about the content of the entry `key`, and moves the places where
-/// it is stored out of `locations`. Fails if a location is missing, or a chunk is outside of its
-/// tensor.
+/// Reads whether an entry of a torch distributed checkpoint is a tensor or another value, and takes
+/// the byte ranges in which it is stored out of `locations`. Fails if a location is missing, or a
+/// chunk is outside of its tensor.
 fn read_item_content(
     key: &str,
     value: PickleView<'_>,
@@ -243,8 +244,8 @@ fn read_item_content(
 }
 
 impl StorageLocation {
-    /// Wraps an error of reading the entry that is stored here in a [`DcpError`] that names the
-    /// place.
+    /// Wraps `error`, which occurred while an entry of a torch distributed checkpoint was read at
+    /// this location of a data file, in a [`DcpError`] that states the location.
     pub(super) fn convert_error(&self, error: TorchFileError) -> DcpError {
         DcpError::Item { offset: self.offset, error }
     }

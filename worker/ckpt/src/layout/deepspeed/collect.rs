@@ -28,8 +28,8 @@ pub(super) fn collect_tensors(tag: &mut TagContents, stage: u8) -> Result<()> {
     Ok(())
 }
 
-/// Adds to `facts` what the model file of rank 0 states about the checkpoint, such as its step.
-/// `path` is the directory of the tag.
+/// Adds what the model file of rank 0 states about a DeepSpeed checkpoint, such as its step, to
+/// `facts`, the description of the checkpoint. `path` is the directory of the tag.
 pub(super) fn add_model_file_facts(facts: &mut ExternalFacts, model: &ModelStates, stage: u8, path: &Path) {
     facts.writer = format!("DeepSpeed {}", model.version.as_deref().unwrap_or("of unknown version"));
     facts.tag = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -146,8 +146,8 @@ pub(super) fn collect_tied_weights(builder: &mut ExternalCheckpointBuilder, mode
     }
 }
 
-/// Adds to `builder` what a DeepSpeed model file stores under `module`: the buffers, and the
-/// weights that the optimizer files did not provide.
+/// Adds the tensors that a DeepSpeed model file stores under `module` to the checkpoint that is
+/// being opened: the buffers, and the weights that the optimizer files did not provide.
 ///
 /// Records these weights as frozen in stages 1 to 3. Weights without values are recorded as lost,
 /// and aliases of collected weights as ties. `file` is the index of the model file in

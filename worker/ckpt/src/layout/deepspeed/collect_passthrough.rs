@@ -90,8 +90,8 @@ fn collect_param_groups(tag: &TagContents, model: &ModelStates) -> Result<Vec<Pa
     Ok(groups)
 }
 
-/// Reads the optimizer step of each flat array in the optimizer file number `file` of the builder's
-/// list. The step is `None` for a group without a step.
+/// Reads the optimizer step of each flat array (the concatenated parameters of a group) in one
+/// rank's DeepSpeed optimizer file. The step is `None` for a group without a step.
 fn read_group_steps(tag: &TagContents, file: usize, states: &OptimizerStates) -> Result<Vec<Option<f64>>> {
     let read = |step| tag.builder.store.read_step(file, step);
     states.shards.iter().map(|shard| shard.step.as_ref().map(read).transpose()).collect()
@@ -129,8 +129,9 @@ impl TensorInliner<'_> {
         })
     }
 
-    /// Returns a copy of the tensor `t` whose elements are in memory, or `None` if the tensor has
-    /// more than `left` bytes or is unknown. Subtracts the number of copied bytes from `left`.
+    /// Returns a copy of the tensor `t` whose elements are in memory, or `None` if the tensor is
+    /// larger than the number of bytes that may still be copied, or is unknown. Subtracts the
+    /// number of copied bytes from `left`.
     fn inline_tensor(&mut self, t: &StoredTensor) -> Result<Option<PythonObject>> {
         let Some(view) = self.model.passthrough.tensors.get(t.storage) else { return Ok(None) };
         let count = view.element_count();

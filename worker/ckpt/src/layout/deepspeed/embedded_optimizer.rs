@@ -13,8 +13,9 @@ pub(crate) struct EmbeddedOptimizer {
 }
 
 impl EmbeddedOptimizer {
-    /// Reads the optimizer states from `root`, a value in a DeepSpeed model file. Returns `None` if
-    /// `root` has no parameter groups.
+    /// Reads the optimizer states from `root`, the value in a DeepSpeed model file (ZeRO stage 0)
+    /// that contains the optimizer's `state_dict`. Returns `None` if `root` has no parameter
+    /// groups.
     pub(super) fn read(
         file: &TorchFile,
         root: PickleView<'_>,

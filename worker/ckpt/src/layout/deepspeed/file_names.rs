@@ -76,8 +76,8 @@ impl TagFiles {
     }
 }
 
-/// Parses `prefix` and the number after it at the start of `text`. Returns the number and the rest
-/// of the text, or `None` if `text` does not have this form.
+/// Returns the number that follows `prefix` at the start of `text`, and the rest of the text after
+/// the number. Returns `None` if `text` does not have this form.
 fn parse_number_after<'a>(text: &'a str, prefix: &str) -> Option<(u32, &'a str)> {
     let rest = text.strip_prefix(prefix)?;
     let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());

@@ -64,9 +64,9 @@ pub(crate) fn open_deepspeed(path: &Path) -> Result<Option<ExternalCheckpoint>> 
     }
 }
 
-/// Opens the newest readable one of `tags`, the checkpoints of a directory that has no file
-/// `latest`. `tags` are in ascending order of their steps. Notices of the checkpoint list the
-/// skipped tags.
+/// Opens the newest readable one of the DeepSpeed checkpoints in a directory that has no file
+/// `latest`; `tags` are their names. `tags` are in ascending order of their steps. Notices of the
+/// checkpoint list the skipped tags.
 ///
 /// # Errors
 /// Fails with the error of the newest tag if no tag can be opened.

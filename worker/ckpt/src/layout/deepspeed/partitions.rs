@@ -93,8 +93,9 @@ pub(super) fn locate_flat_params(
     Ok(entries)
 }
 
-/// Finds in which ranks' files the elements `span` of a flat array are stored, of which each rank
-/// stores a part. Returns one part for each rank that has some of these elements.
+/// Finds in which ranks' files the range `span` of a flat array (the concatenated parameters of a
+/// group) is stored, given that each rank stores a part of the array. Returns one part for each
+/// rank that has some of these elements.
 fn locate_flat_array_range(
     ranks: &[FlatGroupShardOfRank<'_>],
     role: TensorRole,

@@ -24,7 +24,7 @@ const REGENERATED_MODEL_KEYS: [&str; 13] = [
 /// Keys of a DeepSpeed optimizer file whose values a conversion copies unchanged.
 const COPIED_OPTIMIZER_KEYS: [&str; 4] = ["loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"];
 
-/// Python values with their keys, in the order of the file.
+/// Python values of a DeepSpeed file with their keys, in the order in which the file stores them.
 type NamedObjects = Vec<(String, PythonObject)>;
 
 /// The values of a DeepSpeed model file that a conversion copies unchanged.

@@ -10,10 +10,10 @@ use crate::layout::hf::optimizer_state::ParamId;
 use crate::tensor::{Dtype, TensorRole};
 use std::collections::HashMap;
 
-/// Replaces the 16-bit weights in `builder` by the FP32 master weights that the model file contains
-/// at ZeRO stage 0, and adds the optimizer states, parameter groups and steps. If the states cannot
-/// be assigned to weights, adds only a notice. `file` is the index of the model file in
-/// `StoredFiles`.
+/// Replaces the 16-bit weights of the checkpoint that is being opened by the FP32 master weights
+/// that its model file contains at ZeRO stage 0, and adds the optimizer states, parameter groups
+/// and steps. If the states cannot be assigned to weights, adds only a notice. `file` is the index
+/// of the model file in `StoredFiles`.
 pub(super) fn add_embedded_optimizer(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
@@ -43,8 +43,8 @@ pub(super) fn add_embedded_optimizer(
     Ok(())
 }
 
-/// Adds the optimizer states and the step of the parameter number `id` to the builder, under
-/// `name`, the name of its weight.
+/// Adds the optimizer states and the step of the optimizer's parameter number `id` to the
+/// checkpoint that is being opened, as those of the weight `name`.
 fn add_states_of_parameter(
     builder: &mut ExternalCheckpointBuilder,
     file: usize,
@@ -66,9 +66,9 @@ fn add_states_of_parameter(
     Ok(())
 }
 
-/// Replaces the 16-bit weights in `entries` by the FP32 master weights that the optimizer
-/// `embedded` has. `names` are the names of the weights of each group. Does nothing without master
-/// weights.
+/// Replaces the 16-bit weights in `entries`, the tensors of the checkpoint, by the FP32 master
+/// weights that the optimizer states `embedded` contain. `names` are the names of the weights of
+/// each group. Does nothing without master weights.
 ///
 /// # Errors
 /// Fails if the masters do not match the weights in number, dtype or shape.

@@ -23,7 +23,8 @@ pub(crate) const ALLOWED_GLOBALS: &[&[&str]] = &[
     ],
 ];
 
-/// Limit on the length of the list `partition_count`, which has one item for each flat array.
+/// Limit on the length of DeepSpeed's list `partition_count`, which has one item for each flat
+/// array (the concatenated parameters of a group).
 const PARTITIONS_MAX: usize = 1 << 16;
 /// Limit on the number of unknown optimizer states whose keys are remembered to report them to the
 /// user.
@@ -120,14 +121,15 @@ impl NumberedParamGroup {
     }
 }
 
-/// Returns the value that a dict has for the string key `key`. Fails with
-/// [`DeepSpeedError::MissingField`] if the key is missing.
+/// Returns the value for the string key `key` in `value`, a dict that was read from a DeepSpeed
+/// file. Fails with [`DeepSpeedError::MissingField`] if the key is missing.
 fn read_field<'a>(value: PickleView<'a>, key: &'static str) -> Result<PickleView<'a>> {
     value.get(key).ok_or(DeepSpeedError::MissingField(key))
 }
 
-/// Reads a dict that maps names to tensors, in the order of the dict. Skips values that are not
-/// tensors. Returns an empty list for Python's `None`. `key` is the key of the dict, for errors.
+/// Reads a dict that maps names to tensors from a DeepSpeed file, in the order of the dict and
+/// without the data of the tensors. Skips values that are not tensors. Returns an empty list for
+/// Python's `None`. `key` is the key of the dict, for errors.
 fn read_tensors(
     file: &TorchFile,
     key: &'static str,
@@ -149,8 +151,9 @@ fn read_tensors(
     Ok(found)
 }
 
-/// Reads a dict that maps names to shapes, of which there may be at most [`TENSORS_MAX`], in the
-/// order of the dict. `key` is the key of the dict, for errors.
+/// Reads a dict that maps the names of parameters to their shapes from a DeepSpeed file, in the
+/// order of the dict. Fails if there are more than [`TENSORS_MAX`] shapes. `key` is the key of the
+/// dict, for errors.
 fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, Vec<u64>)>> {
     let pairs = value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))?;
     let shapes =
@@ -348,8 +351,8 @@ impl<'t> PerFlatGroupFields<'t> {
 }
 
 impl FlatGroupShard {
-    /// Reads the rank's part of the flat array number `i` from an optimizer file, whose master
-    /// weights are `fp32`.
+    /// Reads one rank's part of a flat array (the concatenated parameters of a group) from the
+    /// rank's optimizer file: the master weights `fp32`, the optimizer states and the step.
     fn read_shard(
         file: &TorchFile,
         fields: &PerFlatGroupFields<'_>,

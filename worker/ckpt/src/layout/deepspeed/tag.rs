@@ -9,8 +9,8 @@ use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Maps each rank to the contents of its file: the index of the file in the builder's list, and
-/// what was read from it.
+/// Maps each rank to what was read from its model or optimizer file, and to the index of this file
+/// in the checkpoint's list of files.
 pub(super) type RankContents<T> = BTreeMap<u32, (usize, T)>;
 
 /// The contents of all model and optimizer files in the directory of a DeepSpeed checkpoint (tag).
@@ -71,8 +71,9 @@ impl TagContents {
         }
     }
 
-    /// Fails with [`crate::CkptError::Missing`] if `files` contains no file of some rank below
-    /// `world`. `kind` is `model` or `optimizer`, for the error.
+    /// Fails with [`crate::CkptError::Missing`] if one of the `world` ranks has no file among
+    /// `files`, the model or optimizer files of the DeepSpeed checkpoint. `kind` is `model` or
+    /// `optimizer`, for the error.
     fn require_files_of_ranks<T>(
         &self,
         kind: &'static str,
@@ -191,8 +192,9 @@ impl TagContents {
         Ok(steps)
     }
 
-    /// Reads the optimizer step of `shard`, a rank's part of a flat array, from the file number
-    /// `file` of the builder's list. Returns `None` if the group has no step.
+    /// Reads the optimizer step of `shard`, one rank's part of a flat array (the concatenated
+    /// parameters of a group), from the rank's optimizer file. Returns `None` if the group has no
+    /// step.
     ///
     /// # Errors
     /// Fails if the step is not a whole number.

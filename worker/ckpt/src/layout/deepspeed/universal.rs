@@ -101,8 +101,8 @@ pub(crate) fn open_universal(path: &Path, root: &Path, notices: Vec<String>) -> 
     tag.builder.finish_with_paths(path, root)
 }
 
-/// Reads the contents of `optimizer_state.pt` in a universal checkpoint, and adds the file to the
-/// list of files.
+/// Reads hyper-parameters, steps and loss scaler from `optimizer_state.pt` in a universal
+/// checkpoint, and adds this file to the checkpoint's list of files.
 fn read_optimizer_settings(tag: &mut TagContents) -> Result<OptimizerSettings> {
     if tag.builder.directory.file_size(OPTIMIZER_STATE_FILE)?.is_none() {
         let part = format!("{OPTIMIZER_STATE_FILE}, which contains the hyper-parameters");
@@ -170,8 +170,8 @@ fn list_parameter_dirs(directory: &Directory) -> Result<(Vec<ParameterDir>, BTre
     Ok((dirs, unknown))
 }
 
-/// Reads the files of every weight in a universal checkpoint, and adds them to the list of files.
-/// Also returns the keys of unknown optimizer states.
+/// Opens and reads the files of every weight in a universal checkpoint, and adds them to the
+/// checkpoint's list of files. Also returns the keys of unknown optimizer states.
 fn read_parameters(tag: &mut TagContents) -> Result<(Vec<ParameterFiles>, BTreeSet<String>)> {
     let (dirs, unknown) = list_parameter_dirs(&tag.builder.directory)?;
     let mut parameters = Vec::with_capacity(dirs.len());
@@ -209,9 +209,9 @@ fn open_torch_files(directory: &Directory, paths: &[&str]) -> Vec<Result<TorchFi
     parallel::map_indices(THREADS_MAX, paths.len(), || (), open)
 }
 
-/// Reads one open file of a weight in a universal checkpoint, and adds it to the list of files.
-/// Returns the file's index in `StoredFiles`, the view of its tensor, and true if the file records
-/// the shape.
+/// Reads one open file of a weight in a universal checkpoint, and adds it to the checkpoint's list
+/// of files. Returns the file's index in `StoredFiles`, the view of its tensor, and true if the
+/// file records the shape.
 ///
 /// # Errors
 /// Fails if the file has no tensor, or was written under a different name than `key`.
@@ -366,8 +366,9 @@ impl ParameterFiles {
     }
 }
 
-/// Adds the weights `untrained`, which have files but no optimizer states, to the checkpoint as
-/// frozen weights. Skips weights that are known from the model files.
+/// Adds the weights named `untrained`, whose directories in the universal checkpoint have no
+/// optimizer states, to the checkpoint as frozen weights. Skips weights that are known from the
+/// model files.
 fn add_untrained_weights(
     builder: &mut ExternalCheckpointBuilder,
     model: &ModelStates,

@@ -1,5 +1,5 @@
-//! Reads the files next to a training state that its program needs to resume: the scheduler, the
-//! loss scaler, the trainer state and the RNG states.
+//! Reads the files that HF Trainer and Accelerate need to resume in addition to weights and
+//! optimizer states: the scheduler, the loss scaler, the trainer state and the RNG states.
 use crate::catalog::{ALLOWED_GLOBALS, ExternalFacts, TrainingStatePart};
 use crate::codec::disk::Directory;
 use crate::codec::json::parse_object;
@@ -30,8 +30,9 @@ pub(crate) fn is_accelerate_directory(directory: &Directory) -> Result<bool> {
 }
 
 /// Reads the scheduler, the loss scaler, the step and the names of the RNG state files from a
-/// checkpoint directory into `facts`. A scheduler, loss scaler or step that `facts` has already is
-/// kept. Adds a missing scheduler and missing RNG states to `facts.missing`.
+/// checkpoint directory, and adds them to `facts`, the description of the checkpoint. A scheduler,
+/// loss scaler or step that `facts` has already is kept. Adds a missing scheduler and missing RNG
+/// states to `facts.missing`.
 pub(crate) fn read_companion_files(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     if facts.state.scheduler.is_null() {
         facts.state.scheduler = read_first_readable_state(&SCHEDULER_FILES, facts, directory)?;
@@ -51,9 +52,9 @@ pub(crate) fn read_companion_files(facts: &mut ExternalFacts, directory: &Direct
     Ok(())
 }
 
-/// Reads the first readable one of the torch files `names`, and returns its content as JSON. Skips
-/// files that do not exist. Skips files with classes that are not allowed, with a notice in
-/// `facts`. Returns null if no file is left.
+/// Returns the content, as JSON, of the first of the torch files `names` that exists in the
+/// checkpoint directory and can be read. Skips files that do not exist. Skips files with classes
+/// that are not allowed, with a notice in `facts`. Returns null if no file is left.
 fn read_first_readable_state(
     names: &[&str],
     facts: &mut ExternalFacts,
@@ -75,9 +76,10 @@ fn read_first_readable_state(
     Ok(Json::Null)
 }
 
-/// Reads the step in `trainer_state.json`, and stores it in `facts.state.step` unless `facts` has a
-/// step already. Adds a warning if the step in the file differs from the existing step in `facts`,
-/// or from the step in the directory's name. Does nothing if the file does not exist.
+/// Reads the step in `trainer_state.json`, and uses it as the step of the checkpoint unless another
+/// file of the checkpoint has stated a step. Adds a warning if the step in the file differs from
+/// the existing step in `facts`, or from the step in the directory's name. Does nothing if the file
+/// does not exist.
 fn read_trainer_state(facts: &mut ExternalFacts, directory: &Directory) -> Result<()> {
     let Some(step) = read_global_step(directory)? else { return Ok(()) };
     if let Some(other) = facts.state.step.filter(|&s| s != step) {
@@ -147,8 +149,8 @@ fn compute_min_world_size(files: &[String]) -> Option<u32> {
     ranks.map(|r| if numbered { r.max(2) } else { r }).or(has_unnumbered.then_some(1))
 }
 
-/// Lists the ranks below `world` for which `found` contains no RNG state file, at most 16 of them.
-/// Returns only [`TrainingStatePart::RngStates`] if `found` is empty.
+/// Lists the ranks of a run with `world` ranks that have no RNG state file among the files `found`,
+/// at most 16 of them. Returns only [`TrainingStatePart::RngStates`] if `found` is empty.
 fn find_missing_rng_states(found: &[String], world: u32) -> Vec<TrainingStatePart> {
     let present: std::collections::BTreeSet<u32> =
         found.iter().filter_map(|f| parse_rank_in_name(f)).collect();

@@ -123,9 +123,9 @@ const FAMILY_MODULES: &[&[&str]] = &[
     ],
 ];
 
-/// Sorts the names of parameters in the orders in which the known model families that have all of
-/// these parameters register them. Returns one list per distinct order, and no list if no family
-/// matches.
+/// Sorts the names of a model's parameters in the order in which the model registers them, for each
+/// known model family that has all of these parameters. Returns one list per distinct order, and no
+/// list if no family matches.
 pub(crate) fn sort_in_registration_orders<'a>(names: &[&'a str]) -> Vec<Vec<&'a str>> {
     let mut orders: Vec<Vec<&str>> = Vec::new();
     for positions in FAMILY_MODULES.iter().map(|family| ModulePositions::new(family)) {

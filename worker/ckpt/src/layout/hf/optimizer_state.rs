@@ -139,9 +139,9 @@ impl OptimizerStateDict {
         }
     }
 
-    /// Checks that `names`, the names of parameters that the file records, belong to `weights`, and
-    /// returns them. Fails if a name is not in `weights`, or if the weight's shape differs from the
-    /// shape of the state.
+    /// Checks that the parameter names that the optimizer file records (`names`) are those of
+    /// weights with the shapes of the optimizer states, and returns them. Fails if a name is not in
+    /// `weights`, or if the weight's shape differs from the shape of the state.
     fn check_recorded_names(
         &self,
         names: Vec<Vec<String>>,
@@ -184,8 +184,9 @@ fn parse_param_id(value: PickleView<'_>) -> Option<ParamId> {
 /// The names of the parameters of each parameter group.
 type GroupNames = Vec<Vec<String>>;
 
-/// Reads the torch optimizer's file `name`, and adds its states, steps and parameter groups to the
-/// builder. States that cannot be assigned to the builder's weights are skipped with a notice.
+/// Reads the file `name` with the `state_dict` of a torch optimizer, and adds the states, steps and
+/// parameter groups to the checkpoint that is being opened. States that cannot be assigned to the
+/// builder's weights are skipped with a notice.
 pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     let (file, torch) = builder.add_torch_file(name, ALLOWED_GLOBALS)?;
     let optimizer = OptimizerStateDict::read(&torch, torch.value())
@@ -199,9 +200,10 @@ pub(crate) fn add_optimizer_file(builder: &mut ExternalCheckpointBuilder, name: 
     }
 }
 
-/// Finds the names of the optimizer's parameters among `weights`, or else among the weights of the
-/// equivalent model that fuses the experts of each layer. Also returns the fused experts, which are
-/// empty if the names are those of `weights`.
+/// Finds the weight to which each parameter of the optimizer belongs, among `weights` or, if that
+/// fails, among the weights of the equivalent model that stores all experts of a layer as one
+/// tensor (fused). Also returns the fused experts, which are empty if the names are those of
+/// `weights`.
 fn match_listed_or_fused_names(
     optimizer: &OptimizerStateDict,
     weights: &[BorrowedWeightShape<'_>],
@@ -217,10 +219,10 @@ fn match_listed_or_fused_names(
     }
 }
 
-/// Adds the optimizer states to the builder if they match the weights that the job trains in
-/// number, groups, order and shapes. A notice reports the assignment, since the file itself does
-/// not identify the weights. Skips the states otherwise, or if the trained weights are unknown.
-/// `error` states why the states do not match all weights.
+/// Adds the optimizer states to the checkpoint that is being opened, if they match the weights that
+/// the job trains in number, groups, order and shapes. A notice reports the assignment, since the
+/// file itself does not identify the weights. Skips the states otherwise, or if the trained weights
+/// are unknown. `error` states why the states do not match all weights.
 fn add_trained_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -257,7 +259,7 @@ fn add_trained_states(
 }
 
 /// Adds the optimizer states of all parameters, their steps and their parameter groups to the
-/// builder. `names` are the names of the parameters of each group.
+/// checkpoint that is being opened. `names` are the names of the parameters of each group.
 fn add_states(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -289,9 +291,9 @@ fn add_states(
     Ok(())
 }
 
-/// Returns the tensors with the optimizer state `role` (such as Adam's first moment) of `weight`,
-/// whose elements `view` contains. There is one tensor, or one per stored member if the weight is
-/// fused.
+/// Describes the optimizer state `role` (such as Adam's first moment) of `weight`, which the torch
+/// file stores as the tensor `view`, as tensors of the checkpoint. There is one tensor, or one per
+/// stored member if the weight is fused.
 fn make_state_tensors(
     weight: &str,
     role: TensorRole,

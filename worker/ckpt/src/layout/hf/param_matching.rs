@@ -9,8 +9,8 @@ use crate::catalog::BorrowedWeightShape;
 use crate::error::MatchError;
 use std::collections::HashMap;
 
-/// The shape of each parameter's optimizer state in one parameter group, or `None` for a parameter
-/// without a state.
+/// The shapes of the optimizer states of one parameter group, one item per parameter: `None` for a
+/// parameter without a state.
 pub(crate) type StateShapes = Vec<Option<Vec<u64>>>;
 
 /// A rule by which a training program divides weights into two parameter groups: it returns true
@@ -24,7 +24,8 @@ const GROUP_RULES: [GroupRule; 2] = [is_decayed_by_name, is_matrix];
 /// The names of the parameters of each parameter group.
 type GroupNames = Vec<Vec<String>>;
 
-/// The weights of each parameter group, according to one rule of [`GROUP_RULES`].
+/// One possible way in which a training program divided the weights into parameter groups: the
+/// weights of each group.
 type Grouping<'a> = Vec<Vec<BorrowedWeightShape<'a>>>;
 
 /// Finds the weight to which each optimizer state belongs, and returns the names of the weights of
@@ -68,8 +69,8 @@ pub(crate) fn match_states_to_weights(
     }
 }
 
-/// Lists the possible ways in which a training program divided the weights `sequence` into `groups`
-/// parameter groups. Fails for more than two groups.
+/// Lists the possible ways in which a training program divided the weights `sequence` into the
+/// given number of parameter groups, `groups`. Fails for more than two groups.
 fn list_groupings(
     groups: usize,
     sequence: Vec<BorrowedWeightShape<'_>>,
@@ -87,10 +88,10 @@ fn list_groupings(
     }
 }
 
-/// Assigns the optimizer states to the weights of `candidate`, one possible division of the weights
-/// into parameter groups. Returns the names of the weights by group. If `in_order` is true, a state
-/// belongs to the weight at its position, which must have its shape. Otherwise it belongs to the
-/// only weight with its shape. Fails if the shapes do not match.
+/// Assigns the optimizer states to weights under the assumption that the training program divided
+/// the weights into parameter groups as `candidate` states. Returns the names of the weights by
+/// group. If `in_order` is true, a state belongs to the weight at its position, which must have its
+/// shape. Otherwise it belongs to the only weight with its shape. Fails if the shapes do not match.
 fn match_candidate(
     groups: &[StateShapes],
     candidate: &[Vec<BorrowedWeightShape<'_>>],

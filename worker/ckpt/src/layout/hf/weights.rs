@@ -26,9 +26,9 @@ const INDEX_BYTES_MAX: u64 = 64 << 20;
 pub(crate) const WEIGHTS_FILES: [&str; 5] =
     [SAFETENSORS_FILE, "model.safetensors.index.json", TORCH_FILE, "pytorch_model.bin.index.json", FSDP_FILE];
 
-/// Adds the weights of the Hugging Face files in the checkpoint directory to the builder. Of
-/// several weights files, uses the first in [`WEIGHTS_FILES`]. Returns false if the directory has
-/// no weights file.
+/// Adds the weights in the Hugging Face files of the checkpoint directory to the checkpoint that is
+/// being opened. Of several weights files, uses the first in [`WEIGHTS_FILES`]. Returns false if
+/// the directory has no weights file.
 pub(crate) fn add_weights(builder: &mut ExternalCheckpointBuilder) -> Result<bool> {
     let mut present = Vec::new();
     for name in WEIGHTS_FILES {
@@ -48,8 +48,9 @@ pub(crate) fn add_weights(builder: &mut ExternalCheckpointBuilder) -> Result<boo
     Ok(true)
 }
 
-/// Adds the weights in the file `name`, a weights file or an index, to the builder. Files without
-/// the suffix `.safetensors` are read as torch files.
+/// Adds the weights in the file `name`, a weights file or an index of several weights files, to the
+/// checkpoint that is being opened. Files without the suffix `.safetensors` are read as torch
+/// files.
 pub(crate) fn add_weights_file(builder: &mut ExternalCheckpointBuilder, name: &str) -> Result<()> {
     match name.ends_with(".safetensors") {
         true => add_safetensors(builder, name, None),
@@ -84,7 +85,8 @@ pub(crate) fn parse_weight_map(
     Ok(index.weight_map)
 }
 
-/// Adds the tensors of all weights files (shards) that the index file `index` lists to the builder.
+/// Reads the headers of all weights files (shards) that the index file `index` lists, and adds
+/// their tensors to the checkpoint that is being opened.
 ///
 /// # Errors
 /// Fails if the index is invalid, or if a shard is missing or lacks a listed tensor. The error
@@ -145,8 +147,8 @@ fn check_indexed_tensors<'n>(
     Ok(())
 }
 
-/// Adds the tensors of the safetensors file `name` to the builder. `expected` are the tensors that
-/// the index lists for this file, or `None` without an index.
+/// Adds the tensors of the safetensors file `name` to the checkpoint that is being opened.
+/// `expected` are the tensors that the index lists for this file, or `None` without an index.
 fn add_safetensors(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -166,8 +168,8 @@ fn add_safetensors(
     Ok(())
 }
 
-/// Adds the tensors of the torch file `name` to the builder. `expected` are the tensors that the
-/// index lists for this file, or `None` without an index.
+/// Adds the tensors of the torch file `name` to the checkpoint that is being opened. `expected` are
+/// the tensors that the index lists for this file, or `None` without an index.
 fn add_torch_weights(
     builder: &mut ExternalCheckpointBuilder,
     name: &str,
@@ -198,8 +200,9 @@ fn add_torch_weights(
     Ok(())
 }
 
-/// Adds the tensors `found` of the file number `file` in the builder's list to the builder. A
-/// tensor at the location of an earlier tensor is recorded as tied to the earlier tensor instead.
+/// Adds the tensors `found`, which a file with weights contains, to the checkpoint that is being
+/// opened. A tensor at the location of an earlier tensor is recorded as tied to the earlier tensor
+/// instead.
 fn add_tensors(builder: &mut ExternalCheckpointBuilder, file: usize, found: &[(String, TensorView)]) {
     let mut seen: HashMap<_, &str> = HashMap::new();
     for (name, view) in found {

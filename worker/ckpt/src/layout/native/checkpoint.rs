@@ -32,8 +32,8 @@ pub struct Checkpoint {
     buffers: DiskBufferPool,
 }
 
-/// Where this host stores its shards (files of ranks) of a native checkpoint: in a directory or in
-/// memory.
+/// Where this host stores its shards (files of ranks) of a checkpoint in launch's own format: in a
+/// directory or in memory.
 enum ShardStorage {
     /// No part of the checkpoint is on this host.
     Absent,
@@ -63,8 +63,9 @@ pub struct BlockRange {
 /// the block in it, and the bytes.
 pub type BlockSink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
 
-/// A callback that fetches ranges of blocks of ranks' files (shards) from other hosts. The callback
-/// must pass each block to the sink, in the order of the ranges.
+/// A callback that fetches 1 MiB blocks of ranks' files (shards) of a checkpoint from the other
+/// hosts that store these files. The callback must pass each block to the sink, in the order of the
+/// ranges.
 pub type BlockFetcher<'a> = dyn FnMut(Vec<BlockRange>, &mut BlockSink<'_>) -> Result<()> + 'a;
 
 /// A byte range of a rank's file (shard) that is to be read, and the buffer that receives its
@@ -76,8 +77,9 @@ struct ByteReadRequest<'a> {
 }
 
 impl Checkpoint {
-    /// Opens the native checkpoint in the directory `path`. Verifies the hash and the consistency
-    /// of the manifest, and the sizes of the shards. Reads verify the content of the shards.
+    /// Opens the checkpoint in launch's own (native) format in the directory `path`. Verifies the
+    /// hash and the consistency of the manifest, and the sizes of the shards. Reads verify the
+    /// content of the shards.
     ///
     /// A shard may be missing if the manifest records that another host stores it.
     ///
@@ -106,8 +108,9 @@ impl Checkpoint {
         Ok(Checkpoint::from_parts(path, ShardStorage::Directory(directory), local_files, manifest))
     }
 
-    /// Reads the facts about the run that saved the checkpoint in the directory `path`. Verifies
-    /// the hash and the consistency of the manifest, and reads no other file.
+    /// Reads what the manifest of the checkpoint in the directory `path` records about the run that
+    /// saved the checkpoint, such as its step and its model. Verifies the hash and the consistency
+    /// of the manifest, and reads no other file.
     pub fn read_run_facts(path: &Path) -> Result<RunFacts> {
         Ok(Manifest::load(&Directory::open(path)?)?.facts)
     }
@@ -161,7 +164,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the path that was given to [`Checkpoint::open`] or [`Checkpoint::from_manifest`].
+    /// Returns the path that was given for the directory of this checkpoint when the checkpoint was
+    /// opened.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -182,8 +186,8 @@ impl Checkpoint {
         self.manifest.files.iter().map(|f| f.blocks.len() as u64).collect()
     }
 
-    /// Fails with [`CkptError::ShardsOnOtherHosts`], which lists the missing shards, if a rank's
-    /// file (shard) for which `needed` returns true is not stored on this host.
+    /// Fails with [`CkptError::ShardsOnOtherHosts`] if a rank's file (shard) that the caller needs,
+    /// which `needed` decides by the file's number, is not stored on this host.
     fn require_local_shards(&self, needed: impl Fn(usize) -> bool) -> Result<()> {
         let absent = (0..self.local_files.len()).filter(|&i| !self.local_files[i] && needed(i));
         let shards: Vec<RemoteShard> = absent.map(|i| self.make_remote_shard(i)).collect();
@@ -205,8 +209,9 @@ impl Checkpoint {
         &self.manifest.facts
     }
 
-    /// Iterates over the descriptions of all tensors, sorted by role as in [`TensorRole::ALL`].
-    /// Tensors of one role are in the order of the model.
+    /// Iterates over the descriptions of all tensors: first those of the weights, then those of
+    /// each kind of optimizer state, in the order of [`TensorRole::ALL`]. Tensors of one role are
+    /// in the order of the model.
     pub fn tensors(&self) -> impl Iterator<Item = TensorInfo> + '_ {
         self.manifest.tensors.iter().map(|t| TensorInfo {
             name: t.name.clone(),
@@ -231,8 +236,8 @@ impl Checkpoint {
         self.index.contains_key(&(role, name.to_owned()))
     }
 
-    /// Fails if the model of the checkpoint differs from `weights` in the name or the shape of a
-    /// weight. The error names the first tensor that differs.
+    /// Fails if the checkpoint's weights differ from `weights`, those of the model that the job
+    /// trains, in a name or a shape. The error names the first tensor that differs.
     pub fn require_matching_model(&self, weights: &[WeightShape]) -> Result<()> {
         require_same_model(self.path(), &self.manifest.facts.model, weights)
     }
@@ -317,9 +322,9 @@ impl Checkpoint {
         read.and(fetched)
     }
 
-    /// Reads the blocks `run` of a rank's file (shard) on this host and passes each block to `sink`
-    /// without verifying its hash. These blocks are for a rank on another host, which verifies them
-    /// when it receives them.
+    /// Reads the range `run` of 1 MiB blocks of a rank's file (shard) on this host, and passes each
+    /// block to `sink` without verifying its hash. These blocks are for a rank on another host,
+    /// which verifies them when it receives them.
     pub fn read_blocks(&self, run: &BlockRange, sink: &mut BlockSink<'_>) -> Result<()> {
         let file = self.manifest.files.get(run.file).filter(|f| run.blocks.end <= f.blocks.len() as u64);
         let file = file.ok_or_else(|| {
@@ -331,8 +336,8 @@ impl Checkpoint {
         )
     }
 
-    /// Reads the blocks that each of `jobs` requests from files on this host, and passes each block
-    /// to `sink`, in the order of `jobs`.
+    /// Reads blocks of ranks' files (shards) on this host for all requests in `jobs`, and passes
+    /// each block to `sink`, in the order of the requests.
     fn run_read_jobs(&self, jobs: &[BlockRequest], sink: &mut BlockSink<'_>) -> Result<()> {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
@@ -354,8 +359,9 @@ impl Checkpoint {
         })
     }
 
-    /// Divides a request for elements into reads of byte ranges of ranks' files (shards), and
-    /// appends these reads to `reads`. Fails if the tensor or the range does not exist.
+    /// Divides a request for elements of a tensor into reads of byte ranges of the ranks' files
+    /// (shards) that store these elements, and appends the reads to `reads`. Fails if the tensor or
+    /// the range does not exist.
     fn append_byte_reads<'a>(
         &self,
         request: &'a mut F32ReadRequest<'_>,
@@ -409,8 +415,9 @@ impl Checkpoint {
         Err(CkptError::from_damage(&self.path, damage))
     }
 
-    /// Converts an error of reading the blocks of `job` to an error about this checkpoint. An I/O
-    /// error becomes [`CkptError::Damaged`] with the names of the tensors in these blocks.
+    /// Converts an error of reading the blocks that the request `job` names to an error about this
+    /// checkpoint. An I/O error becomes [`CkptError::Damaged`] with the names of the tensors in
+    /// these blocks.
     fn convert_read_error(&self, job: &BlockRequest, e: &CkptError) -> CkptError {
         let path = self.path().to_owned();
         match e {

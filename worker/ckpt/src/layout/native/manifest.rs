@@ -1,5 +1,5 @@
-//! [`Manifest`]: the content of `manifest.json`, which describes a native checkpoint: tensors,
-//! files, hashes, and the run that saved it.
+//! [`Manifest`]: the content of `manifest.json`, which describes a native checkpoint (in launch's
+//! own format): tensors, files, hashes, and the run that saved it.
 //!
 //! The file begins with `{"blake3":"<64 hex digits>",`. The hash covers the whole file with zeros
 //! in place of these digits, so that every flipped bit is detected. A hash is not a signature, so
@@ -24,22 +24,24 @@ use std::path::Path;
 /// Maximum size in bytes of the file `manifest.json`. With 64 hex digits per MiB of state, this
 /// suffices for about 3 TB.
 const MANIFEST_BYTES_MAX: u64 = 256 << 20;
-/// The value of the field `format`, by which native manifests are recognized.
+/// The value of the field `format` in `manifest.json`, by which a checkpoint in launch's own format
+/// is recognized.
 const FORMAT_NAME: &str = "launch checkpoint";
-/// The version number of manifests that use no later feature (parity files, hosts of shards, BF16
-/// weights). Every version of the program reads them.
+/// The version number of manifests of checkpoints that use no later feature (parity files, hosts of
+/// shards, BF16 weights). Every version of the program reads them.
 const BASE_VERSION: u32 = 1;
-/// The version number of manifests that list parity files or the host of each rank's file (shard).
+/// The version number of manifests that list parity files (XOR redundancy) or the host of each
+/// rank's file (shard).
 const PARITY_AND_HOSTS_VERSION: u32 = 2;
-/// The version number of manifests with BF16 weights. Such a manifest may also have parity and
-/// hosts.
+/// The version number of manifests of checkpoints with BF16 weights. Such a manifest may also have
+/// parity and hosts.
 const BF16_VERSION: u32 = 3;
 /// Maximum number of hosts that store parts of one checkpoint.
 const HOSTS_MAX: usize = 65_536;
 /// Maximum number of files with tensors (shards) of one checkpoint, and also of its parity files.
 const SHARDS_MAX: usize = 65_536;
 
-/// The content of `manifest.json`, which describes a native checkpoint.
+/// The content of `manifest.json`, which describes a checkpoint in launch's own (native) format.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Manifest {
@@ -186,8 +188,9 @@ impl Manifest {
         }
     }
 
-    /// Returns this manifest with the list `hosts`, and with the host that stores each rank's file
-    /// (shard). `host_of[r]` is the index in `hosts` of the host that stores the shard of rank r.
+    /// Returns this manifest, completed with `hosts`, the hosts that store the checkpoint, and with
+    /// the host of each rank's file (shard). `host_of[r]` is the index in `hosts` of the host that
+    /// stores the shard of rank r.
     pub(crate) fn with_hosts(mut self, hosts: Vec<StorageHost>, host_of: &[usize]) -> Manifest {
         self.hosts = hosts;
         self.version = self.choose_oldest_version();

@@ -1,4 +1,5 @@
-//! [`MemoryShard`]: a rank's file of a native checkpoint (shard) that is stored in memory.
+//! [`MemoryShard`]: a rank's file of a checkpoint (shard, in launch's own format) that is stored in
+//! memory.
 use crate::codec::disk::BlockReader;
 use crate::error::{CkptError, Result};
 use std::fs::File;
@@ -6,8 +7,8 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A rank's part of a native checkpoint (shard) in a byte range of a memory file (memfd), which may
-/// contain other shards, too.
+/// A rank's part (shard) of a checkpoint in launch's own format, in a byte range of a memory file
+/// (memfd), which may contain other shards, too.
 #[derive(Clone, Debug)]
 pub struct MemoryShard {
     file: Arc<File>,
@@ -15,7 +16,8 @@ pub struct MemoryShard {
 }
 
 impl MemoryShard {
-    /// Creates a handle to the shard in the byte range `bytes` of `file`.
+    /// Creates a handle to the rank's part of a checkpoint (shard) in the byte range `bytes` of the
+    /// memory file `file`.
     pub(crate) fn new(file: Arc<File>, bytes: Range<u64>) -> MemoryShard {
         MemoryShard { file, bytes }
     }

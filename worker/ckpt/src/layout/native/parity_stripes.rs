@@ -1,5 +1,5 @@
-//! Divides the parity data (XOR redundancy) of a native checkpoint among the ranks: which blocks
-//! each rank's parity file contains. Does no I/O.
+//! Divides the parity data (XOR redundancy) of a checkpoint in launch's own format among the ranks:
+//! which blocks each rank's parity file contains. Does no I/O.
 use crate::codec::disk::BLOCK_BYTES;
 use crate::error::ManifestError;
 use std::ops::Range;

@@ -25,8 +25,8 @@ impl<'m> RemoteShards<'m> {
         RemoteShards { manifest, local_id }
     }
 
-    /// Returns the other host that stores the rank file (shard) number `file`. Returns `None` if
-    /// this host stores it, or the manifest records no hosts.
+    /// Returns the host that stores the rank file (shard) number `file`, if that is another host
+    /// than this one. Returns `None` if this host stores it, or the manifest records no hosts.
     pub(crate) fn remote_host(&self, file: usize) -> Option<&'m StorageHost> {
         self.manifest.shard_host(file).filter(|host| Some(&host.id) != self.local_id.as_ref())
     }

@@ -1,5 +1,5 @@
-//! Names and lists the native checkpoints in a checkpoint directory, and reads the file `latest`,
-//! which names the newest one.
+//! Names and lists the checkpoints in launch's own (native) format in a checkpoint directory, and
+//! reads the file `latest`, which names the newest one.
 use crate::codec::disk::{Directory, path_exists};
 use crate::error::{CkptError, DamageReason, MissingPart, Result};
 use crate::format_constants::MANIFEST_FILE;
@@ -45,15 +45,16 @@ pub(crate) fn locate_step_checkpoint(root: &Path, step: u64) -> Option<PathBuf> 
     [root.join(&name), root.join(format!("{REPLACED_PREFIX}{name}"))].into_iter().find(|p| has_manifest(p))
 }
 
-/// Returns true if `path` is a directory, and not a symbolic link, that contains the manifest of a
-/// native checkpoint.
+/// Returns true if `path` is a directory, and not a symbolic link, that contains `manifest.json`,
+/// as a checkpoint in launch's own (native) format does.
 fn has_manifest(path: &Path) -> bool {
     let is_dir = path.symlink_metadata().is_ok_and(|m| m.is_dir());
     is_dir && path.join(MANIFEST_FILE).symlink_metadata().is_ok_and(|m| m.is_file())
 }
 
-/// Lists the steps of all entries of the directory `root` that are named like a native checkpoint
-/// (`step-…`), newest first. Does not check whether these entries contain a manifest.
+/// Lists the steps of all entries of the directory `root` that have the name of a checkpoint in
+/// launch's own format (`step-…`), newest first. Does not check whether these entries contain a
+/// manifest.
 pub(crate) fn list_steps(root: &Path) -> Result<Vec<u64>> {
     let mut steps = Vec::new();
     for entry in std::fs::read_dir(root).map_err(CkptError::io("list", root))? {
@@ -66,8 +67,9 @@ pub(crate) fn list_steps(root: &Path) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// Lists steps and paths of the native checkpoints in the directory `root`, newest first: the
-/// subdirectories `step-…` with a manifest. The list is empty if `root` does not exist.
+/// Lists steps and paths of the checkpoints in launch's own (native) format in the directory
+/// `root`, newest first: the subdirectories `step-…` with a manifest. The list is empty if `root`
+/// does not exist.
 pub fn list_checkpoints(root: &Path) -> Result<Vec<(u64, PathBuf)>> {
     if !path_exists(root) {
         return Ok(Vec::new());
