@@ -70,8 +70,8 @@ fn spawn_ranks(args: &BenchArgs) {
     assert!(succeeded, "a rank failed");
 }
 
-/// Joins the group as rank `rank`, and measures every collective that the command line selects.
-/// Pins the process to one processor if the machine has enough.
+/// Joins the group of the benchmark's processes as rank `rank`, and measures every collective that
+/// the command line selects. Pins the process to one processor if the machine has enough.
 fn run_rank(rank: usize, world: usize, fd: i32) {
     if std::thread::available_parallelism().expect("the number of processors is known").get() >= world {
         let mut cpus = CpuSet::new();

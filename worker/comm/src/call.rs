@@ -26,7 +26,7 @@ pub(crate) struct BufferShape {
 }
 
 impl BufferShape {
-    /// Takes the length and the element size of the buffer `view`.
+    /// Returns the shape (number of elements and size of an element) of the buffer `view`.
     pub(crate) fn new(view: device::View<'_>) -> Self {
         BufferShape { len: view.len(), element_bytes: view.dtype().size() }
     }
@@ -62,9 +62,10 @@ impl fmt::Display for CollectiveCall {
 }
 
 impl CollectiveCall {
-    /// Creates the summary of a call of the collective `kind` with `elements` elements. The numbers
-    /// `agreed`, arguments that must be equal on all ranks, are included as a hash. Calls that
-    /// differ in either do not match. The call number is 0 until it is set.
+    /// Creates the summary of a call of the collective `kind` with `elements` elements, which ranks
+    /// compare to detect that they made different calls. The numbers `agreed`, arguments that must
+    /// be equal on all ranks, are included as a hash. Calls that differ in either do not match. The
+    /// call number is 0 until it is set.
     fn new(kind: CollectiveKind, elements: usize, agreed: impl IntoIterator<Item = usize>) -> Self {
         let (elements, digest) = (elements as u64, hash_arguments(agreed));
         CollectiveCall { kind, number: 0, elements, digest, element_bytes: size_of::<f32>() }
@@ -77,8 +78,8 @@ impl CollectiveCall {
         CollectiveCall { digest, element_bytes: bytes, ..self }
     }
 
-    /// Returns this summary with `number` as the number of the call; each rank counts the
-    /// collectives that it calls in a group.
+    /// Returns this summary of a call with the call number `number`: how many collectives this rank
+    /// had called in the group before.
     pub(crate) fn with_call_number(self, number: u64) -> Self {
         CollectiveCall { number, ..self }
     }
@@ -213,8 +214,8 @@ impl CollectiveCall {
         [self.number << 8 | self.kind as u64, self.elements, self.digest]
     }
 
-    /// Fails if this summary, of the call of rank `rank`, differs from that of rank `peer`, which
-    /// is encoded as `peer_words`.
+    /// Fails if this summary of the call of rank `rank` differs from `peer_words`, the encoded
+    /// summary of the call that rank `peer` made in the same collective.
     pub(crate) fn check_peer_call(
         &self,
         rank: usize,
@@ -250,8 +251,9 @@ impl CollectiveCall {
     }
 }
 
-/// Decodes the summary of a call that [`CollectiveCall::to_words`] encoded, for an error message.
-/// Invalid words of a faulty peer also give a summary, so decoding never fails.
+/// Decodes a peer's summary of its collective call (kind, call number and number of elements) from
+/// the three words that the peer sent, for an error message. Invalid words of a faulty peer also
+/// give a summary, so decoding never fails.
 fn decode_call_summary(words: [u64; 3]) -> CallSummary {
     let kind_number = words[0] & 0xff;
     let collective = CollectiveKind::ALL.into_iter().find(|kind| *kind as u64 == kind_number);
@@ -318,9 +320,9 @@ fn sum_counts(
         .ok_or(ArgumentError::CountsOverflow { collective, counts: name })
 }
 
-/// Fails if the length `len` of a buffer differs from `expected`, the length that the other
-/// arguments require. The error uses the name `buffer`, and `required` as the formula of the
-/// expected length, such as `counts[rank]`.
+/// Fails if the length `len` of a buffer of a collective differs from `expected`, the length that
+/// the collective's other arguments require. The error uses the name `buffer`, and `required` as
+/// the formula of the expected length, such as `counts[rank]`.
 fn check_buffer_len(
     collective: CollectiveKind,
     buffer: &'static str,
@@ -343,8 +345,9 @@ fn check_equal_element_sizes(collective: CollectiveKind, recv: BufferShape, send
     Err(ArgumentError::ElementSize { collective, send_bytes, recv_bytes })
 }
 
-/// Hashes a list of numbers to 64 bits with a multiply-xor hash and the finalizer of splitmix64.
-/// Lists with different contents have different hashes with near certainty.
+/// Hashes the arguments of a collective that must be equal on all ranks to 64 bits, with a
+/// multiply-xor hash and the finalizer of splitmix64. Lists with different contents have different
+/// hashes with near certainty.
 fn hash_arguments(list: impl IntoIterator<Item = usize>) -> u64 {
     list.into_iter().fold(0x9e37_79b9_7f4a_7c15, |h, v| {
         let mut x = (h.rotate_left(5) ^ v as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -183,7 +183,7 @@ impl std::fmt::Display for CallSummary {
     }
 }
 
-/// The unit in which [`CallMismatch::Transfer`] gives the amounts of data: elements or bytes.
+/// The unit of the amounts of data about which the calls of two ranks disagree: elements or bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferUnit {
     /// The amounts are numbers of elements.

@@ -39,8 +39,8 @@ impl CollectiveKind {
         CollectiveKind::SharedWindow,
     ];
 
-    /// Returns the name of the collective as that of its method in [`Comm`](crate::Comm), such as
-    /// `all_gather`.
+    /// Returns the name of the collective, such as `all_gather`, which is the name of its method in
+    /// [`Comm`](crate::Comm).
     pub fn name(self) -> &'static str {
         match self {
             CollectiveKind::AllGather => "all_gather",

@@ -7,9 +7,8 @@ use crate::link_delays::LinkDelays;
 use crate::shared_window::SharedWindow;
 use device::{Dtype, View, ViewMut};
 
-/// Callback that receives the vectors of an ordered reduce-scatter, whose receivers sum the vectors
-/// themselves: called with `(source rank, index of the vector on that rank, piece)` for each
-/// received piece.
+/// Callback of an ordered reduce-scatter (in which the receivers sum the vectors), called for each
+/// received piece of a vector with the source rank, the vector's index on that rank, and the piece.
 ///
 /// The callback may call [`Comm::abort`], but no collective. The address of a piece is a multiple
 /// of 4 bytes, the alignment of `f32`, and not of more.
@@ -32,9 +31,9 @@ pub trait Comm: Send + Sync {
     /// elements may have any type, but must have the same type on all ranks.
     fn all_gather(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Reduce-scatter without the sums: passes part r of every vector in the `partials` of every
-    /// rank to the callback `sink` of rank r, which sums the parts itself. The order is (source
-    /// rank, index of the vector).
+    /// Reduce-scatter in which each receiver does the sums itself: rank r receives part r of every
+    /// vector that any rank passes in `partials`, as calls of the callback `sink`. The order is
+    /// (source rank, index of the vector).
     ///
     /// Rank r passes `partial_counts[r]` vectors, each `Σ counts` long. All ranks must pass the
     /// same `partial_counts`. The collective sums nothing; the caller reduces the pieces in the
@@ -47,14 +46,15 @@ pub trait Comm: Send + Sync {
         sink: &mut PartialSink,
     ) -> Result<()>;
 
-    /// Sums part r of the `send` buffers over all ranks for each rank r, and stores the sum for
-    /// this rank (`counts[rank]` elements) in `recv`. The additions follow a fixed binary tree over
-    /// ranks, unless [`Comm::has_native_reduce_scatter`].
+    /// Sums the `send` buffers of all ranks elementwise, and stores this rank's part of the sum
+    /// (`counts[rank]` elements) in `recv`. The additions follow a fixed binary tree over ranks,
+    /// unless [`Comm::has_native_reduce_scatter`].
     fn reduce_scatter(&self, recv: ViewMut, send: View, counts: &[usize]) -> Result<()>;
 
-    /// Returns whether the transport sums on the way, so that [`Comm::reduce_scatter`] transfers
-    /// less data than [`Comm::reduce_scatter_ordered`]. The order of its additions then depends on
-    /// the number of ranks and on the transport.
+    /// Returns whether the transport adds data up while the data passes between ranks (as NCCL
+    /// does), so that [`Comm::reduce_scatter`] transfers less than
+    /// [`Comm::reduce_scatter_ordered`]. The order of its additions then depends on the number of
+    /// ranks and on the transport.
     fn has_native_reduce_scatter(&self) -> bool {
         false
     }

@@ -26,7 +26,8 @@ mod published_slice;
 
 pub use communicator::LocalComm;
 
-/// How long a rank waits for its peers in one collective, in a group that [`create_group`] creates.
+/// How long a rank waits for its peers in one collective, in a group of threads that was created
+/// without an explicit timeout.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// The largest timeout that a collective between threads can have. Longer timeouts are reduced to

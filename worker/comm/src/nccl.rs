@@ -1,5 +1,5 @@
-//! NCCL, loaded at run time: [`NcclComm`] runs collectives through an [`RawNcclComm`], which calls
-//! the [`NcclLibrary`].
+//! NCCL, loaded at run time: [`NcclComm`] implements the collectives for GPU memory,
+//! [`RawNcclComm`] wraps NCCL's communicator, and [`NcclLibrary`] the opened library.
 //!
 //! Every communicator is non-blocking. A call never waits inside the library. Every wait is a loop
 //! in this module that polls the communicator for errors, aborts and the timeout. So a peer that

@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub trait CallObserver: Send + Sync {
     /// Called with the kind of a collective when the rank enters it.
     fn on_enter(&self, kind: CollectiveKind);
-    /// Called when the collective that the rank has entered last completes.
+    /// Called when the collective that the rank entered most recently has completed.
     fn on_return(&self);
 }
 

@@ -7,8 +7,8 @@ use std::{ops::Range, ptr::NonNull, sync::Arc};
 /// long as this object exists.
 pub(crate) trait WindowMemory: Send + Sync {
     /// Unmaps the whole pages in the byte range `bytes` of the shared window from this process, so
-    /// that they do not count as its memory. Their contents stay, and the next access maps them
-    /// again.
+    /// that they no longer count as memory of this process. Their contents stay, and the next
+    /// access maps them again.
     fn release_pages(&self, bytes: Range<usize>);
 }
 
@@ -69,8 +69,8 @@ impl SharedView {
         self.elements.view()
     }
 
-    /// Unmaps the pages that hold only peers' elements, so that they no longer count as memory of
-    /// this process. The next access maps them again.
+    /// Unmaps from this process the pages of the shared window that hold only peers' elements, so
+    /// that they no longer count as memory of this process. The next access maps them again.
     pub fn release_peer_pages(&self) {
         let end = self.elements.len() * self.elements.dtype().size();
         self.memory.release_pages(0..self.owned_bytes.start);

@@ -15,8 +15,8 @@ pub struct StagedComm {
     buffers: Mutex<StagingBuffers>,
 }
 
-/// The buffers in host memory through which a [`StagedComm`] copies data, reused by all calls. Each
-/// grows to the size of the largest collective so far.
+/// The buffers in host memory through which collectives on GPU memory transfer their data, reused
+/// by all calls. Each grows to the size of the largest collective so far.
 #[derive(Default)]
 struct StagingBuffers {
     send: PinnedBuffers,
@@ -76,9 +76,9 @@ impl StagedComm {
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs the collective `f`, which writes a buffer in host memory as long as `recv`, and copies
-    /// the result to `recv` in GPU memory. If `recv` is in host memory, runs `f` with `recv`
-    /// itself.
+    /// Runs the collective `f` with a receive buffer in host memory that has the length of `recv`,
+    /// and copies the result to `recv` in GPU memory. If `recv` is in host memory, runs `f` with
+    /// `recv` itself.
     fn run_with_host_recv(
         &self,
         staging: &mut PinnedBuffers,

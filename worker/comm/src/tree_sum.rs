@@ -13,8 +13,8 @@
 //! Additions are in f32 and none is skipped. So the bits of a sum depend only on the ranks' values,
 //! and not on how messages are divided into chunks or which rank computes the sum.
 
-/// The number of elements that are summed at a time, so that intermediate sums stay in the
-/// first-level cache.
+/// The number of elements for which vectors of several ranks are summed at a time, so that
+/// intermediate sums stay in the first-level cache.
 const BLOCK_LEN: usize = 512;
 
 /// Stores the sum of `parts[r][i]` over all ranks r in `out[i]`, in the fixed order of a binary

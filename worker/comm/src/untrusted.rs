@@ -3,7 +3,8 @@
 //! Each function fails if the bytes are invalid. A function must not panic or loop forever.
 use crate::{AbortReason, tcp};
 
-/// Error: the bytes are no valid message of a peer.
+/// Error: the bytes that a fuzz target or test passed to a parser are not a valid message of a
+/// peer.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the bytes of a peer are not valid")]
 pub struct InvalidPeerBytes;

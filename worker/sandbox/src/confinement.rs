@@ -94,7 +94,8 @@ fn parse_proc_status_bytes(status: &str, field: &str) -> io::Result<u64> {
     kibibytes.map(|kibibytes| kibibytes << 10).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Limits the memory and the CPU time of the sandbox process for each request that it handles.
+/// Sets, for each request that the sandbox process handles, limits on the memory and the CPU time
+/// of the process.
 pub(crate) struct RequestLimiter {
     /// Memory that the process needs without a request, stacks included, in bytes.
     idle_bytes: u64,

@@ -33,13 +33,13 @@ pub fn limit_cpu_time<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// The entry of a piece of work in [`RUNNING_WORK`], the list of work with a limit of CPU time.
-/// Dropping this value removes the entry, also after a panic.
+/// Registration of a piece of work in [`RUNNING_WORK`], the list of work with a limit of CPU time,
+/// which ends when this object is dropped, also after a panic.
 struct WorkRegistration(u64);
 
 impl WorkRegistration {
-    /// Adds an entry for a piece of work that begins now on this thread and may use the CPU time
-    /// `limit`.
+    /// Adds the work that begins now on this thread to [`RUNNING_WORK`], the list of work with a
+    /// limit of CPU time; `limit` is its limit.
     fn new(limit: Duration) -> Self {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
@@ -59,8 +59,8 @@ impl Drop for WorkRegistration {
     }
 }
 
-/// Blocks until some work with a limit of CPU time exceeds it, and then calls `report` with the
-/// limit. `report` must end the process.
+/// Blocks until a thread of this process exceeds the limit of CPU time of its piece of work, and
+/// then calls `report` with the limit. `report` must end the process.
 pub(crate) fn watch_cpu_time(report: impl Fn(Duration) -> std::convert::Infallible) {
     loop {
         thread::sleep(CHECK_INTERVAL);

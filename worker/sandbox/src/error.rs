@@ -67,8 +67,8 @@ pub struct SandboxFailure {
 }
 
 impl SandboxError {
-    /// Returns the name and the value of the limit that was exceeded, for a diagnostic. Returns
-    /// `None` for errors of another kind.
+    /// Returns the name and the value of the limit of the request (such as CPU time) that was
+    /// exceeded, for a diagnostic. Returns `None` for errors of another kind.
     pub fn exceeded_limit(&self) -> Option<(&'static str, u64)> {
         match *self {
             SandboxError::OutOfMemory { limit_bytes } => Some(("memory_limit_bytes", limit_bytes)),
@@ -80,7 +80,8 @@ impl SandboxError {
         }
     }
 
-    /// Combines this error with the number of the step of the request during which it occurred.
+    /// Returns this error together with `step`, the number of the step in which the request was
+    /// when the error occurred.
     pub(crate) fn into_failure_at_step(self, step: u64) -> SandboxFailure {
         SandboxFailure { step, error: self }
     }

@@ -38,8 +38,8 @@ pub(crate) enum ReplyKind {
 }
 
 impl ReplyKind {
-    /// Returns the kind of reply that has the number `number` in a header; `None` if there is no
-    /// such kind.
+    /// Returns the kind of reply that the number `number` in the header of a reply represents;
+    /// `None` if no kind has this number.
     fn from_number(number: u64) -> Option<Self> {
         let kinds = [
             ReplyKind::Result,
@@ -132,9 +132,9 @@ impl ReplyDecoder {
         }
     }
 
-    /// Returns the reply of the sandbox process if all of its bytes have arrived; otherwise `None`.
-    /// Fails if the reply is an error, is malformed, or is longer than `reply_bytes`. No memory is
-    /// allocated for a rejected reply.
+    /// Returns the next reply of the sandbox process if all bytes of the reply have arrived;
+    /// otherwise `None`. Fails if the reply is an error, is malformed, or is longer than
+    /// `reply_bytes`. No memory is allocated for a rejected reply.
     pub(crate) fn take_reply(&mut self, reply_bytes: u64) -> Result<Option<Vec<u8>>, SandboxError> {
         if self.body.is_none() && self.header.len() == REPLY_HEADER_BYTES {
             self.body = Some(decode_reply_header(&self.header, reply_bytes)?);

@@ -113,8 +113,8 @@ impl SandboxProcess {
         Ok(process)
     }
 
-    /// Sends the settings (threads and memory) to the new process, and receives which kernel
-    /// facilities confine it.
+    /// Sends the settings (threads and memory) to the new sandbox process, and receives which
+    /// kernel facilities (Landlock, seccomp) confine it.
     fn exchange_settings(&mut self, settings: &SandboxSettings) -> Result<(), SandboxError> {
         // The socket has capacity for the settings.
         self.socket.write_all(&encode_settings(settings)).map_err(SandboxError::NotStarted)?;
@@ -164,7 +164,8 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits for the reply to the oldest request, and returns the reply.
+    /// Waits for the reply to the oldest unanswered request to the sandbox process, and returns the
+    /// reply.
     pub fn receive_reply(&mut self) -> Result<Vec<u8>, SandboxFailure> {
         loop {
             if let Some(reply) = self.replies.pop_front() {
@@ -178,9 +179,9 @@ impl SandboxProcess {
         }
     }
 
-    /// Waits for the socket of the sandbox process, and decodes the replies that have arrived.
-    /// Queues a failure after these replies, because they may arrive together with the end of the
-    /// process.
+    /// Waits until the socket of the sandbox process is ready to be read or written, and decodes
+    /// the replies that have arrived. Queues a failure after these replies, because they may arrive
+    /// together with the end of the process.
     fn wait_and_read_replies(&mut self, events: PollFlags) {
         if let Err(failure) = self.wait_for_socket(events).and_then(|()| self.read_replies()) {
             self.has_failed = true;
@@ -242,8 +243,8 @@ impl SandboxProcess {
         self.child.id()
     }
 
-    /// Shuts down the socket, so that the sandbox process ends as if its caller had ended. Tests
-    /// use this function.
+    /// Shuts down the socket to the sandbox process, which then ends as if its caller had ended.
+    /// Tests use this function.
     #[cfg(test)]
     pub(crate) fn shut_down_socket(&self) {
         self.socket.shutdown(std::net::Shutdown::Both).expect("the socket is open");
@@ -264,7 +265,7 @@ impl SandboxProcess {
     }
 
     /// Kills the sandbox process because of `error`, and returns `error` as the failure of the
-    /// oldest request.
+    /// oldest unanswered request.
     fn kill_because_of(&mut self, error: SandboxError) -> SandboxFailure {
         self.kill();
         error.into_failure_at_step(self.decoder.current_step())
@@ -284,8 +285,8 @@ impl Drop for SandboxProcess {
     }
 }
 
-/// Returns why a sandbox process ended with `status` while it handled a request with the limits
-/// `limits`.
+/// Converts the exit status of a sandbox process that ended during a request to an error, which
+/// names the exceeded limit of `limits` if the status shows one.
 fn explain_end(status: ExitStatus, limits: &RequestLimits) -> SandboxError {
     let signal = status.signal().map(Signal::try_from);
     match signal {

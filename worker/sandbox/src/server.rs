@@ -34,7 +34,7 @@ use std::{
     time::Duration,
 };
 
-/// The exit code of a sandbox process that ends because its caller has closed the socket.
+/// The exit code of a sandbox process that ends normally, because its caller has closed the socket.
 const EXIT_DONE: u8 = 0;
 /// The exit code of a sandbox process that cannot start, cannot reach its caller, or has reported
 /// an exceeded limit.
@@ -43,16 +43,15 @@ const EXIT_FAILED: u8 = 1;
 /// The message and the source location of the last panic in this sandbox process.
 static LAST_PANIC: Mutex<String> = Mutex::new(String::new());
 
-/// A callback by which a request handler reports to the caller that it begins the step with the
-/// given number of the current request. An error of the request names the last reported step.
+/// A callback with which the code that handles a request reports to the caller that it begins the
+/// step of the request with the given number. An error of the request names the last reported step.
 pub type ReportStepFn<'a> = dyn FnMut(u64) + 'a;
 
 /// The code that interprets requests in a sandbox process, such as parsing a file.
 pub trait RequestHandler {
-    /// Interprets the request `request`, such as parsing `file`, the file that came with the
-    /// request, and returns the reply. A panic becomes an error of the caller, and the handler then
-    /// gets the next request. No work with a limit of CPU time may run during a call of
-    /// `report_step`.
+    /// Interprets `request`, which may come with an open file (for example a file to parse), and
+    /// returns the reply. A panic becomes an error of the caller, and the handler then gets the
+    /// next request. No work with a limit of CPU time may run during a call of `report_step`.
     fn handle_request(
         &mut self,
         request: &[u8],
@@ -61,7 +60,8 @@ pub trait RequestHandler {
     ) -> Vec<u8>;
 }
 
-/// A request that the sandbox process has received, with its file and its limits.
+/// A request that the sandbox process has received, with its limits and the open file that was sent
+/// with it.
 struct Request {
     body: Vec<u8>,
     file: Option<File>,
@@ -105,8 +105,9 @@ fn serve_socket(
     answer_requests(&socket, &requests, &limiter, handler.as_mut())
 }
 
-/// Reports to the caller that work exceeded its limit of CPU time, and ends the sandbox process.
-/// The thread that answers requests sends nothing meanwhile, because limited work still runs.
+/// Reports to the caller that a piece of work for its request exceeded the limit of CPU time, and
+/// ends the sandbox process. The thread that answers requests sends nothing meanwhile, because
+/// limited work still runs.
 fn exit_out_of_cpu_time(socket: &UnixStream, limit: Duration) -> Infallible {
     // Without the reply, the caller reports that the process ended.
     _ = send_reply(socket, ReplyKind::OutOfCpuTime, &limit.as_secs().to_le_bytes());
@@ -135,8 +136,8 @@ fn set_signal_actions() {
     }
 }
 
-/// Records the message and the source location of a panic, which the reply to the request then
-/// contains.
+/// Stores the message and the source location of a panic, so that the reply to the current request
+/// can contain them.
 fn record_panic(info: &panic::PanicHookInfo) {
     let payload = info.payload();
     let text = payload.downcast_ref::<&str>().copied();
@@ -203,8 +204,8 @@ fn receive_header_bytes_and_file(
     Ok((message.bytes, file))
 }
 
-/// Answers the requests that arrive through `requests`, one after another, until the socket is
-/// closed.
+/// Answers the requests that arrive through the channel `requests`, one after another, until the
+/// caller of the sandbox process closes the socket.
 fn answer_requests(
     socket: &UnixStream,
     requests: &Receiver<Request>,
@@ -235,7 +236,7 @@ pub fn take_panic_message() -> String {
     message
 }
 
-/// Sends a reply of the given kind to the caller.
+/// Sends a reply of the kind `kind` to the process that sent the request.
 fn send_reply(mut socket: &UnixStream, kind: ReplyKind, body: &[u8]) -> io::Result<()> {
     socket.write_all(&encode_reply_header(kind, body.len()))?;
     socket.write_all(body)

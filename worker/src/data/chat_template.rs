@@ -1,5 +1,5 @@
-//! [`ChatTemplate`]: the chat template of a data source, with which the sandbox process renders
-//! chats.
+//! [`ChatTemplate`]: the chat template (Jinja) of a data source, by which a sandbox process renders
+//! the chats of the source as text.
 use super::{
     error::{ChatTemplateProblem, DataError, InterpretationStep},
     interpreter::{Interpreter, TemplateSource},
@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 /// Largest accepted size of a chat template, in bytes.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 
-/// A chat template that the sandbox process has compiled.
+/// The chat template (Jinja) of a data source, which a sandbox process has compiled, and the choice
+/// of tokens of a chat that count for the loss.
 pub(crate) struct ChatTemplate {
     /// The file with the template.
     path: PathBuf,
@@ -20,8 +21,8 @@ pub(crate) struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Loads and compiles the template file of the job or, if `path` is `None`, the template of the
-    /// tokenizer. A relative path starts at `workdir`.
+    /// Reads and compiles the chat template in the file `path`, which the job names, or the chat
+    /// template of `tokenizer` if `path` is `None`. A relative path starts at `workdir`.
     pub(crate) fn load(
         path: Option<&Path>,
         tokenizer: &TextTokenizer,
@@ -64,7 +65,7 @@ impl ChatTemplate {
         }
     }
 
-    /// Returns the path of the file from which the template was read.
+    /// Returns the path of the file from which this chat template was read.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -74,8 +75,9 @@ impl ChatTemplate {
         self.loss_on
     }
 
-    /// Returns a digest of the template's source, special tokens and loss setting. Templates with
-    /// equal digests render equal chats equally.
+    /// Returns a digest of everything that determines how chats become tokens with a loss: the
+    /// template's source, special tokens and loss setting. Templates with equal digests render
+    /// equal chats equally.
     pub(crate) fn digest(&self) -> &[u8; 32] {
         &self.digest
     }
@@ -86,7 +88,8 @@ impl ChatTemplate {
     }
 }
 
-/// Computes the digest of a template and its loss setting.
+/// Computes the digest of a chat template: its source, its special tokens, and which tokens of a
+/// chat count for the loss.
 fn compute_digest(template: &TemplateSource, loss_on: LossTargets) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("launch 2026 chat template v1");
     let tokens = template.special_tokens.iter().flat_map(|(name, text)| [name, text]);

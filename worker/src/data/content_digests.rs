@@ -21,7 +21,8 @@ use std::{
 /// The BLAKE3 digest of a data file's content.
 pub(crate) type ContentDigest = [u8; 32];
 
-/// A map from the identity of a known file to the digest of the file's content.
+/// A map from the identity of a data file (inode, size and times) to the BLAKE3 digest of the
+/// file's content.
 type DigestIndex = HashMap<FileIdentity, ContentDigest>;
 
 /// The name of the file in the cache directory that stores the BLAKE3 digests of data files between
@@ -32,8 +33,8 @@ const INDEX_FILE_NAME: &str = "contents";
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// The largest number of data files whose digests are stored between starts.
 const MAX_INDEX_ENTRIES: usize = 1 << 20;
-/// The least time between two changes of a file after which their modification times differ on
-/// every file system.
+/// The time that must pass between two changes of a file so that they give the file different
+/// modification times on every file system.
 const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 
 /// The properties of a file by which launch recognizes that its content is unchanged: device,
@@ -42,7 +43,7 @@ const FILE_TIME_RESOLUTION: Duration = Duration::from_secs(3);
 struct FileIdentity([i128; 5]);
 
 impl FileIdentity {
-    /// Reads the identity of a file from the file's metadata.
+    /// Returns the identity of a file (inode, size and times of change) from the file's metadata.
     fn from_metadata(meta: &Metadata) -> Self {
         let ns = |s: i64, ns: i64| i128::from(s) * 1_000_000_000 + i128::from(ns);
         FileIdentity([
@@ -89,9 +90,9 @@ pub(crate) fn delete_digest_index(cache_dir: &Path) {
     let _ = fs::remove_file(cache_dir.join(INDEX_FILE_NAME));
 }
 
-/// Returns the identity of the data file at `path` (inode, size and times) and the digest of its
-/// content. Hashes the file if `index` lacks its identity. Fails if the file changes while it is
-/// hashed.
+/// Returns the identity (inode, size and times) and the content digest of the data file at `path`;
+/// the digest comes from `index` if the file is unchanged since it was hashed. Hashes the file if
+/// `index` lacks its identity. Fails if the file changes while it is hashed.
 fn find_or_compute_digest(
     path: &Path,
     index: &DigestIndex,
@@ -118,8 +119,9 @@ fn find_or_compute_digest(
     Ok((before, *hasher.finalize().as_bytes()))
 }
 
-/// Reads the digests of data files that an earlier start has stored in `cache_dir`. Returns an
-/// empty index if the file is absent or damaged.
+/// Reads the digests of data files that an earlier start of a job has stored in `cache_dir`, so
+/// that unchanged files need not be hashed again. Returns an empty index if the file is absent or
+/// damaged.
 fn read_digest_index(cache_dir: &Path) -> DigestIndex {
     let Ok(file) = File::open(cache_dir.join(INDEX_FILE_NAME)) else { return HashMap::new() };
     let mut text = String::new();

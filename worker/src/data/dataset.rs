@@ -55,9 +55,9 @@ impl Dataset {
         Self::open_with_tokenizer(spec, eval_files, split, &tokenizer, &mut files)
     }
 
-    /// Opens the data as [`Dataset::open`] does, but with `tokenizer`, which is already open. It
-    /// must be the tokenizer of the data section. Files that match the patterns of a source are
-    /// searched once with the same `files`.
+    /// Opens the training or the evaluation data of a job with `tokenizer`, the job's tokenizer,
+    /// which the caller has already opened. It must be the tokenizer of the data section. Files
+    /// that match the patterns of a source are searched once with the same `files`.
     pub fn open_with_tokenizer(
         spec: &DataSpec,
         eval_files: Option<&[String]>,
@@ -115,20 +115,20 @@ impl Dataset {
         self.sources.iter().map(|s| s.packer.len()).sum()
     }
 
-    /// Creates the order in which a run reads the samples. If `shuffle` is set, the samples of each
-    /// source have another order in each epoch.
+    /// Creates the order in which a run reads the samples of all data sources, in every epoch. If
+    /// `shuffle` is set, the samples of each source have another order in each epoch.
     pub fn create_sample_order(&self, seed: u64, shuffle: bool) -> SampleOrder {
         let permutation =
             |s: &SourceSampleReader| EpochPermutation::new(seed, &s.name, s.packer.len(), shuffle);
         SampleOrder::new(self.schedule.clone(), self.sources.iter().map(permutation).collect())
     }
 
-    /// Returns the number of tokens of all sources, end-of-document tokens included.
+    /// Returns the number of tokens of all data sources together, end-of-document tokens included.
     pub fn token_count(&self) -> u64 {
         self.sources.iter().map(|s| s.cache.header.tokens).sum()
     }
 
-    /// Returns the number of documents of all sources.
+    /// Returns the number of documents of all data sources together.
     pub fn document_count(&self) -> u64 {
         self.sources.iter().map(|s| s.cache.header.documents).sum()
     }
@@ -149,8 +149,8 @@ impl Dataset {
         &self.warnings
     }
 
-    /// Writes the tokens, labels and document starts of `micro` consecutive samples of the run to
-    /// the slices, beginning with the sample at position `first_position`.
+    /// Writes the tokens, labels and document starts of a micro-batch of `micro` samples to the
+    /// given slices: the sample at position `first_position` of the run and those that follow it.
     ///
     /// Each slice has shape `[micro, seq_len]`. `labels` are the next tokens or [`IGNORE_INDEX`].
     /// `starts` is, for each input, the position in the sample at which the input's document
@@ -186,7 +186,7 @@ impl Dataset {
     }
 
     /// Counts the labels that the loss includes (all except [`super::IGNORE_INDEX`]) in `count`
-    /// consecutive samples of the run, the first at position `first_position`.
+    /// samples: the one at position `first_position` of the run and those that follow it.
     pub fn count_targets(&self, order: &SampleOrder, first_position: u64, count: u64) -> u64 {
         let targets = |position| {
             let (source, _, sample) = order.locate_sample(position);
@@ -267,7 +267,8 @@ pub(super) fn create_eval_source(spec: &DataSpec, files: &[String]) -> Result<Da
     Ok(DataSource { name: String::new(), weight: 1.0, files: files.to_vec(), ..first.clone() })
 }
 
-/// Rejects invalid values of `train.data.seq_len` and `train.data.held_out`. Reads no file.
+/// Rejects invalid values of the job's keys `train.data.seq_len` (tokens per sample) and
+/// `train.data.held_out` (share of the data for evaluation). Reads no file.
 pub(super) fn validate_data_settings(spec: &DataSpec) -> Result<(), DataError> {
     if spec.seq_len == 0 {
         return Err(DataError::InvalidSequenceLength);

@@ -93,8 +93,9 @@ pub(crate) struct OpenDataFile {
     pub(crate) format: DataFileFormat,
 }
 
-/// Reads a text or JSON lines file and passes the parts of its documents to `sink`. Returns the
-/// BLAKE3 hash of the bytes that were read, with which the caller can detect that the file changed.
+/// Reads a text or JSON lines file and passes its documents, part by part, to the callback `sink`.
+/// Returns the BLAKE3 hash of the bytes that were read, with which the caller can detect that the
+/// file changed.
 pub(crate) fn read_documents(
     data: OpenDataFile,
     path: &Path,
@@ -116,8 +117,9 @@ pub(crate) fn read_documents(
     Ok(input.hasher.finalize())
 }
 
-/// Converts one line of a JSON lines file to a document, and passes it to the callback `sink` if
-/// `filter` selects its text. The filter is not applied to a chat, whose text is not known.
+/// Converts one line of a JSON lines file to a document, and passes it to the callback `sink`
+/// unless `filter` excludes its text (for example as held out for evaluation). The filter is not
+/// applied to a chat, whose text is not known.
 fn emit_record(
     line: u64,
     text: &str,
@@ -264,8 +266,9 @@ impl DocumentAssembler<'_, '_> {
     }
 }
 
-/// Reads a text file piece by piece, and passes the pieces that `filter` accepts to `sink` as
-/// documents. A rejected piece ends the current document.
+/// Reads a text file piece by piece, and passes those pieces that `filter` selects (training data,
+/// held-out data or both) to the callback `sink` as documents. A rejected piece ends the current
+/// document.
 fn read_text_documents(
     input: &mut impl Read,
     path: &Path,
@@ -311,7 +314,8 @@ fn count_newlines(bytes: &[u8]) -> u64 {
     bytes.iter().filter(|&&b| b == b'\n').count() as u64
 }
 
-/// Reads until `buffer` is full or the input ends. Returns the number of bytes read.
+/// Reads from `input` until `buffer` is full or the input ends, and returns the number of bytes
+/// that were read.
 fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     let mut n = 0;
     while n < buffer.len() {
@@ -325,9 +329,9 @@ fn read_until_full(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize
     Ok(n)
 }
 
-/// Returns the length in bytes of the first piece of `bytes`, the unit that is assigned to training
-/// or evaluation data. The caller must pass more than [`MAX_PIECE_BYTES`] bytes, or the whole rest
-/// of the file.
+/// Returns the length in bytes of the first piece of `bytes`; a piece is a part of a text file that
+/// is assigned as a whole to the training or the evaluation data. The caller must pass more than
+/// [`MAX_PIECE_BYTES`] bytes, or the whole rest of the file.
 fn find_first_piece_length(bytes: &[u8]) -> usize {
     if bytes.len() <= MAX_PIECE_BYTES {
         return bytes.len();

@@ -29,15 +29,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Largest number of requests without a reply that the sandbox process has at a time. The next
-/// request waits while the process works on the previous one.
+/// Largest number of requests that the sandbox process, which tokenizes the documents, has received
+/// but not answered. The next request waits while the process works on the previous one.
 const MAX_PENDING_REQUESTS: usize = 2;
-/// Longest time for which the documents of a failed batch are interpreted one by one, to find the
-/// document that fails.
+/// Longest time for which the documents of a batch that could not be tokenized are sent to the
+/// sandbox process one by one, to find the document that fails.
 const MAX_FAILURE_SEARCH_TIME: Duration = Duration::from_secs(5);
 
-/// Sends documents to the sandbox process in order, and writes the tokens that it returns to a
-/// token cache.
+/// Sends documents in order to a sandbox process, which tokenizes them, and writes the tokens that
+/// the process returns to a token cache file.
 pub(crate) struct DocumentTokenizer<'a> {
     tokenizer: &'a TextTokenizer,
     options: RecordReadOptions<'a>,
@@ -60,7 +60,7 @@ struct Batch {
     bytes: usize,
 }
 
-/// A part of a document, and the file and position where it was read.
+/// A part of a document to be tokenized, and the file and position from which it was read.
 struct BatchPart {
     part: DocumentPart,
     path: Arc<Path>,
@@ -68,8 +68,8 @@ struct BatchPart {
 }
 
 impl BatchPart {
-    /// Returns the part as a document for the sandbox process, or `None` if it is the end of a
-    /// document.
+    /// Returns this part of a document in the form in which the sandbox process receives it, or
+    /// `None` if it only marks the end of a document.
     fn as_document(&self) -> Option<Document<'_>> {
         match &self.part {
             DocumentPart::Text(text) => Some(Document::Text(text)),
@@ -134,20 +134,20 @@ impl<'a> DocumentTokenizer<'a> {
         flushed.inspect_err(|_| self.drop_unwritten_documents())
     }
 
-    /// Drops all documents whose tokens are not written yet, whether they were sent or not.
+    /// Drops all documents whose tokens are not written to the token cache yet, including those
+    /// that were sent to the sandbox process.
     fn drop_unwritten_documents(&mut self) {
         self.batch = Batch::default();
         self.sent.clear();
     }
 
-    /// Ends the tokenizing and returns the writer of the token cache. All documents must have been
-    /// written.
+    /// Returns the writer of the token cache, after the tokens of all documents were written.
     pub(crate) fn into_writer(self) -> TokenCacheWriter {
         self.writer
     }
 
-    /// Sends the collected parts of documents to the sandbox process as one batch. Receives the
-    /// results of an older batch if too many are pending.
+    /// Sends the parts of documents that were collected so far to the sandbox process as one batch,
+    /// which the process tokenizes. Receives the results of an older batch if too many are pending.
     fn send_collected_batch(&mut self) -> Result<(), DataError> {
         let batch = std::mem::take(&mut self.batch);
         if batch.parts.is_empty() {
@@ -159,7 +159,7 @@ impl<'a> DocumentTokenizer<'a> {
         self.send_batch_to_sandbox(batch)
     }
 
-    /// Sends a batch of documents to the sandbox process.
+    /// Sends a batch of documents to the sandbox process, which tokenizes them.
     fn send_batch_to_sandbox(&mut self, batch: Batch) -> Result<(), DataError> {
         let documents: Vec<Document> = batch.parts.iter().filter_map(BatchPart::as_document).collect();
         let sizes = documents.iter().map(|document| document.as_str().len());
@@ -171,7 +171,8 @@ impl<'a> DocumentTokenizer<'a> {
         sent.or_else(|failure| self.retry_failed_batch(failure))
     }
 
-    /// Receives the results of the oldest batch, and writes its tokens to the token cache.
+    /// Receives the tokens of the oldest batch of documents from the sandbox process, and writes
+    /// them to the token cache.
     fn receive_batch(&mut self) -> Result<(), DataError> {
         let results = match self.stream.receive::<Vec<DocumentResult>>() {
             Ok(results) => results,
@@ -181,8 +182,8 @@ impl<'a> DocumentTokenizer<'a> {
         self.write_batch(&batch, results)
     }
 
-    /// Repeats the oldest batch of documents document by document after the sandbox process failed
-    /// on it, and sends the later batches again.
+    /// Sends the documents of the oldest batch to the sandbox process one by one after the process
+    /// failed on this batch, and sends the later batches again.
     fn retry_failed_batch(&mut self, failure: InterpreterFailure) -> Result<(), DataError> {
         let sent = std::mem::take(&mut self.sent);
         let mut batches = sent.into_iter();
@@ -233,8 +234,9 @@ impl<'a> DocumentTokenizer<'a> {
         to_interpretation_error(failure, first_step, &part.path, records, rules)
     }
 
-    /// Returns the path of the file that the sandbox process uses for the work `step`: the
-    /// tokenizer or the chat template. Returns `None` if the step uses no file.
+    /// Returns the path of the file that the sandbox process uses in the step `step`, for error
+    /// messages: the chat template for rendering, the tokenizer for tokenizing. Returns `None` if
+    /// the step uses no file.
     fn find_step_file(&self, step: InterpretationStep) -> Option<&Path> {
         match step {
             InterpretationStep::RenderChats => self.options.chat_template.map(|template| template.path()),
@@ -243,7 +245,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Returns the options with which the sandbox process interprets documents.
+    /// Returns the options with which the sandbox process interprets this data source's documents:
+    /// the field with the text, the tokens that count for the loss, and the held-out filter.
     fn document_options(&self) -> DocumentOptions<'a> {
         DocumentOptions {
             field: self.options.field,
@@ -253,7 +256,8 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Writes the tokens of a batch of documents to the token cache.
+    /// Writes the tokens that the sandbox process returned for a batch of documents to the token
+    /// cache.
     fn write_batch(&mut self, batch: &Batch, results: Vec<DocumentResult>) -> Result<(), DataError> {
         if let Some(part) = batch.parts.first().filter(|_| results.len() != count_documents(batch)) {
             return Err(self.to_record_error(SandboxError::InvalidReply.into(), part, false));
@@ -299,7 +303,7 @@ impl<'a> DocumentTokenizer<'a> {
         }
     }
 
-    /// Appends tokens to the current document of the token cache.
+    /// Appends tokens to the current document in the token cache file.
     fn write_tokens(&mut self, tokens: &[u32]) -> Result<(), DataError> {
         let written = self.writer.push_tokens(tokens);
         written.map_err(|source| self.unwritable_cache_error(source))
@@ -316,8 +320,8 @@ impl<'a> DocumentTokenizer<'a> {
         DataError::cache_unusable(self.cache_path, CacheOperation::Write, source)
     }
 
-    /// Tokenizes all rows of a Parquet file and writes their tokens. All documents that were added
-    /// before must have been written.
+    /// Tokenizes all rows of a Parquet file, and writes their tokens to the token cache. All
+    /// documents that were added before must have been written.
     pub(crate) fn tokenize_parquet_file(&mut self, file: &File, path: &Path) -> Result<(), DataError> {
         let limits = rows_request_limits(self.tokenizer.interpreter().threads());
         let (field, is_chat) = (self.options.field, self.options.chat_template.is_some());
@@ -357,7 +361,8 @@ impl<'a> DocumentTokenizer<'a> {
     }
 }
 
-/// Returns the number of documents in a batch. Parts that only end a document are not counted.
+/// Returns the number of documents in a batch, which is the number of results that the sandbox
+/// process must return for it. Parts that only end a document are not counted.
 fn count_documents(batch: &Batch) -> usize {
     batch.parts.iter().filter(|part| part.as_document().is_some()).count()
 }

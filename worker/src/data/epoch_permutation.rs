@@ -12,7 +12,8 @@ const MAX_SAMPLES: u64 = 1 << 48;
 /// pseudo-random permutation of large domains; tiny domains need more.
 const FEISTEL_ROUNDS: u64 = 8;
 
-/// The order of a data source's samples, over any number of epochs.
+/// The order in which a run reads the samples of one data source: in each epoch all samples once,
+/// shuffled differently or in file order.
 ///
 /// If shuffled, each epoch is a keyed Feistel permutation of `0..4^k`, the smallest such domain
 /// with at least `n` elements. Cycle walking restricts the permutation to `0..n`: a result outside
@@ -30,9 +31,9 @@ pub(crate) struct EpochPermutation {
 }
 
 impl EpochPermutation {
-    /// Creates the order of `samples` samples, shuffled or not. `name` is the name of the data
-    /// source, so that sources of equal sizes have different orders. Panics if `samples` is 0 or
-    /// above 2^48.
+    /// Creates the order in which the `samples` samples of a data source are read, shuffled
+    /// differently in each epoch if `shuffle` is set. `name` is the name of the data source, so
+    /// that sources of equal sizes have different orders. Panics if `samples` is 0 or above 2^48.
     pub(crate) fn new(seed: u64, name: &str, samples: u64, shuffle: bool) -> Self {
         assert!(
             (1..=MAX_SAMPLES).contains(&samples),
@@ -48,8 +49,9 @@ impl EpochPermutation {
         self.samples
     }
 
-    /// Returns the epoch that contains the sample at `index`, and the number of the sample in the
-    /// data source. The index counts the samples of this source since the beginning of the run.
+    /// Returns which sample of the data source is read as number `index` in the run, as its epoch
+    /// and its number in the data source. The index counts the samples of this source since the
+    /// beginning of the run.
     pub(crate) fn locate_sample(&self, index: u64) -> (u64, u64) {
         let (epoch, position) = (index / self.samples, index % self.samples);
         let Some(stream) = &self.stream else { return (epoch, position) };
@@ -60,8 +62,8 @@ impl EpochPermutation {
         (epoch, sample)
     }
 
-    /// Returns the number to which a Feistel network that depends on the epoch maps `index`, in a
-    /// permutation of `0..2^(2 * half_bits)`.
+    /// Maps `index` to a number below `2^(2 * half_bits)` with a Feistel network that depends on
+    /// the epoch, so that different indices get different numbers.
     fn permute_index(&self, stream: &RandomStream, epoch: u64, index: u64) -> u64 {
         let mask = (1u64 << self.half_bits) - 1;
         let (mut left, mut right) = (index >> self.half_bits, index & mask);

@@ -289,8 +289,8 @@ impl DataError {
         }
     }
 
-    /// Returns a diagnostic with the code and the subject (the key of job.yaml) of this error. A
-    /// problem of a record or of a file adds its fields and its help.
+    /// Returns a diagnostic for this error with its code and its subject, the key of job.yaml to
+    /// which the error refers. A problem of a record or of a file adds its fields and its help.
     fn to_classified_diagnostic(&self) -> Diagnostic {
         let (code, key) = match self {
             DataError::InvalidParquet { problem, .. } => {

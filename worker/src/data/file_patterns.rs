@@ -16,8 +16,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Largest number of patterns to which the braces of one pattern may expand. A pattern that expands
-/// to more is an error.
+/// Largest number of file patterns without braces to which one pattern with braces, such as
+/// `{a,b}`, may expand. A pattern that expands to more is an error.
 const MAX_BRACE_ALTERNATIVES: usize = 1024;
 
 /// The path and the size of a data file that a file pattern matches.
@@ -29,8 +29,9 @@ pub(crate) struct DataFile {
     pub(crate) bytes: u64,
 }
 
-/// Remembers which files the file patterns of data sources match. Each list of patterns is expanded
-/// once, so that the training and the held-out data of a source are the same files.
+/// Remembers which files the file patterns of a job's data sources, such as `data/*.jsonl`, match.
+/// Each list of patterns is expanded once, so that the training and the held-out data of a source
+/// are the same files.
 pub struct FilePatternCache {
     workdir: PathBuf,
     /// The expanded lists of patterns, each with its files.
@@ -38,7 +39,8 @@ pub struct FilePatternCache {
 }
 
 impl FilePatternCache {
-    /// Creates an empty cache of matched files. Relative patterns start at `workdir`.
+    /// Creates an empty cache of the files that file patterns match. Relative patterns start at
+    /// `workdir`.
     pub fn new(workdir: &Path) -> Self {
         FilePatternCache { workdir: workdir.to_path_buf(), found: Vec::new() }
     }
@@ -48,8 +50,8 @@ impl FilePatternCache {
         &self.workdir
     }
 
-    /// Returns the files that the patterns match, from an earlier call with equal patterns if there
-    /// was one.
+    /// Returns the files that the file patterns `patterns` match, from an earlier call with equal
+    /// patterns if there was one.
     pub(super) fn find_files_once(&mut self, patterns: &[String]) -> Result<&[DataFile], DataError> {
         let position = match self.found.iter().position(|(known, _)| known == patterns) {
             Some(position) => position,
@@ -153,8 +155,9 @@ fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
     Ok(done)
 }
 
-/// Finds the byte positions of the first `{`, the matching `}`, and the commas directly between
-/// these braces. Returns `None` if the pattern has no braces. Fails if braces are unpaired.
+/// Finds in a file pattern the byte positions of the first `{`, the matching `}`, and the commas
+/// directly between these braces. Returns `None` if the pattern has no braces. Fails if braces are
+/// unpaired.
 fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, PatternProblem> {
     let (mut open, mut depth, mut commas) = (None, 0, Vec::new());
     for (i, c) in p.bytes().enumerate() {
@@ -216,9 +219,9 @@ struct PatternSearch<'a> {
 }
 
 impl PatternSearch<'_> {
-    /// Searches `directory` for files that match the rest of the pattern, from the part with index
-    /// `at` on. Ignores a path that is no directory, and a directory that was searched for this
-    /// part before.
+    /// Searches `directory` for files that match the remaining parts of the file pattern, from the
+    /// part with index `at` on. Ignores a path that is no directory, and a directory that was
+    /// searched for this part before.
     fn search_directory(&mut self, directory: &Path, at: usize) -> Result<(), DataError> {
         let Some(meta) = read_metadata(directory)?.filter(fs::Metadata::is_dir) else { return Ok(()) };
         if !self.entered.insert((meta.dev(), meta.ino(), at)) {
@@ -249,8 +252,8 @@ impl PatternSearch<'_> {
         }
     }
 
-    /// Adds a matched path to the results if it is a file and `is_last` is set, and searches it for
-    /// the parts with index `next` and higher if it is a directory.
+    /// Handles a path that matches the parts of the pattern before index `next`: adds a file to the
+    /// results if the pattern ends there, and searches a directory for the remaining parts.
     fn visit_matched_path(&mut self, path: PathBuf, is_last: bool, next: usize) -> Result<(), DataError> {
         match read_metadata(&path)? {
             Some(meta) if meta.is_file() && is_last => self.found.push(DataFile { path, bytes: meta.len() }),
@@ -266,7 +269,7 @@ fn is_hidden(name: &OsString) -> bool {
     name.as_bytes().starts_with(b".")
 }
 
-/// Reads the names of the entries in a directory, and sorts them.
+/// Reads the names of the entries in a directory, and returns them sorted.
 fn read_entry_names(directory: &Path) -> Result<Vec<OsString>, DataError> {
     let entries =
         fs::read_dir(directory).and_then(|entries| entries.map(|e| e.map(|e| e.file_name())).collect());

@@ -90,8 +90,8 @@ fn parquet_has_row(
     }
 }
 
-/// Returns the options with which the sandbox process only checks a record and does not tokenize
-/// it.
+/// Converts the options for reading a data source's records to options with which the sandbox
+/// process only checks a record and does not tokenize it.
 fn to_check_only_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> {
     DocumentOptions {
         field: options.field,
@@ -101,8 +101,8 @@ fn to_check_only_options(options: RecordReadOptions<'_>) -> DocumentOptions<'_> 
     }
 }
 
-/// Fails if `result`, which the sandbox process returned for a checked record, reports an invalid
-/// record.
+/// Fails if `result`, which the sandbox process returned for a record of a data file, reports that
+/// the record is invalid.
 fn require_valid_result(
     result: DocumentResult,
     path: &Path,

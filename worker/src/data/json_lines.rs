@@ -23,9 +23,9 @@ const MAX_LISTED_NAME_BYTES: usize = 64;
 /// A callback that receives each line of a JSON lines file: its number, from 1, and its text.
 pub(crate) type LineSink<'a> = dyn FnMut(u64, &str) -> Result<(), DataError> + 'a;
 
-/// Reads a JSON lines file and passes the number and text of each line that is not blank to `sink`.
-/// Ends without error after `limit` records or at the end of the file. Skips blank lines. Keeps
-/// only one line in memory. `path` is for error messages.
+/// Reads a JSON lines file and passes the number and text of each line that is not blank to the
+/// callback `sink`. Ends without error after `limit` records or at the end of the file. Skips blank
+/// lines. Keeps only one line in memory. `path` is for error messages.
 pub(crate) fn read_json_lines(
     input: &mut impl Read,
     path: &Path,
@@ -75,8 +75,8 @@ pub(crate) fn parse_chat_record(line: &str, field: &str) -> Result<ChatRecord, R
     Ok(ChatRecord { messages, tools: tools.filter(|t| !t.is_none()) })
 }
 
-/// Parses the JSON object in a line, and returns the values of the fields `required` and
-/// `optional`. Skips all other fields.
+/// Parses one line of a JSON lines file as an object, and returns the values of the fields
+/// `required` and `optional`. Skips all other fields.
 fn parse_two_fields<'de, T: Deserialize<'de>>(
     line: &'de str,
     required: &str,

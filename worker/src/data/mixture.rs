@@ -1,6 +1,6 @@
-//! Assigns each position of a run to a data source of the mixture, and to a sample of that source.
-//! The assignment is a pure function of the weights and the position, so that no cursor per source
-//! has to be stored.
+//! Determines for each position in a run's sequence of samples from which data source of the
+//! mixture the sample comes, and which sample of that source it is. The assignment is a pure
+//! function of the weights and the position, so that no cursor per source has to be stored.
 //!
 //! The weights are converted to counts of positions in a cycle. Tijdeman's algorithm (R. Tijdeman,
 //! "The chairman assignment problem", 1980) orders the cycle: after any number of positions, the
@@ -24,8 +24,8 @@ pub(crate) struct MixtureSchedule {
 }
 
 impl MixtureSchedule {
-    /// Computes the order in which data sources with the weights `weights` take turns. The caller
-    /// must pass 1 to 256 weights, all above 0.
+    /// Computes the order in which data sources with the weights `weights` take turns in supplying
+    /// samples. The caller must pass 1 to 256 weights, all above 0.
     pub(crate) fn new(weights: &[f64]) -> Self {
         let cycle_counts = convert_weights_to_counts(weights);
         let length: u64 = cycle_counts.iter().sum();
@@ -41,13 +41,14 @@ impl MixtureSchedule {
         MixtureSchedule { cycle_counts, cycle }
     }
 
-    /// Returns how many samples of each data source one cycle of the mixture contains.
+    /// Returns for each data source how many samples it supplies in one cycle, after which the
+    /// order of the sources repeats.
     pub(crate) fn samples_per_cycle(&self) -> &[u64] {
         &self.cycle_counts
     }
 
-    /// Returns the data source of the sample at `position` of the run, and how many earlier samples
-    /// of the run come from the same source.
+    /// Returns from which data source the sample at `position` of the run comes, and how many
+    /// earlier samples of the run come from the same source.
     pub(crate) fn locate_source(&self, position: u64) -> (usize, u64) {
         let length = self.cycle.len() as u64;
         let (source, before) = self.cycle[(position % length) as usize];
@@ -77,14 +78,15 @@ fn convert_weights_to_counts(weights: &[f64]) -> Vec<u64> {
     weights.iter().map(|w| ((w / sum * MAX_CYCLE as f64).round() as u64).max(1)).collect()
 }
 
-/// Computes the greatest common divisor.
+/// Computes the greatest common divisor of two numbers.
 fn compute_gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { compute_gcd(b, a % b) }
 }
 
-/// Selects the data source of `position` (from 1) in the mixture's cycle by Tijdeman's algorithm:
-/// the eligible source with the earliest deadline, or the first of several. `served` is the number
-/// of earlier positions that each source got.
+/// Selects which data source supplies the sample at `position` (from 1) of the mixture's cycle, by
+/// Tijdeman's algorithm, which spreads the samples of each source evenly. Of the eligible sources,
+/// takes the one with the earliest deadline, or the first of several. `served` is the number of
+/// earlier positions that each source got.
 fn select_source(counts: &[u64], served: &[u64], position: u64, length: u64) -> usize {
     let d = (2 * counts.len() as i64 - 2).max(1);
     let length = length as i64;
@@ -110,8 +112,8 @@ pub struct SampleOrder {
 }
 
 impl SampleOrder {
-    /// Combines the order in which sources take turns with the order of the samples within each
-    /// source.
+    /// Creates the order of a run's samples from the order in which the data sources take turns and
+    /// the order of the samples within each source.
     pub(crate) fn new(schedule: MixtureSchedule, sources: Vec<EpochPermutation>) -> Self {
         SampleOrder { schedule, sources }
     }

@@ -20,12 +20,12 @@
 //! A binary search over the documents locates a sample; nothing is stored per epoch.
 use super::token_cache::{NO_LOSS_BIT, TokenStream};
 
-/// The label of an input that does not count for the loss. Corresponds to `ignore_index` of
+/// The label of an input token that does not count for the loss. Corresponds to `ignore_index` of
 /// PyTorch's cross-entropy.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
-/// The number of documents per entry of the index that locates samples when documents are not
-/// packed.
+/// The number of documents for which one entry is stored in the index that finds the document of a
+/// sample, if samples contain no more than one document each.
 const INDEX_STRIDE: u64 = 128;
 
 /// Divides the token stream of a data source into samples of `seq_len` inputs. Packed samples cross

@@ -14,13 +14,14 @@ use std::{
 
 /// Rough number of bytes of English text per token, for estimates.
 const BYTES_PER_TOKEN: u64 = 4;
-/// Largest number of files per data source whose first record the preflight check reads. A job may
-/// have millions of files.
+/// Largest number of files per data source whose first record is read when a job's data is checked
+/// before it starts. A job may have millions of files.
 const MAX_CHECKED_FILES: usize = 1000;
-/// Largest number of invalid files per data source that the preflight check reports.
+/// Largest number of invalid files per data source that are reported when a job's data is checked
+/// before it starts.
 const MAX_REPORTED_FILES: usize = 4;
-/// Time after which the preflight check stops reading the first records of data files. A job checks
-/// all records when it reads them.
+/// Time after which the check of a job's data before its start stops reading the first records of
+/// data files. A job checks all records when it reads them.
 const MAX_CHECK_TIME: Duration = Duration::from_secs(5);
 
 /// The size of the training data, estimated from the sizes of the files.
@@ -95,7 +96,7 @@ pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> Dat
     report
 }
 
-/// Checks the data files of a job's sources within a time limit, for the preflight check.
+/// Checks the data files of a job's sources within a time limit, before the job starts.
 struct SourceChecker<'a> {
     spec: &'a DataSpec,
     workdir: &'a Path,
@@ -110,8 +111,8 @@ struct SourceChecker<'a> {
 }
 
 impl SourceChecker<'_> {
-    /// Checks the names, sizes and first records of `files`, the files of `train.eval.files`, and
-    /// returns all errors.
+    /// Checks the names, sizes and first records of `files`, the job's separate files for
+    /// evaluation (`train.eval.files`), and returns all errors.
     fn check_eval_files(&mut self, files: &[String]) -> Vec<DataError> {
         let source = match dataset::create_eval_source(self.spec, files) {
             Ok(source) => source,

@@ -37,10 +37,12 @@ const HEADER_BYTES: usize = 256;
 /// Size of the blocks of a token cache that are hashed separately, in bytes. Several threads can
 /// check the blocks. The digest of the body is the digest of the blocks' digests.
 const BLOCK_BYTES: usize = 1 << 20;
-/// Number of aligned bytes that Linux maps at a page fault (fault-around).
+/// The unit in which mapped pages of a token cache are released: the number of aligned bytes that
+/// Linux maps at a page fault (fault-around).
 const FAULT_AROUND_BYTES: usize = 64 << 10;
 
-/// The header of a token cache file: vocabulary, numbers of tokens and documents, key and digests.
+/// The header of a token cache file: vocabulary, numbers of tokens and documents, the key (a hash
+/// of what the file was built from), and digests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TokenCacheHeader {
     /// The vocabulary size. Every token id is below this number.
@@ -198,9 +200,9 @@ impl TokenCache {
     }
 
     /// Removes a byte range of the memory-mapped token cache from the resident memory of this
-    /// process. The range stays readable: a later access loads the page again, usually from the
-    /// system's page cache. Without this call the resident memory of a rank would grow up to the
-    /// size of the cache file.
+    /// process, until the range is read again. The range stays readable: a later access loads the
+    /// page again, usually from the system's page cache. Without this call the resident memory of a
+    /// rank would grow up to the size of the cache file.
     fn release_pages(&self, at: usize, len: usize) {
         let from = at / FAULT_AROUND_BYTES * FAULT_AROUND_BYTES;
         let to = (at + len).next_multiple_of(FAULT_AROUND_BYTES).min(self.map.len());
@@ -209,7 +211,8 @@ impl TokenCache {
         let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, from, to - from) };
     }
 
-    /// Checks that the positions at which documents begin rise from 0 to the number of tokens.
+    /// Checks that the positions at which the documents of a token cache begin rise from 0 to the
+    /// number of tokens.
     fn check_document_offsets(&self) -> Result<(), CacheDamage> {
         let documents = self.header.documents;
         let rising = (0..documents).all(|d| {
@@ -260,8 +263,8 @@ fn check_body_digest_and_tokens(
 pub(crate) trait TokenStream {
     /// Returns the number of documents in the stream.
     fn document_count(&self) -> u64;
-    /// Returns the position of the first token of document number `d`, or the end of the stream for
-    /// `d = documents()`.
+    /// Returns the position of the first token of document number `d`, or the end of the stream if
+    /// `d` is the number of documents.
     fn document_offset(&self, d: u64) -> u64;
     /// Copies the `out.len()` tokens from position `from` on to `out`, including the bit
     /// [`NO_LOSS_BIT`] of tokens that do not count for the loss.

@@ -33,8 +33,8 @@ use std::{
 const LOCK_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 /// Time between two attempts to acquire the lock of a token cache.
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Number of token caches that are kept in a directory. The least recently used ones beyond this
-/// number are deleted.
+/// Number of token caches that remain in a cache directory when unused ones are deleted. The least
+/// recently used ones beyond this number are deleted.
 const MAX_KEPT_CACHES: usize = 16;
 
 /// Everything that determines the content of a token cache: files, format, tokenizer, chat template
@@ -58,7 +58,8 @@ impl TokenCacheInputs<'_> {
         self.format.chat_template.is_some_and(|c| c.has_loss_mask())
     }
 
-    /// Computes the key of the token cache, a hash of all inputs. Equal keys imply equal tokens.
+    /// Computes the key that names a token cache file: a hash of everything that determines the
+    /// file's content. Equal keys imply equal tokens.
     pub(crate) fn compute_key(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 token cache key v1");
         hasher.update(&token_cache::FORMAT_VERSION.to_le_bytes());
@@ -90,9 +91,9 @@ impl TokenCacheInputs<'_> {
     }
 }
 
-/// Opens the token cache (the file with the tokens) of `inputs` in `directory`, and builds it first
-/// if it is missing or damaged. Adds a warning to `warnings` if the file is damaged. Blocks while
-/// another process builds the cache.
+/// Opens the token cache (the file with the tokens) for the data files and tokenizer in `inputs`,
+/// and builds it in `directory` first if it is missing or damaged. Adds a warning to `warnings` if
+/// the file is damaged. Blocks while another process builds the cache.
 pub(crate) fn open_or_build_cache(
     inputs: &TokenCacheInputs,
     directory: &Path,
@@ -174,9 +175,9 @@ enum BuildLockOutcome {
     MustBuild(Option<File>),
 }
 
-/// Blocks until no other process is building the token cache, or until [`LOCK_TIMEOUT`] has passed.
-/// In the second case this process must build the cache without the lock. `path` is the lock file.
-/// `open` opens the finished cache, and returns `None` if there is none.
+/// Blocks until no other process is building the same token cache, or until [`LOCK_TIMEOUT`] has
+/// passed. In the second case this process must build the cache without the lock. `path` is the
+/// lock file. `open` opens the finished cache, and returns `None` if there is none.
 fn wait_for_build_lock(
     path: &Path,
     mut open: impl FnMut() -> Result<Option<TokenCache>, DataError>,
@@ -237,8 +238,8 @@ fn is_cache_unlocked(directory: &Path, stem: &str) -> bool {
     File::open(directory.join(format!("{stem}.lock"))).is_ok_and(|f| f.try_lock().is_ok())
 }
 
-/// Builds a token cache: tokenizes all files to a temporary file in `directory`, and renames it to
-/// `path`.
+/// Builds a token cache: tokenizes all data files, writes the tokens to a temporary file in
+/// `directory`, and renames the file to `path`.
 fn build_cache(
     inputs: &TokenCacheInputs,
     key: [u8; 32],

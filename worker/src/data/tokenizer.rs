@@ -58,8 +58,8 @@ impl TextTokenizer {
         Self::new_byte_tokenizer_with_interpreter(Interpreter::new(rayon::current_num_threads()))
     }
 
-    /// Returns the built-in byte tokenizer with `interpreter`, which interprets chat templates and
-    /// Parquet files.
+    /// Returns the built-in byte tokenizer, with `interpreter` as the client of the sandbox process
+    /// that interprets chat templates and Parquet files.
     fn new_byte_tokenizer_with_interpreter(interpreter: Arc<Interpreter>) -> Self {
         TextTokenizer { file: None, interpreter }
     }
@@ -104,7 +104,7 @@ impl TextTokenizer {
         self.interpreter.end_process();
     }
 
-    /// Returns the path of tokenizer.json, or `None` for the built-in tokenizer.
+    /// Returns the path of tokenizer.json, or `None` for the built-in byte tokenizer.
     pub(crate) fn path(&self) -> Option<&Path> {
         self.file.as_ref().map(|file| file.path.as_path())
     }
@@ -156,8 +156,8 @@ impl TextTokenizer {
         }
     }
 
-    /// Converts the failure of a sandbox request that used the tokenizer but no data file to an
-    /// error about the tokenizer.
+    /// Converts a failure of the sandbox process, in a request that used the tokenizer but no data
+    /// file, to an error about the tokenizer.
     fn to_tokenizer_error(&self, failure: InterpreterFailure, step: InterpretationStep) -> DataError {
         let path = self.path().unwrap_or(Path::new(BYTE_TOKENIZER_NAME));
         to_interpretation_error(failure, step, path, None, None)
@@ -233,9 +233,9 @@ impl FileTokenizer {
     }
 }
 
-/// Converts the `failure` of a sandbox request that interpreted the file at `path` to an error.
-/// `step` is the first work of the request. `rules` is the tokenizer or chat template with which a
-/// record was interpreted.
+/// Converts the `failure` of a request, in which the sandbox process interpreted the file at
+/// `path`, to an error about this file. `step` is the first work of the request. `rules` is the
+/// tokenizer or chat template with which a record was interpreted.
 pub(crate) fn to_interpretation_error(
     failure: InterpreterFailure,
     step: InterpretationStep,

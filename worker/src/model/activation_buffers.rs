@@ -1,5 +1,5 @@
-//! [`BufferSpec`] and [`ActivationBuffers`]: a model declares the buffers that it needs for
-//! activations and scratch values, and gets them allocated.
+//! [`BufferSpec`] and [`ActivationBuffers`]: a model declares which buffers it needs for
+//! activations and scratch values, and the caller allocates them.
 //!
 //! A *buffer set* ([`declare_buffer_set`]) is a struct with one field for each buffer. The struct
 //! is generic. With [`BufferSpec`] as its parameter, the struct declares the buffers. With
@@ -40,16 +40,16 @@ impl BufferSpec {
     }
 }
 
-/// The allocated buffers for activations or scratch values that a model declared, in the order of
-/// their declaration.
+/// The allocated buffers for activations or scratch values that a model has declared it needs, in
+/// the order of the declarations.
 pub struct ActivationBuffers {
     names: Vec<&'static str>,
     buffers: Vec<Buf>,
 }
 
 impl ActivationBuffers {
-    /// Allocates a zeroed buffer for each declaration in `specs`, for a model that computes in the
-    /// data type `compute`.
+    /// Allocates a zeroed buffer for each element of `specs`, the buffers that a model needs, where
+    /// the model computes in the data type `compute`.
     pub fn new(ops: &dyn Ops, specs: &[BufferSpec], compute: Dtype) -> Self {
         let allocate =
             |spec: &BufferSpec| ops.zeroed_with_purpose("activations", spec.dtype(compute), spec.len);
@@ -65,8 +65,8 @@ impl ActivationBuffers {
         self.names.iter().position(|n| *n == name).map(|i| &self.buffers[i])
     }
 
-    /// Returns references to the allocated buffers as the buffer set `S`, a struct with one field
-    /// for each buffer.
+    /// Returns references to all of these buffers in a struct `S` (a buffer set) that has one named
+    /// field for each buffer.
     ///
     /// # Panics
     ///
@@ -75,8 +75,8 @@ impl ActivationBuffers {
         S::from_values(&mut self.buffers.iter())
     }
 
-    /// Returns exclusive references to the allocated buffers as the buffer set `S`, a struct with
-    /// one field for each buffer.
+    /// Returns exclusive references to all of these buffers in a struct `S` (a buffer set) that has
+    /// one named field for each buffer.
     ///
     /// # Panics
     ///
@@ -86,7 +86,8 @@ impl ActivationBuffers {
     }
 }
 
-/// Returns the declarations of the buffers in a buffer set, each with the name of its field.
+/// Lists the buffer declarations in the fields of the struct `set`, and gives each declared buffer
+/// the name of its field.
 pub(super) fn list_buffer_specs<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferSpec> {
     let (mut specs, mut names) = (Vec::new(), Vec::new());
     set.append_fields(&mut specs);
@@ -94,24 +95,28 @@ pub(super) fn list_buffer_specs<S: BufferSet<BufferSpec>>(set: S) -> Vec<BufferS
     specs.iter().zip(names).map(|(spec, name)| BufferSpec { name, ..*spec }).collect()
 }
 
-/// A buffer set: a struct with one field of type `T` for each buffer, which [`declare_buffer_set`]
-/// declares.
+/// A struct with one field for each buffer of a model (a buffer set), in which `T` is the
+/// declaration of a buffer or a reference to the allocated one.
 pub(super) trait BufferSet<T>: Sized {
-    /// Creates a buffer set from the next items of `values`, one for each field in order.
+    /// Creates a buffer set (a struct with one field for each buffer) from the next items of
+    /// `values`, one for each field in order.
     ///
     /// # Panics
     ///
     /// Panics if there are fewer values than fields.
     fn from_values(values: &mut impl Iterator<Item = T>) -> Self;
 
-    /// Appends the values of the buffer set's fields to `values`.
+    /// Appends the values of the fields of this buffer set (a struct with one field for each
+    /// buffer) to `values`.
     fn append_fields(self, values: &mut Vec<T>);
 
-    /// Appends the names of the buffer set's fields to `names`.
+    /// Appends the names of the fields of this buffer set (a struct with one field for each buffer)
+    /// to `names`.
     fn append_names(names: &mut Vec<&'static str>);
 }
 
-/// Declares a buffer set: a struct with one field of type `T` for each buffer. Also implements
+/// Declares a struct with one field for each buffer of a model (a buffer set), in which the type
+/// parameter `T` is a buffer's declaration or a reference to the buffer. Also implements
 /// [`BufferSet`] for the struct. The field `with name: Set` after the struct contains the buffers
 /// of another set.
 macro_rules! declare_buffer_set {

@@ -5,8 +5,8 @@
 use super::{activation_buffers::ActivationBuffers, micro_batch::MicroBatch};
 use device::{Ops, View, ViewMut};
 
-/// What the forward and the backward pass of a decoder layer read: parameters, micro-batch and
-/// layer input.
+/// What the forward and the backward pass of a decoder layer read: the parameters, the micro-batch
+/// and the layer's input.
 pub struct LayerInput<'a> {
     /// The compute backend.
     pub ops: &'a dyn Ops,
@@ -29,8 +29,8 @@ pub struct LayerBuffers<'a> {
     pub scratch: &'a mut ActivationBuffers,
 }
 
-/// The input of the model's head, which computes logits or the loss from the output of the last
-/// layer.
+/// What the model's head (last norm and output layer) reads to compute logits or the loss: its
+/// parameters, and the output of the last layer.
 pub struct HeadInput<'a> {
     /// The compute backend.
     pub ops: &'a dyn Ops,
@@ -43,8 +43,8 @@ pub struct HeadInput<'a> {
     pub x: View<'a>,
 }
 
-/// The buffers to which the backward pass of the model's head writes its gradients. The backward
-/// pass overwrites all buffers.
+/// The buffers to which the backward pass of the model's head (last norm and output layer) writes
+/// its gradients. The backward pass overwrites all buffers.
 pub struct HeadGrads<'a> {
     /// The gradient of the head's input, `[rows, hidden]`.
     pub dx: ViewMut<'a>,

@@ -18,28 +18,28 @@ pub(super) struct DropoutModule {
 }
 
 impl DropoutModule {
-    /// Creates the dropout module with the name `name` and the dropout rate `rate`. `name` is the
-    /// name of the module in transformers, which selects the random numbers together with the run's
-    /// seed.
+    /// Creates the dropout module with the name `name`, from which its random masks are derived,
+    /// and the dropout rate `rate`. `name` is the name of the module in transformers, which selects
+    /// the random numbers together with the run's seed.
     pub(super) fn new(rate: f64, seed: u64, name: &str) -> Self {
         DropoutModule { rate, stream: RandomStream::new(seed, Purpose::Dropout, name) }
     }
 
-    /// Returns the number of the first sample in `batch`, or `None` if the module drops no
-    /// elements.
+    /// Returns the number of the first sample in `batch`, on which the dropout masks depend, or
+    /// `None` if the module drops no elements.
     fn first_sample_if_active(&self, batch: &MicroBatch) -> Option<u64> {
         batch.first_sample.filter(|_| self.rate > 0.0)
     }
 
-    /// Returns the parameters with which attention ops drop probabilities, or `None` if no element
-    /// is dropped.
+    /// Returns the parameters with which attention ops drop attention probabilities, or `None` if
+    /// the module drops no elements.
     pub(super) fn create_attention_dropout(&self, batch: &MicroBatch) -> Option<AttentionDropout> {
         let first = self.first_sample_if_active(batch)?;
         Some(AttentionDropout { key: self.stream.key(), probability: self.rate, first_sequence: first })
     }
 
     /// Returns the parameters with which ops drop elements of rows of width `width`, or `None` if
-    /// no element is dropped.
+    /// the module drops no elements.
     fn create_row_dropout(&self, batch: &MicroBatch, width: usize) -> Option<SampleDropout> {
         let first = self.first_sample_if_active(batch)?;
         Some(SampleDropout {

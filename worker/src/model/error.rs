@@ -150,7 +150,7 @@ pub enum ModelError {
 /// [`ModelError`].
 pub type Result<T> = std::result::Result<T, ModelError>;
 
-/// Formats configuration entries for a message, as keys with their values, separated by commas.
+/// Formats entries of a config.json for a message, as keys with their values, separated by commas.
 fn format_config_entries(entries: &[(String, String)]) -> String {
     entries.iter().map(|(key, value)| format!("`{key}: {value}`")).collect::<Vec<_>>().join(", ")
 }

@@ -33,7 +33,7 @@ impl ModelFamily {
         Ok(Model::new(config, self.key_names, hf_config, tokens))
     }
 
-    /// Builds the config.json of a model of this family that job.yaml describes.
+    /// Builds the config.json of a model of this family, with the sizes that job.yaml specifies.
     pub(super) fn build_hf_config(&self, spec: &ModelSpec) -> Map<String, Value> {
         let mut config = (self.list_config_keys)(spec);
         config.insert("architectures".into(), json!([self.architecture]));

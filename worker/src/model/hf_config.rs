@@ -15,8 +15,8 @@ use std::{
 
 /// The largest config.json that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
-/// Keys of config.json that do not change the computation of a training step in any architecture:
-/// names, text generation, provenance, output formats.
+/// Keys of config.json that are ignored because they do not change the computation of a training
+/// step in any architecture: names, text generation, provenance, output formats.
 const IGNORED_KEYS: &[&str] = &[
     "_attn_implementation_autoset",
     "_name_or_path",
@@ -101,7 +101,8 @@ pub(super) fn parse_hf_config(text: &[u8], path: &Path) -> Result<Map<String, Va
 /// The largest number of layers that a config may declare.
 const MAX_LAYERS: usize = 1 << 14;
 
-/// The names of config keys that differ between model families.
+/// Those keys of config.json that have different names in different model families, such as
+/// `hidden_size` in Llama and `n_embd` in GPT-2.
 #[derive(Clone, Copy)]
 pub(super) struct ConfigKeyNames {
     /// The keys of dropout rates.
@@ -129,8 +130,8 @@ pub(super) fn set_dropout_rates(config: &mut Map<String, Value>, keys: &[&str], 
     config.extend(keys.iter().map(|key| (String::from(*key), Value::from(rate))));
 }
 
-/// Typed access to the keys of a config.json. Records the keys that were read, so that unknown keys
-/// can be rejected.
+/// Typed access to the keys of a Hugging Face config.json. Records the keys that were read, so that
+/// unknown keys can be rejected.
 ///
 /// A key with value null counts as absent, except for dropout rates.
 pub(super) struct HfConfigFields<'a> {
@@ -141,7 +142,7 @@ pub(super) struct HfConfigFields<'a> {
 /// The largest width, count or vocabulary that a config may declare.
 const MAX_SIZE_VALUE: u64 = 1 << 24;
 
-/// Builds the error for a config key whose value is not one of the `expected` values.
+/// Builds the error for a key of config.json whose value is not one of the `expected` values.
 pub(super) fn invalid_value_error(
     key: impl Into<String>,
     value: &Value,
@@ -166,7 +167,8 @@ impl<'a> HfConfigFields<'a> {
         self.map.contains_key(key)
     }
 
-    /// Returns the value of `key`, or `None` if the key is absent or null. Records the key as read.
+    /// Returns the value of the key `key` of config.json, or `None` if the key is absent or null.
+    /// Records the key as read.
     pub(super) fn read_value(&self, key: &'static str) -> Option<&'a Value> {
         self.read_keys.borrow_mut().insert(key);
         self.map.get(key).filter(|v| !v.is_null())
@@ -178,8 +180,8 @@ impl<'a> HfConfigFields<'a> {
         self.read_optional_size(key)?.ok_or_else(|| ModelError::KeyMissing { key: key.into() })
     }
 
-    /// Reads the optional integer at `key`, or returns `None` if the key is absent. Fails if the
-    /// value is not from 1 to [`MAX_SIZE_VALUE`].
+    /// Reads the integer at the key `key` of config.json, or returns `None` if the key is absent.
+    /// Fails if the value is not from 1 to [`MAX_SIZE_VALUE`].
     pub(super) fn read_optional_size(&self, key: &'static str) -> Result<Option<u32>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_u64().filter(|n| (1..=MAX_SIZE_VALUE).contains(n)).and_then(|n| u32::try_from(n).ok()) {
@@ -188,8 +190,8 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads the optional number at `key`, or returns `None` if the key is absent. Fails if the
-    /// number is not finite in f32.
+    /// Reads the number at the key `key` of config.json, or returns `None` if the key is absent.
+    /// Fails if the number is not finite in f32.
     pub(super) fn read_optional_number(&self, key: &'static str) -> Result<Option<f64>> {
         let Some(v) = self.read_value(key) else { return Ok(None) };
         match v.as_f64().filter(|x| (*x as f32).is_finite()) {
@@ -198,19 +200,20 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads the positive number at `key`, or returns `default` if the key is absent. Fails if the
-    /// number is not positive in f32.
+    /// Reads the positive number at the key `key` of config.json, or returns `default` if the key
+    /// is absent. Fails if the number is not positive in f32.
     pub(super) fn read_positive_number(&self, key: &'static str, default: f64) -> Result<f64> {
         let x = self.read_optional_number(key)?.unwrap_or(default);
         if x as f32 > 0.0 { Ok(x) } else { Err(invalid_value_error(key, &x.into(), "a number above 0")) }
     }
 
-    /// Reads the boolean at `key`, or returns false if the key is absent.
+    /// Reads the boolean at the key `key` of config.json, or returns false if the key is absent.
     pub(super) fn read_flag(&self, key: &'static str) -> Result<bool> {
         self.read_flag_or(key, false)
     }
 
-    /// Reads the boolean at `key`, or returns `default` if the key is absent.
+    /// Reads the boolean at the key `key` of config.json, or returns `default` if the key is
+    /// absent.
     pub(super) fn read_flag_or(&self, key: &'static str, default: bool) -> Result<bool> {
         match self.read_value(key) {
             None => Ok(default),
@@ -219,8 +222,8 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Reads the number of layers at `key`, which is required. Fails if the number is above
-    /// [`MAX_LAYERS`].
+    /// Reads the number of layers at the key `key` of config.json, which is required. Fails if the
+    /// number is above [`MAX_LAYERS`].
     pub(super) fn read_layer_count(&self, key: &'static str) -> Result<usize> {
         let layers = self.read_size(key)?;
         if layers as usize > MAX_LAYERS {
@@ -229,8 +232,8 @@ impl<'a> HfConfigFields<'a> {
         Ok(layers as usize)
     }
 
-    /// Reads the dropout rate at `key`, which is from 0 to below 1, or returns `default` if the key
-    /// is absent. Fails if the value is null.
+    /// Reads the dropout rate (from 0 to below 1) at the key `key` of config.json, or returns
+    /// `default` if the key is absent. Fails if the value is null.
     pub(super) fn read_dropout_rate(&self, key: &'static str, default: f64) -> Result<f64> {
         self.read_keys.borrow_mut().insert(key);
         let Some(v) = self.map.get(key) else { return Ok(default) };
@@ -238,8 +241,8 @@ impl<'a> HfConfigFields<'a> {
         rate.ok_or_else(|| ModelError::DropoutRateInvalid { key, value: format_shortened_value(v) })
     }
 
-    /// Rejects every value of the key `key` of config.json that is not in `supported`. Accepts an
-    /// absent key.
+    /// Fails if the value of the key `key` of config.json is not one of the values in `supported`.
+    /// Accepts an absent key.
     pub(super) fn require_one_of(&self, key: &'static str, supported: &[Value]) -> Result<()> {
         let equal = |v: &Value, s: &Value| v == s || (v.is_number() && v.as_f64() == s.as_f64());
         match self.read_value(key).filter(|v| !supported.iter().any(|s| equal(v, s))) {
@@ -252,7 +255,8 @@ impl<'a> HfConfigFields<'a> {
         }
     }
 
-    /// Rejects the keys that were not read, except [`IGNORED_KEYS`] and keys with value null.
+    /// Fails if config.json has a key that was not read, except [`IGNORED_KEYS`] and keys with
+    /// value null.
     pub(super) fn reject_unknown_keys(&self) -> Result<()> {
         const MAX_LISTED_KEYS: usize = 8;
         let read_keys = self.read_keys.borrow();

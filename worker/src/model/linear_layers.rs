@@ -26,14 +26,15 @@ pub(super) struct LinearLayers {
 }
 
 impl LinearLayers {
-    /// Creates the computation of the layers' matmuls without LoRA adapters, in which all gradients
-    /// are computed. `is_transposed` selects the storage order of matrices ([`LinearFormat`]).
+    /// Creates the computation of the layers' matmuls without LoRA adapters, where all weight
+    /// matrices get gradients. `is_transposed` selects the storage order of matrices
+    /// ([`LinearFormat`]).
     pub(super) fn new(is_transposed: bool) -> Self {
         let format = LinearFormat { precision: LinearPrecision::default(), is_transposed };
         LinearLayers { format, adapters: Vec::new(), needs_grad: Vec::new() }
     }
 
-    /// Adds LoRA adapters to those matrices of the layers that `lora` selects.
+    /// Adds LoRA adapters to those weight matrices of the layers that the config `lora` selects.
     ///
     /// # Errors
     ///
@@ -65,8 +66,8 @@ impl LinearLayers {
         !self.adapters.is_empty()
     }
 
-    /// Returns `unit`, the parameter unit of layer number `layer`, with the parameters of the
-    /// layer's LoRA adapters appended to its tensors.
+    /// Adds the parameters of the LoRA adapters of layer number `layer` to `unit`, the layer's
+    /// parameters that are gathered together, and returns the result.
     pub(super) fn append_adapter_params(&self, layer: usize, unit: ParamUnit) -> ParamUnit {
         match self.adapters.get(layer) {
             Some(adapters) => adapters.append_params(unit),
@@ -74,14 +75,15 @@ impl LinearLayers {
         }
     }
 
-    /// Declares the scratch buffers of the LoRA adapters for micro-batches of `rows` rows.
+    /// Declares the buffers for temporary values that the LoRA adapters need, for micro-batches of
+    /// `rows` rows.
     pub(super) fn declare_scratch(&self, rows: usize) -> LoraScratchBuffers<BufferSpec> {
         declare_lora_scratch(&self.adapters, rows)
     }
 
-    /// Restricts the backward pass to the gradients of matrices that are trained at least in part.
-    /// `layers` are the parameter units of the layers, and `linears` their matmuls by
-    /// [`LinearLayout::index`].
+    /// Limits the backward pass to the gradients of those weight matrices that are trained, at
+    /// least in part. `layers` are the parameter units of the layers, and `linears` their matmuls
+    /// by [`LinearLayout::index`].
     pub(super) fn set_trained_params(&mut self, layers: &[ParamUnit], linears: [&LinearLayout; 4]) {
         let is_trained = |unit: &ParamUnit, linear: &LinearLayout| {
             linear.weight.end <= unit.len() && unit.has_trained_elements_in(linear.weight.clone())
@@ -90,7 +92,8 @@ impl LinearLayers {
         self.needs_grad = layers.iter().map(needs_grad).collect();
     }
 
-    /// Returns the matmul with the weights at `layout` in the parameters of the layer of `input`.
+    /// Returns the matmul whose weight matrices are at `layout` in the layer's parameters, which
+    /// `input` contains.
     pub(super) fn select_linear<'a>(&'a self, input: &'a LayerInput, layout: &'a LinearLayout) -> Linear<'a> {
         Linear { layers: self, input, layout }
     }
@@ -132,7 +135,8 @@ impl Linear<'_> {
         }
     }
 
-    /// Writes the gradient of the matmul's weight matrix to `g`, if this gradient is needed.
+    /// Writes the gradient of the matmul's weight matrices to `g`, the gradient of the layer's
+    /// parameters, unless the matrices are frozen.
     pub(super) fn backward_weight(&self, g: &mut ViewMut, (x, dy): (View, View)) {
         let (input, layout) = (self.input, self.layout);
         let needs_grad = self.layers.needs_grad.get(input.layer).is_none_or(|needs| needs[layout.index]);
@@ -142,7 +146,8 @@ impl Linear<'_> {
         }
     }
 
-    /// Writes the gradients of the LoRA adapters' parameters to `g`.
+    /// Writes the gradients of the matmul's LoRA adapters to `g`, the gradient of the layer's
+    /// parameters.
     pub(super) fn backward_adapters(&self, g: &mut ViewMut, x_and_dy: (View, View), lora: &mut LoraScratch) {
         if let Some(adapters) = self.adapters() {
             adapters.backward_weight(self.layout.index, self.input, g, x_and_dy, lora);
@@ -160,8 +165,9 @@ impl Linear<'_> {
         }
     }
 
-    /// Computes all gradients of the matmul except that of the bias. Writes the gradients of the
-    /// matrix and the adapters to `g`, and that of the input to `dx`.
+    /// Computes the gradients of the matmul's input, weight matrices and LoRA adapters, but not
+    /// that of its bias. Writes the gradients of the matrix and the adapters to `g`, and that of
+    /// the input to `dx`.
     pub(super) fn backward(
         &self,
         g: &mut ViewMut,

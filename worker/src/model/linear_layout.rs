@@ -1,10 +1,11 @@
-//! [`LinearLayout`]: where a layer's weight matrices are, in the flat vector of the layer's
-//! parameter unit.
+//! [`LinearLayout`]: where the weight matrices of a matmul are, in the flat vector with the
+//! parameters of a layer.
 use super::{block_arguments::LayerInput, linear_precision::MatmulSizes};
 use std::ops::Range;
 
-/// Weight matrices of a layer that are computed together in one matmul, such as those of q, k and
-/// v. They have a common input, and their outputs are adjacent columns.
+/// Where the weight matrices of one matmul of a layer, such as those of q, k and v, are in the flat
+/// vector with the layer's parameters. They have a common input, and their outputs are adjacent
+/// columns.
 #[derive(Debug)]
 pub(super) struct LinearLayout {
     /// The range of the matrices in the flat vector of the layer's parameter unit.
@@ -20,7 +21,7 @@ pub(super) struct LinearLayout {
 }
 
 impl LinearLayout {
-    /// Returns the total number of outputs of all matrices.
+    /// Returns the total output width of all matrices that this matmul combines.
     pub(super) fn output_width(&self) -> usize {
         self.modules.iter().map(|(_, outputs)| outputs).sum()
     }
@@ -32,7 +33,8 @@ impl LinearLayout {
     }
 }
 
-/// The matmuls of a layer whose matrices can have LoRA adapters.
+/// Those matmuls of one layer whose weight matrices can have LoRA adapters: qkv, o, gate_up and
+/// down.
 pub(super) struct LayerLinears {
     /// The prefix of the matrices' names, with a trailing dot.
     pub(super) prefix: String,

@@ -1,6 +1,6 @@
-//! [`LinearFormat`]: computes the matmuls with a layer's weight matrices, in the data type of
-//! weights and activations or in fp8. The matmuls of adapters, routers and experts are always in
-//! the compute dtype.
+//! [`LinearFormat`]: computes the matmuls with a layer's weight matrices, either in the data type
+//! of the weights and activations or in fp8. The matmuls of adapters, routers and experts are
+//! always in the compute dtype.
 use super::error::{ModelError, Result};
 use device::{
     Buf, Fp8Format, Ops, View, ViewMut,
@@ -18,8 +18,8 @@ pub(super) enum LinearPrecision {
     Fp8,
 }
 
-/// The precision of the matmuls with a layer's weight matrices, and whether the matrices are stored
-/// transposed.
+/// How the matmuls with weight matrices of layers are computed: their precision, and whether the
+/// matrices are stored transposed.
 ///
 /// The input `x` is `[m, inp]`, and the output `y` is `[m, out]`. The weight `w` is `[out, inp]`,
 /// or `[inp, out]` if it is transposed.
@@ -33,14 +33,14 @@ pub(super) struct LinearFormat {
 /// The sizes of a matmul: number of rows, inputs per row, outputs per row.
 pub(super) type MatmulSizes = (usize, usize, usize);
 
-/// Wraps `x` as an operand of an fp8 matmul, which rounds it to the format `format`. The operand is
-/// read transposed if `transposed` is set.
+/// Wraps `x` as an operand of an fp8 matmul, which rounds it to the fp8 format `format`. The
+/// operand is read transposed if `transposed` is set.
 fn create_fp8_operand(x: View<'_>, format: Fp8Format, transposed: bool) -> Fp8Operand<'_> {
     Fp8Operand { x, format, transposed }
 }
 
-/// Checks that fp8 matmuls support the dimensions of a model. `sizes` are the config key and the
-/// value of each dimension.
+/// Fails if fp8 matmuls do not support a dimension of the model, such as its width. `sizes` are the
+/// config key and the value of each dimension.
 ///
 /// # Errors
 ///
@@ -82,9 +82,9 @@ impl LinearFormat {
         }
     }
 
-    /// Returns the gradient `dy` of a linear layer's output, rounded to the precision of the two
-    /// matmuls of the backward pass. If the backend rounds operands, writes the rounded gradient to
-    /// `buffer`, once for both matmuls.
+    /// Returns `dy`, the gradient of a linear layer's output, after rounding it to the precision of
+    /// the two matmuls of the backward pass that read it. If the backend rounds operands, writes
+    /// the rounded gradient to `buffer`, once for both matmuls.
     pub(super) fn round_gradient<'a>(self, ops: &dyn Ops, dy: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         match self.precision {
             LinearPrecision::ComputeDtype => ops.convert_to_matmul_dtype(dy, buffer),

@@ -89,7 +89,8 @@ struct LoraAdapter {
     rng: RandomStream,
 }
 
-/// The LoRA adapters of those matrices that are computed together in one matmul.
+/// The LoRA adapters of those weight matrices that are computed together in one matmul, such as q,
+/// k and v.
 struct LoraAdapterGroup {
     /// The width of the input.
     inputs: usize,
@@ -110,8 +111,8 @@ pub(super) struct LayerAdapters {
 }
 
 declare_buffer_set! {
-    /// The scratch buffers that LoRA adapters of all layers share. All buffers are f32 in every
-    /// precision.
+    /// The buffers for temporary values (scratch) that the LoRA adapters of all layers share. All
+    /// buffers are f32 in every precision.
     pub(super) struct LoraScratchBuffers {
         /// The input of a group after dropout, or the gradient of that input, `[rows, in]`.
         input,
@@ -127,10 +128,11 @@ declare_buffer_set! {
     }
 }
 
-/// References to the scratch buffers of LoRA adapters, for the computation of one block.
+/// References to the buffers for temporary values of LoRA adapters, for the computation of one
+/// block of the model.
 pub(super) type LoraScratch<'a> = LoraScratchBuffers<&'a mut Buf>;
 
-/// Creates the LoRA adapters of each layer.
+/// Creates the LoRA adapters of each layer, for those matrices that the job's LoRA targets select.
 ///
 /// # Errors
 ///
@@ -145,7 +147,8 @@ pub(super) fn create_layer_adapters(
     Ok(layers.iter().map(|layer| LayerAdapters::new(lora, layer)).collect())
 }
 
-/// Declares the scratch buffers that the LoRA adapters in `layers` need for `rows` rows.
+/// Declares the buffers for temporary values that the LoRA adapters in `layers` need, for
+/// micro-batches of `rows` rows.
 pub(super) fn declare_lora_scratch(layers: &[LayerAdapters], rows: usize) -> LoraScratchBuffers<BufferSpec> {
     let mut lengths = [0; 5];
     for adapters in layers {
@@ -162,8 +165,8 @@ pub(super) fn declare_lora_scratch(layers: &[LayerAdapters], rows: usize) -> Lor
 }
 
 impl LayerAdapters {
-    /// Creates the LoRA adapters of one layer, and places their parameters after the other tensors
-    /// of the layer's parameter unit.
+    /// Creates the LoRA adapters of one layer, and places their parameters after the layer's other
+    /// tensors in the flat vector of its parameters.
     fn new(lora: &LoraConfig, layer: &LayerLinears) -> Self {
         let (spec, mut params, mut at) = (&lora.spec, Vec::new(), layer.unit_len);
         let rank = spec.rank as usize;
@@ -198,8 +201,8 @@ impl LayerAdapters {
         LayerAdapters { groups, params, rank, scale, dropout_rate: spec.dropout.unwrap_or(0.0) }
     }
 
-    /// Returns `unit`, the parameter unit of the layer, with the parameters of the LoRA adapters
-    /// appended.
+    /// Adds the parameters of this layer's LoRA adapters to `unit`, the layer's parameters that are
+    /// gathered together, and returns the result.
     pub(super) fn append_params(&self, unit: ParamUnit) -> ParamUnit {
         ParamUnit::new(unit.name, unit.params.into_iter().chain(self.params.iter().cloned()).collect())
     }
@@ -225,10 +228,10 @@ impl LayerAdapters {
         }
     }
 
-    /// Computes the gradients of the LoRA matrices A and B of all adapters in group `group`, and
-    /// writes them to `grads`, the gradient of the layer's unit. `x` is the input of the group's
-    /// matmul, and `dy` the gradient of its output. Keeps the gradients of `A·dropout(x)` in `s`
-    /// for [`LayerAdapters::backward_input`].
+    /// Computes the gradients of the LoRA matrices A and B of all adapters of one matmul, and
+    /// writes them to `grads`, the gradient of the layer's parameters. `x` is the input of the
+    /// group's matmul, and `dy` the gradient of its output. Keeps the gradients of `A·dropout(x)`
+    /// in `s` for [`LayerAdapters::backward_input`].
     pub(super) fn backward_weight(
         &self,
         group: usize,
@@ -256,8 +259,8 @@ impl LayerAdapters {
         }
     }
 
-    /// Adds the part of the input's gradient that flows through the adapters in group `group` to
-    /// `dx`, `[rows, in]`. Must immediately follow [`LayerAdapters::backward_weight`] of that
+    /// Adds to `dx`, the gradient `[rows, in]` of a matmul's input, the part that flows through the
+    /// matmul's LoRA adapters. Must immediately follow [`LayerAdapters::backward_weight`] of that
     /// group.
     pub(super) fn backward_input(
         &self,
@@ -281,9 +284,9 @@ impl LayerAdapters {
         }
     }
 
-    /// Computes the low-rank activation `A·dropout(x)` of one LoRA adapter, and writes it to
-    /// `s.low_rank`. Returns whether elements were dropped; in this case, writes the input after
-    /// dropout to `s.input`.
+    /// Computes the low-rank activation `A·dropout(x)` of one LoRA adapter, and writes it to the
+    /// scratch buffer `s.low_rank`. Returns whether elements were dropped; in this case, writes the
+    /// input after dropout to `s.input`.
     fn compute_low_rank_activation(
         &self,
         g: &LoraAdapterGroup,
@@ -307,8 +310,8 @@ impl LayerAdapters {
         has_dropout
     }
 
-    /// Writes the scaled LoRA matrix B (`s·B`) to those rows of `padded_b` that correspond to the
-    /// adapter's columns, and zeros to all other rows.
+    /// Writes a LoRA adapter's scaled matrix B (`s·B`) to the rows of `padded_b` for the columns
+    /// that the adapter changes in the matmul's output, and zeros to all other rows.
     fn write_scaled_padded_b(
         &self,
         ops: &dyn Ops,

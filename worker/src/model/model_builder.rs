@@ -10,8 +10,8 @@ use jobspec::{ExpertsSpec, ModelSpec};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Returns the model family that the `architectures` of a config.json name. Fails if no family has
-/// these `architectures`, or `model_type` contradicts them.
+/// Returns the model family whose class the key `architectures` of a config.json names. Fails if no
+/// family has these `architectures`, or `model_type` contradicts them.
 fn find_model_family(config: &Map<String, Value>) -> Result<&'static ModelFamily> {
     let architectures: Vec<&str> = match config.get("architectures") {
         Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
@@ -33,7 +33,7 @@ fn find_model_family(config: &Map<String, Value>) -> Result<&'static ModelFamily
     }
 }
 
-/// Those values of a model directory's config.json that the preflight checks compare with the job:
+/// Those values of a model directory's config.json that are compared with the job before it starts:
 /// family, vocabulary size and number of positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelConfigSummary {
@@ -45,8 +45,8 @@ pub struct ModelConfigSummary {
     pub max_positions: u32,
 }
 
-/// Reads the values of a model directory's config.json that the preflight checks compare with the
-/// job.
+/// Reads those values of a model directory's config.json that are compared with the job before it
+/// starts: family, vocabulary size and number of positions.
 ///
 /// # Errors
 ///
@@ -60,8 +60,8 @@ pub fn read_model_config_summary(directory: &Path) -> Result<ModelConfigSummary>
     Ok(ModelConfigSummary { family: family.name, vocab_size, max_positions })
 }
 
-/// Builds the model of a job ([`build_model`]), and sets the router losses that `train.experts`
-/// specifies.
+/// Builds the model of a job, and sets the factors of its router losses to those that
+/// `train.experts` specifies.
 ///
 /// # Errors
 ///
@@ -76,7 +76,8 @@ pub fn build_model_with_router_losses(
     Ok(model)
 }
 
-/// Builds the model of a config.json with this text, for sequences of at most `seq_len` tokens.
+/// Builds the model that `text`, the content of a config.json, describes, for sequences of at most
+/// `seq_len` tokens.
 ///
 /// # Errors
 ///
@@ -86,7 +87,8 @@ pub(crate) fn build_model_from_text(text: &[u8], seq_len: u32) -> Result<Model> 
     find_model_family(&config)?.build_model(&config, seq_len as usize)
 }
 
-/// Builds the model of a job for sequences of at most `seq_len` tokens.
+/// Builds the model of a job from a model directory or from the sizes in job.yaml, for sequences of
+/// at most `seq_len` tokens.
 ///
 /// `vocab_size` and `max_position_embeddings` of `spec` must be set, and `from` must be an absolute
 /// path or relative to the current directory.

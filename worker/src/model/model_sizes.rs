@@ -29,7 +29,8 @@ impl ModelSizes {
     }
 }
 
-/// A second name (alias) of a tensor that files store once (`_tied_weights_keys` in transformers).
+/// A tensor that files store once and that has a second name (alias), such as an output layer tied
+/// to the embedding (`_tied_weights_keys` in transformers).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TiedWeight {
     /// The name that is not stored.

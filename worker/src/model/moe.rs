@@ -57,9 +57,9 @@ impl ExpertShape {
         self.build_expert_groups(rows, 2 * self.intermediate * self.hidden)
     }
 
-    /// Returns the row ranges and matrices of a grouped matmul: for each expert, its range of
-    /// `rows`, and where its matrix begins in the flat vector of all experts. `offset` is where the
-    /// matrix begins among the parameters of one expert.
+    /// Returns the arguments of a grouped matmul: for each expert, the range of its rows, and where
+    /// its matrix begins in the flat vector with the parameters of all experts. `offset` is where
+    /// the matrix begins among the parameters of one expert.
     fn build_expert_groups(&self, rows: &[Range<usize>], offset: usize) -> Vec<RowGroup> {
         let group = |(i, r): (usize, &Range<usize>)| RowGroup {
             rows: r.clone(),
@@ -108,8 +108,8 @@ impl RouterOutput {
         }
     }
 
-    /// Returns the total number of elements of the router's output buffers for micro-batches of `m`
-    /// tokens.
+    /// Returns the total number of elements of all buffers of a router's output, for micro-batches
+    /// of `m` tokens.
     pub fn count_output_elements(shape: ExpertShape, m: usize) -> usize {
         m * (shape.experts + 2 * shape.per_token + 1)
     }
@@ -122,8 +122,9 @@ impl RouterOutput {
         ops.router_forward(probs, weights, self.lse.view_mut(), &mut self.selected_experts, logits, router);
     }
 
-    /// Computes the gradient of the router's logits from `grads`, the gradients of its output, and
-    /// writes it to `dlogits`, `[rows, experts]`.
+    /// Computes the gradient of the router's logits, `dlogits`, `[rows, experts]`, from the
+    /// gradients in `grads`: those of the experts' factors for each token, and those of the router
+    /// losses.
     pub(super) fn router_backward(
         &self,
         ops: &dyn Ops,
@@ -142,9 +143,8 @@ impl RouterOutput {
     }
 }
 
-/// The gradients that the backward pass of a router
-/// ([`MoeModel::route_backward`](super::MoeModel::route_backward)) reads: those of the experts'
-/// outputs and those of the router losses.
+/// The gradients that the backward pass of a layer's router and attention reads: of the experts'
+/// inputs, of the factors that multiply the experts' outputs, and of the router losses.
 pub struct ExpertOutputGrads<'a> {
     /// The gradients of the experts' inputs, one row for each token and each of its selected
     /// experts, `[dispatched rows, hidden]`.
@@ -200,9 +200,9 @@ pub fn experts_forward(
     ops.grouped_forward(out, act.as_view(), e.params, &shape.build_down_groups(e.expert_ranges), d, f);
 }
 
-/// The inputs and outputs of [`experts_backward`], the backward pass of experts without the
-/// gradients of their parameters. A row belongs to one token that was dispatched to one expert.
-/// Rows are sorted by expert.
+/// The inputs and outputs of that part of the experts' backward pass which computes the gradients
+/// of the experts' inputs but not of their parameters. A row belongs to one token that was
+/// dispatched to one expert. Rows are sorted by expert.
 pub struct ExpertBackwardBuffers<'a> {
     /// The outputs of the gate and up projections that [`experts_forward`] computed, `[rows,
     /// 2·intermediate]`.
@@ -266,8 +266,8 @@ pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: 
     );
 }
 
-/// The inputs of [`compute_expert_param_gradients`], which computes the gradients of the experts'
-/// parameters. A row belongs to one token that was dispatched to one expert.
+/// The values from which the gradients of the experts' parameters are computed: inputs, activations
+/// and gradients of each row. A row belongs to one token that was dispatched to one expert.
 pub struct ExpertGradInputs<'a> {
     /// The experts' inputs, `[rows, hidden]`.
     pub rows: View<'a>,
@@ -305,8 +305,8 @@ pub fn compute_expert_param_gradients(
     ops.grouped_backward_weight(grads, g.dy, g.act, &downs, d, f);
 }
 
-/// How often the routers of all layers selected each expert in one micro-batch, and the sums from
-/// which the router losses (load-balancing loss and z-loss) are computed.
+/// Statistics of one micro-batch for the router losses (load-balancing loss and z-loss): how often
+/// the routers of all layers selected each expert, and the sums from which the losses are computed.
 ///
 /// The load-balancing loss is that of transformers' `load_balancing_loss_func`: `experts · Σ_e f_e
 /// · P_e` over the rows of all layers together. `f_e` is the number of selections of expert e per
@@ -327,8 +327,8 @@ pub struct RouterStats {
     copied: Event,
 }
 
-/// The router losses of a micro-batch, or the sums for them while they are copied from the device
-/// to the host.
+/// The sum of the router losses of a micro-batch, or, while it is not known, a copy in progress of
+/// the sums from which it is computed.
 pub enum PendingRouterLoss {
     /// The sum of the router losses.
     Known(f64),
@@ -341,8 +341,8 @@ pub enum PendingRouterLoss {
     },
 }
 
-/// How often one layer's router selected each expert in the micro-batch, and the sums for the
-/// router losses.
+/// How often the router of one layer selected each expert in the micro-batch, and the sums over its
+/// tokens from which the router losses are computed.
 #[derive(Clone)]
 struct LayerRouterStats {
     /// For each expert, the number of tokens for which the router selected the expert.
@@ -379,8 +379,8 @@ impl RouterStats {
         self.layers.len() * (self.shape.experts + 1)
     }
 
-    /// Replaces the statistics of the MoE layer number `index` by those of `routing`, the output of
-    /// the layer's router. Does not wait for a device.
+    /// Replaces the router statistics of one layer, the one with number `index` among the layers
+    /// with experts, by those of `routing`, the output of its router. Does not wait for a device.
     pub fn record_layer(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let t = &mut self.layers[index];
         t.selection_counts.fill(0);
@@ -397,8 +397,8 @@ impl RouterStats {
         t.lse_squares = lse.host_slice().iter().map(|&l| f64::from(l) * f64::from(l)).sum();
     }
 
-    /// Enqueues on the device the sums for the router losses of MoE layer number `index` over the
-    /// tokens of the micro-batch.
+    /// Enqueues on the device the sums over the tokens from which the router losses are computed,
+    /// for the layer with number `index` among those with experts.
     fn sum_layer_on_device(&mut self, ops: &dyn Ops, index: usize, routing: &RouterOutput) {
         let (experts, sums) = (self.shape.experts, self.count_device_sums());
         if self.device_sums.len() < sums {
@@ -413,8 +413,9 @@ impl RouterStats {
         ops.dot_rows(squares.reborrow(), routing.lse.view(), routing.lse.view(), self.rows);
     }
 
-    /// Starts to copy the sums for the router losses of all layers to the host, as copy number
-    /// `copy` of at most `capacity`. On the CPU, returns the router losses at once.
+    /// Starts to copy the sums from which the router losses are computed to the host, as copy
+    /// number `copy` of at most `capacity` in a step. On the CPU, returns the router losses at
+    /// once.
     pub fn start_loss_copy(&mut self, ops: &dyn Ops, copy: usize, capacity: usize) -> PendingRouterLoss {
         if ops.is_host() {
             return PendingRouterLoss::Known(self.compute_loss());
@@ -435,7 +436,8 @@ impl RouterStats {
         self.copied.make_stream_wait();
     }
 
-    /// Waits for the started copies, and computes the router losses `pending` from the copied sums.
+    /// Returns the sum of the router losses of the micro-batch of `pending`, after waiting for the
+    /// copies of sums from which it is computed, if necessary.
     pub fn finish_loss(&self, pending: &PendingRouterLoss) -> Result<f64, DeviceError> {
         let (copy, mean_selections) = match pending {
             PendingRouterLoss::Known(loss) => return Ok(*loss),
@@ -452,7 +454,7 @@ impl RouterStats {
         Ok(self.compute_loss_from_sums(mean_selections, &prob_sums, column(self.shape.experts)))
     }
 
-    /// Returns for each MoE layer how often each expert was selected.
+    /// Returns for each layer with experts how many tokens of the micro-batch selected each expert.
     pub fn selection_counts(&self) -> impl Iterator<Item = &[u64]> {
         self.layers.iter().map(|t| t.selection_counts.as_slice())
     }
@@ -470,7 +472,8 @@ impl RouterStats {
         (0..self.shape.experts).map(move |e| selections(e) / self.count_routed_rows())
     }
 
-    /// Computes the sum of the router losses on the host. Training adds this sum to the mean loss.
+    /// Computes the sum of the router losses (load-balancing loss and z-loss) on the host. Training
+    /// adds this sum to the mean loss.
     fn compute_loss(&self) -> f64 {
         let prob_sum = |e: usize| self.layers.iter().map(|t| t.prob_sums[e]).sum::<f64>();
         let prob_sums: Vec<f64> = (0..self.shape.experts).map(prob_sum).collect();

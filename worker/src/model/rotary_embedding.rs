@@ -1,6 +1,6 @@
-//! Rotary position embedding (RoPE, Su and others, 2021). [`RopeConfig`] describes the frequencies,
-//! scaled as by `ROPE_INIT_FUNCTIONS` of transformers. [`RopeTables`] are the tables of cos and
-//! sin.
+//! Rotary position embedding (RoPE, Su and others, 2021): its configuration, its frequencies, and
+//! its tables of cos and sin. [`RopeConfig`] describes the frequencies, scaled as by
+//! `ROPE_INIT_FUNCTIONS` of transformers. [`RopeTables`] are the tables of cos and sin.
 use super::{
     error::{ModelError, Result},
     hf_config::{HfConfigFields, format_shortened_value, invalid_value_error, shorten_text},
@@ -75,8 +75,9 @@ impl RopeConfig {
         }
     }
 
-    /// Parses `value`, the value of the key `key` of config.json, which is `rope_scaling` or
-    /// `rope_parameters`. `theta` is the default of `rope_theta`.
+    /// Reads the config of a rotary embedding from `value`, the value of the key `key` of
+    /// config.json, which is `rope_scaling` or `rope_parameters`. `theta` is the default of
+    /// `rope_theta`.
     pub(super) fn parse_config_value(key: &str, value: &Value, theta: f64) -> Result<Self> {
         const COMMON_KEYS: [&str; 3] = ["rope_type", "type", "rope_theta"];
         const ROPE_TYPES: [&str; 5] = ["default", "dynamic", "linear", "llama3", "yarn"];
@@ -124,8 +125,8 @@ impl RopeConfig {
         }
     }
 
-    /// Computes the frequency of the `i`-th pair of elements of a head, in radians per position.
-    /// Computes in f32, as transformers does.
+    /// Computes the frequency, in radians per position, with which rotary embedding rotates the
+    /// `i`-th pair of elements of a head. Computes in f32, as transformers does.
     fn compute_frequency(&self, i: usize, head_dim: usize) -> f32 {
         let exponent = (2 * i) as f32 / head_dim as f32;
         let inverse = 1.0 / (self.theta as f32).powf(exponent);
@@ -190,7 +191,8 @@ impl YarnScaling {
         })
     }
 
-    /// Computes the frequency of the `i`-th pair of elements of a head, in radians per position.
+    /// Computes the frequency, in radians per position, with which rotary embedding with YaRN
+    /// rotates the `i`-th pair of elements of a head.
     fn compute_frequency(&self, theta: f64, i: usize, head_dim: usize) -> f32 {
         let dim = head_dim as f64;
         let pair_with_turns = |turns: f64| {
@@ -234,7 +236,8 @@ impl Llama3Scaling {
         Ok(rule)
     }
 
-    /// Returns the scaled frequency for `inverse`, an unscaled frequency in radians per position.
+    /// Scales `inverse`, the frequency in radians per position of a pair of elements, for longer
+    /// sequences as Llama 3.1 does.
     fn scale_frequency(&self, inverse: f32) -> f32 {
         let (low, high, old) =
             (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings);

@@ -19,8 +19,9 @@ use std::{
     time::Instant,
 };
 
-/// Guard that counts this rank as a reader of its peers' memory until it is dropped. Dropping it,
-/// on return or during a panic, blocks until no peer reads this rank's memory any more.
+/// Guard that shows to the other threads of a group, until it is dropped, that this rank reads
+/// their buffers, which must therefore stay valid. Dropping it, on return or during a panic, blocks
+/// until no peer reads this rank's memory any more.
 struct ReadGuard<'a> {
     comm: &'a LocalComm,
     exchange: u64,
@@ -147,8 +148,8 @@ impl LocalComm {
         Err(error)
     }
 
-    /// Builds the error that the ranks in `missing` did not enter the collective `call` of this
-    /// rank in time.
+    /// Builds the timeout error which reports that the ranks in `missing` did not enter the
+    /// collective that this rank has called with the summary `call`.
     fn build_timeout_error(&self, call: &CollectiveCall, missing: Vec<usize>) -> CommError {
         let GroupPosition { rank, world } = self.position;
         let (collective, call_number, timeout) = (call.kind, call.number, self.group.timeout);

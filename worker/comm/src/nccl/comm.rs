@@ -26,8 +26,8 @@ use std::{
     time::Duration,
 };
 
-/// The communicator of one rank whose buffers may be in GPU memory. NCCL transfers GPU memory, and
-/// another communicator transfers host memory.
+/// The communicator of one rank with a GPU: runs collectives on GPU memory through NCCL, and those
+/// on host memory through another communicator.
 pub struct NcclComm {
     group: Arc<RawNcclComm>,
     watchdog: Watchdog,
@@ -40,9 +40,10 @@ pub struct NcclComm {
 }
 
 impl NcclComm {
-    /// Creates an NCCL communicator of the ranks of `host_comm`, each of which has a GPU. The
-    /// result uses `host_comm` for buffers in host memory. Every rank of `host_comm` must call this
-    /// function, because it is a collective. Fails if a rank does not join within `timeout`.
+    /// Creates this rank's NCCL communicator for the group of `host_comm`, a communicator for host
+    /// memory whose ranks all have a GPU. The result uses `host_comm` for buffers in host memory.
+    /// Every rank of `host_comm` must call this function, because it is a collective. Fails if a
+    /// rank does not join within `timeout`.
     ///
     /// `timeout` does not apply to the collectives of the returned communicator. Their timeout is
     /// [`DEFAULT_TIMEOUT`], which is long enough for NCCL to connect two ranks when they first
@@ -62,8 +63,9 @@ impl NcclComm {
         Ok(NcclComm { group, watchdog, host_comm, cuda, received: Mutex::default() })
     }
 
-    /// Launches the GPU work that the calling thread has recorded, and returns the CUDA stream on
-    /// which it runs. Fails if the GPU has failed, so that no invalid data is sent.
+    /// Launches the GPU calls that the calling thread has recorded but not launched yet, and
+    /// returns the CUDA stream on which they run. Fails if the GPU has failed, so that no invalid
+    /// data is sent.
     fn flush_stream(&self) -> Result<CudaStream> {
         Ok(CudaStream(self.cuda.flush_and_get_stream()?))
     }
@@ -223,7 +225,7 @@ impl NcclComm {
     }
 }
 
-/// Converts an element type to NCCL's element type.
+/// Converts the element type of a buffer to the constant with which NCCL names this type.
 fn to_nccl_type(dtype: Dtype) -> ncclDataType_t {
     match dtype {
         Dtype::F32 => ncclDataType_t::ncclFloat32,
@@ -232,8 +234,8 @@ fn to_nccl_type(dtype: Dtype) -> ncclDataType_t {
     }
 }
 
-/// Lists the part of `x` that belongs to each rank, in the form in which [`RawNcclComm::exchange`]
-/// sends and receives parts. Rank r's part has `counts[r]` elements; empty parts are left out.
+/// Divides `x` into consecutive parts, of which rank r's has `counts[r]` elements, and lists the
+/// GPU address and length of each part that is not empty for [`RawNcclComm::exchange`].
 fn list_peer_buffers(x: View, counts: &[usize]) -> Vec<PeerBuffer> {
     let element_bytes = x.dtype().size();
     let part = |(peer, (start, &len)): (usize, (usize, &usize))| {

@@ -10,12 +10,12 @@
 use crate::call::compute_part_offsets;
 use std::ops::Range;
 
-/// The length of an equal part, in elements, is a multiple of this number. Addresses of parts are
-/// then as aligned as that of the vector, which NCCL's fast copies need.
+/// The number of elements of which the length of an equal part of a vector is a multiple. Addresses
+/// of parts are then as aligned as that of the vector, which NCCL's fast copies need.
 const PART_ALIGNMENT: usize = 64;
 
 /// Divides a vector, of which each rank has a part of a different length, into parts of equal
-/// length and a remainder.
+/// length, which NCCL's collectives need, and a remainder.
 pub struct EqualParts {
     /// The elements that each rank has before the all-gather.
     owned: Vec<Range<usize>>,

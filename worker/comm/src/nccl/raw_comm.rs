@@ -247,8 +247,9 @@ impl RawNcclComm {
         self.wait_until_accepted_or_aborted(operation, &|| Ok(()))
     }
 
-    /// Blocks until NCCL has accepted the latest call of the communicator, or until `check_abort`
-    /// fails. Also fails after the timeout, or with the communicator's error.
+    /// Blocks until NCCL has accepted the latest call of the communicator, or until the callback
+    /// `check_abort` fails because the group of ranks was aborted. Also fails after the timeout, or
+    /// with the communicator's error.
     fn wait_until_accepted_or_aborted(
         &self,
         operation: &str,

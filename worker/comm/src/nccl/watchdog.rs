@@ -135,9 +135,9 @@ impl Watchdog {
         Ok(EnteredCall { watchdog: &self.shared, watched })
     }
 
-    /// Returns `result`, unless the watchdog has found an error; then returns that error, which is
-    /// the root cause. An abort of the group that follows from such an error is thus reported as
-    /// the error.
+    /// Returns the error that the watchdog has found, if any, because it is the root cause of later
+    /// errors; otherwise returns `result`. An abort of the group that follows from such an error is
+    /// thus reported as the error.
     pub(super) fn replace_result_by_found_error<T>(&self, result: Result<T>) -> Result<T> {
         match &self.shared.lock_calls().error {
             Some(error) => Err(error.clone().into()),

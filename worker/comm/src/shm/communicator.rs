@@ -67,8 +67,9 @@ pub(crate) struct ShmCallState {
 }
 
 impl ShmCallState {
-    /// Returns the number, 0 or 1, of the staging slot that this rank fills in the next round. A
-    /// staging slot is the memory in which a rank publishes data. Rounds alternate between them.
+    /// Returns which of its two staging slots (parts of the shared memory), 0 or 1, this rank fills
+    /// in the next round of data exchange. A staging slot is the memory in which a rank publishes
+    /// data. Rounds alternate between them.
     pub(super) fn next_slot(&self) -> usize {
         ((self.rounds + 1) % 2) as usize
     }
@@ -143,9 +144,9 @@ impl ShmComm {
         self.segment.header().abort(reason);
     }
 
-    /// Begins a collective: locks the state of this rank's calls and assigns the next number to the
-    /// call. Fails if the group is aborted or the arguments are invalid. Invalid arguments abort
-    /// the group.
+    /// Begins a collective: locks this rank's call state (counters and reusable memory), and
+    /// assigns the next number to the call. Fails if the group is aborted or the arguments are
+    /// invalid. Invalid arguments abort the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -182,7 +183,7 @@ impl ShmComm {
         ranks.into_iter().map(|rank| self.to_job_rank(rank)).collect()
     }
 
-    /// Aborts the group because not all peers have joined, for the reason `error`. Returns the
+    /// Aborts the group with the reason `error`, because not all peers have joined it. Returns the
     /// error for the caller.
     pub(super) fn abort_on_failed_join(&self, error: WaitError) -> CommError {
         match error {
@@ -259,15 +260,15 @@ impl ShmComm {
         MAX_CHUNK_BYTES.min(self.segment.layout.staging_bytes) / size_of::<f32>()
     }
 
-    /// Returns how many `f32` elements a rank can write for each peer in one round, if every peer
-    /// gets different data. The result is a multiple of a cache line.
+    /// Returns how many `f32` elements a rank can write for each peer in one round of data
+    /// exchange, if every peer gets different data. The result is a multiple of a cache line.
     pub(super) fn count_peer_chunk_elements(&self) -> usize {
         (self.count_chunk_elements() / (self.position.world - 1)) & !(CACHE_LINE_ELEMENTS - 1)
     }
 
-    /// Computes where the data for rank `dest` begins in the shared memory of rank `owner`, if the
-    /// data for each peer has the length `chunk`, in elements or bytes. The chunks for the peers
-    /// have length `chunk` each; the result has the unit of `chunk`.
+    /// Computes where the chunk for rank `dest` begins in the part of the shared memory that rank
+    /// `owner` fills with chunks of equal length for its peers. The chunks have the length `chunk`,
+    /// and the result has the unit of `chunk` (elements or bytes).
     pub(super) fn compute_peer_chunk_offset(&self, owner: usize, dest: usize, chunk: usize) -> usize {
         (dest - usize::from(dest > owner)) * chunk
     }

@@ -13,8 +13,8 @@ use std::{
     sync::{MutexGuard, PoisonError, atomic::Ordering::Relaxed},
 };
 
-/// A message from one rank to another, which consists of the same byte range of several buffers,
-/// one after another.
+/// A message from one rank to another: the bytes `range` of the first buffer in `parts`, then the
+/// same range of the second buffer, and so on.
 #[derive(Clone, Debug)]
 pub(crate) struct OutgoingMessage<'a> {
     pub(crate) parts: &'a [&'a [u8]],
@@ -48,15 +48,17 @@ impl OutgoingMessage<'_> {
 }
 
 impl ShmComm {
-    /// Locks the state of this rank's calls for the duration of one collective.
+    /// Locks this rank's call state (numbers of calls and rounds, and reusable memory) for the
+    /// duration of one collective.
     pub(crate) fn lock_call_state(&self) -> MutexGuard<'_, ShmCallState> {
         // A panic inside a collective aborts the group, so no inconsistent state is used.
         self.call_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets every rank read the bytes `send` of all ranks through shared memory, one chunk after
-    /// another. Calls `take(rank, offset, chunk)` for every chunk of every rank, including this
-    /// one; `offset` is the chunk's position in that rank's bytes.
+    /// Gathers the bytes `send` of all ranks through shared memory, one chunk after another, so
+    /// that every rank can read the bytes of all ranks. Calls `take(rank, offset, chunk)` for every
+    /// chunk of every rank, including this one; `offset` is the chunk's position in that rank's
+    /// bytes.
     ///
     /// Rank r sends `lens[r]` bytes. All ranks must pass the same `lens`.
     pub(super) fn gather_in_chunks(
@@ -207,9 +209,9 @@ impl ShmComm {
     }
 }
 
-/// Calls `visit(position in the chunk, range)` for each contiguous memory range of a chunk of a
-/// byte stream, which consists of several ranges. The stream consists of `ranges`, one after
-/// another, and the chunk is its `len` bytes starting at `offset`.
+/// Finds the memory ranges that hold a chunk of a byte stream, and calls `visit` for each of them
+/// with its position in the chunk. The stream consists of `ranges`, one after another, and the
+/// chunk is its `len` bytes starting at `offset`.
 fn visit_chunk_ranges(
     ranges: &[Range<usize>],
     offset: usize,

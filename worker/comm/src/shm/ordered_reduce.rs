@@ -16,20 +16,20 @@ use crate::{AbortReason, CallMismatch, PartialSink, Result, call::CollectiveCall
 use device::Buf;
 use std::ops::Range;
 
-/// Limit on the elements that a rank collects in its private buffer at a time, as a multiple of the
-/// size of its staging slot in shared memory.
+/// Limit on the size of the private buffer in which a rank collects received pieces, as a multiple
+/// of its staging slot (its part of the shared memory).
 const WINDOW_TO_STAGING_RATIO: usize = 8;
 
 /// The largest number of vectors that one rank may pass to one ordered reduce-scatter (in which the
 /// receivers sum the vectors).
 const MAX_PARTIALS: u64 = 1 << 16;
 
-/// The vectors of an ordered reduce-scatter that are exchanged together: for each rank, a range of
-/// indices of the vectors that it passed.
+/// A selection of the vectors that all ranks pass to an ordered reduce-scatter, to be exchanged
+/// together: for each rank, a range of indices of its vectors.
 pub(crate) type PartialRanges = Vec<Range<usize>>;
 
-/// Guard that aborts the group if the caller's callback panics, so that peers do not wait for this
-/// rank.
+/// Guard that aborts the group if the callback that receives the pieces of a reduce-scatter panics,
+/// so that peers do not wait for this rank.
 struct AbortOnPanic<'a>(&'a ShmComm);
 
 impl Drop for AbortOnPanic<'_> {
@@ -79,16 +79,16 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Computes where the piece of vector `i` for rank `dest` begins in the shared memory of rank
-    /// `owner`, in elements.
+    /// Computes where the piece of vector `i` for rank `dest` begins in the staging slot of rank
+    /// `owner` (a part of shared memory), as an index of elements.
     fn compute_staged_offset(&self, owner: usize, i: usize, dest: usize, counts: &[usize]) -> usize {
         let lower = (0..dest).filter(|&r| r != owner);
         let before: usize = lower.map(|r| round_up_to_cache_line(counts[r])).sum();
         i * count_staged_elements(owner, counts) + before
     }
 
-    /// Copies the pieces of this rank's vectors that belong to peers to its shared memory (staging
-    /// slot `slot`), where the peers read them.
+    /// Copies those pieces of this rank's vectors that its peers are to receive into its staging
+    /// slot `slot` (a part of shared memory), from which the peers read them.
     fn stage_partials(&self, slot: usize, partials: &[&[f32]], counts: &[usize]) {
         let rank = self.position.rank;
         let starts = crate::call::compute_part_offsets(counts);
@@ -102,9 +102,9 @@ impl ShmComm {
         }
     }
 
-    /// Passes this rank's piece of every vector of every rank, read from shared memory, to the
-    /// callback `sink`, in the order (rank, index). Reads the peers' pieces directly in their
-    /// staging slots.
+    /// Reads this rank's pieces of the vectors of all ranks from shared memory, and passes them to
+    /// the callback `sink` in the order (source rank, index of the vector). Reads the peers' pieces
+    /// directly in their staging slots.
     fn deliver_staged_pieces(
         &self,
         slot: usize,
@@ -130,9 +130,9 @@ impl ShmComm {
         }
     }
 
-    /// Exchanges the pieces of the vectors that `window` selects among all ranks, and then passes
-    /// the pieces for this rank to the caller's callback. A private buffer collects the peers'
-    /// pieces.
+    /// Exchanges the pieces of one group of vectors, which `window` selects from the vectors of all
+    /// ranks, and then passes the pieces for this rank to the callback `sink`. A private buffer
+    /// collects the peers' pieces.
     fn exchange_and_deliver_window(
         &self,
         call_state: &mut ShmCallState,
@@ -174,8 +174,8 @@ impl ShmComm {
         received
     }
 
-    /// Exchanges the pieces of the vectors that `window` selects among all ranks, in as many rounds
-    /// as the longest transfer needs.
+    /// Exchanges the pieces of one group of vectors, which `window` selects from the vectors of all
+    /// ranks, in as many rounds through shared memory as the longest transfer needs.
     ///
     /// The pieces of a rank for one peer form one stream, which is sent in chunks. The stream from
     /// rank r is stored in `recv` from `recv_starts[r]` on.
@@ -222,28 +222,29 @@ impl ShmComm {
     }
 }
 
-/// Computes how many elements of its staging slot in shared memory `rank` needs for the pieces of
-/// one vector that belong to its peers. Each piece is padded to whole cache lines.
+/// Computes how many elements `rank` stores in its staging slot (a part of shared memory) for one
+/// vector of an ordered reduce-scatter: the pieces that its peers receive. Each piece is padded to
+/// whole cache lines.
 fn count_staged_elements(rank: usize, counts: &[usize]) -> usize {
     let total: usize = counts.iter().map(|&n| round_up_to_cache_line(n)).sum();
     total - round_up_to_cache_line(counts[rank])
 }
 
-/// Returns whether the pieces of `partials` vectors that `rank` sends fit into its staging slot,
-/// which has `staging` bytes of shared memory.
+/// Returns whether the pieces that `rank` sends in an ordered reduce-scatter of `partials` vectors
+/// fit into its staging slot, which has `staging` bytes of shared memory.
 fn do_pieces_fit_staging(rank: usize, partials: usize, counts: &[usize], staging: usize) -> bool {
     let slot = staging / size_of::<f32>();
     count_staged_elements(rank, counts).checked_mul(partials).is_some_and(|n| n <= slot)
 }
 
-/// Returns whether the pieces that each rank sends fit into its staging slot of `staging` bytes of
-/// shared memory, if rank r passes `partial_counts[r]` vectors.
+/// Returns whether the pieces that each rank sends in an ordered reduce-scatter fit into its
+/// staging slot of `staging` bytes of shared memory, if rank r passes `partial_counts[r]` vectors.
 fn do_all_ranks_fit_staging(partial_counts: &[usize], counts: &[usize], staging: usize) -> bool {
     partial_counts.iter().enumerate().all(|(rank, &n)| do_pieces_fit_staging(rank, n, counts, staging))
 }
 
-/// Computes how many elements a rank may collect in its private buffer at a time, if each rank's
-/// staging slot in shared memory has `staging` bytes.
+/// Computes how many elements of an ordered reduce-scatter a rank may collect in private memory at
+/// a time, from `staging`, the size in bytes of each rank's part of the shared memory.
 fn compute_max_window_elements(counts: &[usize], staging: usize) -> usize {
     let largest = counts.iter().copied().max().unwrap_or(0);
     (WINDOW_TO_STAGING_RATIO * staging / size_of::<f32>()).max(largest.saturating_mul(2))
@@ -270,7 +271,7 @@ pub fn count_piece_buffer_elements(
     windows.map(peer_partials).max().unwrap_or(0_usize) * counts[rank]
 }
 
-/// Copies elements to `to` from ranges of several vectors, which are read as if they were
+/// Copies elements to `to` from several pieces of vectors, which are read as if they were
 /// concatenated, starting at element `offset`. The stream consists of the elements `start..start +
 /// count` of each of `partials`, one after another.
 fn copy_from_concatenated_pieces(
@@ -295,9 +296,10 @@ fn round_up_to_cache_line(n: usize) -> usize {
     n.next_multiple_of(CACHE_LINE_ELEMENTS)
 }
 
-/// Divides the vectors of all ranks, in the order (rank, index), into consecutive groups (windows),
-/// which are exchanged one after another. Each part makes no rank collect more than `max_elements`.
-/// A vector that exceeds the limit is a part by itself.
+/// Divides the vectors that all ranks pass to an ordered reduce-scatter, in the order (rank,
+/// index), into groups (windows) that are exchanged one after another to limit the memory. Each
+/// part makes no rank collect more than `max_elements`. A vector that exceeds the limit is a part
+/// by itself.
 pub(crate) fn partition_into_windows(
     partial_counts: &[usize],
     counts: &[usize],

@@ -81,9 +81,9 @@ pub(super) struct RankStatus {
 
 const _: () = assert!(size_of::<RankStatus>() == RANK_STATUS_BYTES);
 
-/// Where the parts of a group's shared memory are, as byte offsets: the state of each rank, its
-/// number tables and its staging slots. They follow from the number of ranks and the staging size
-/// alone.
+/// Where the parts of a group's shared memory begin, in bytes: the states of the ranks, the tables
+/// of lengths that they publish, and the staging slots for their data. They follow from the number
+/// of ranks and the staging size alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SegmentLayout {
     pub(super) world: usize,
@@ -114,7 +114,8 @@ impl SegmentLayout {
     }
 }
 
-/// A shared memory mapping of a part of a file. Dropping it unmaps the memory.
+/// A mapping of a part of a file into this process's memory, which other processes can share.
+/// Dropping it unmaps the memory.
 struct FileMapping {
     base: NonNull<u8>,
     len: usize,
@@ -148,13 +149,14 @@ impl Drop for FileMapping {
     }
 }
 
-/// The mapping of a shared window ([`crate::Comm::shared_window`]), which follows the segment in
-/// its file.
+/// A memory mapping of a shared window (memory that all ranks of a group read and write), which is
+/// stored behind the group's other shared memory in the same file.
 pub(super) struct WindowMapping(FileMapping);
 
 impl WindowMapping {
-    /// Maps a window of `len` bytes that begins at byte `position` of the file, a multiple of the
-    /// page size. Enlarges the file so that it contains the window and one unused page.
+    /// Maps a shared window of `len` bytes that begins at byte `position` of the group's memory
+    /// file, a multiple of the page size. Enlarges the file so that it contains the window and one
+    /// unused page.
     pub(super) fn open(fd: BorrowedFd<'_>, position: usize, len: usize) -> Result<Self> {
         grow_file_to(fd, position + len.next_multiple_of(PAGE_BYTES) + PAGE_BYTES)?;
         Ok(WindowMapping(FileMapping::new(fd, position, len.max(1))?))

@@ -98,9 +98,9 @@ impl ShmComm {
         Ok(())
     }
 
-    /// Sums this rank's part of `send` over all ranks and stores the sum in `recv`, chunk by chunk.
-    /// Each round publishes the next chunk of each peer's part and sums the chunks of this rank's
-    /// part, until the longest part is done.
+    /// Sums the `send` buffers of all ranks elementwise through shared memory, chunk by chunk, and
+    /// stores this rank's part of the sum in `recv`. Each round publishes the next chunk of each
+    /// peer's part and sums the chunks of this rank's part, until the longest part is done.
     pub(super) fn reduce_scatter_in_chunks(
         &self,
         call_state: &mut ShmCallState,

@@ -20,7 +20,7 @@ use std::{
 };
 
 /// Limit on the size of the private buffer in which a rank collects received data, as a multiple of
-/// the size of its staging slot in shared memory.
+/// its staging slot (its part of the host's shared memory).
 const WINDOW_TO_STAGING_RATIO: usize = 8;
 /// Timeouts of a group of ranks on several hosts, and the amount of shared memory on each host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,8 +69,8 @@ pub(super) struct TcpCallState {
     pub(super) scratch: Buf,
 }
 
-/// Returns the first `len` elements of the buffer `scratch`, with arbitrary content. Replaces the
-/// buffer by a larger one if necessary.
+/// Returns the first `len` elements of the reusable buffer `scratch`, with arbitrary content, after
+/// enlarging it if necessary.
 fn reserve_scratch(scratch: &mut Buf, len: usize) -> &mut [f32] {
     if scratch.len() < len {
         *scratch = Buf::zeroed(0); // free the old buffer before allocating the new one
@@ -79,8 +79,8 @@ fn reserve_scratch(scratch: &mut Buf, len: usize) -> &mut [f32] {
     &mut scratch.host_slice_mut()[..len]
 }
 
-/// Guard that aborts the group if the caller's callback panics, so that peers do not wait for this
-/// rank.
+/// Guard that aborts the group if the callback that receives the pieces of a reduce-scatter panics,
+/// so that peers do not wait for this rank.
 pub(super) struct AbortOnPanic<'a>(pub(super) &'a TcpComm);
 
 impl Drop for AbortOnPanic<'_> {
@@ -97,9 +97,9 @@ impl TcpComm {
         GroupPosition { rank: self.topology.rank, world: self.topology.world_size() }
     }
 
-    /// Begins a collective: locks the state of this rank's calls and assigns the next number to the
-    /// call. Fails if the group is aborted or the arguments are invalid. Invalid arguments abort
-    /// the group.
+    /// Begins a collective: locks this rank's call state (counters, connections and reusable
+    /// memory), and assigns the next number to the call. Fails if the group is aborted or the
+    /// arguments are invalid. Invalid arguments abort the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
@@ -221,8 +221,8 @@ impl TcpComm {
         window.max(largest_piece.saturating_mul(2))
     }
 
-    /// Exchanges the pieces of the vectors that `window` selects among all ranks, and then passes
-    /// the pieces for this rank to the callback `sink`.
+    /// Exchanges the pieces of one group of vectors, which `window` selects from the vectors of all
+    /// ranks, and then passes the pieces for this rank to the callback `sink`.
     pub(super) fn exchange_and_deliver_window(
         &self,
         call_state: &mut TcpCallState,
@@ -259,8 +259,8 @@ impl TcpComm {
         Ok(())
     }
 
-    /// Sums the range `ranges[r]` of `send` over all ranks for each rank r, with one step over the
-    /// network.
+    /// Sums the `send` buffers of all ranks elementwise in one step over the network, so that rank
+    /// r gets the range `ranges[r]` of the sum.
     ///
     /// This rank stores the sum of its range in `out`, which has the length of that range.
     pub(super) fn reduce_scatter_ranges(

@@ -23,8 +23,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Limit on the number of connections that are accepted before the handshakes of accepted
-/// connections continue.
+/// Limit on the number of connections that a joining rank accepts in a row before it continues the
+/// handshakes of those that it has accepted.
 const MAX_ACCEPTED_AT_ONCE: usize = 256;
 /// The largest number of unauthenticated connections from addresses that belong to no known peer. A
 /// peer may connect from a different address than that on which it listens.
@@ -109,9 +109,9 @@ impl ConnectionSetup<'_> {
 
     // ---- connecting to the lower ranks ----
 
-    /// Connects to every lower rank on another host, twice: once for data and once for control
-    /// messages. Retries failed attempts until `deadline`. Fails if a peer rejects this rank or the
-    /// group is aborted.
+    /// Connects twice to every rank on another host whose number is lower than that of this rank:
+    /// once for data and once for control messages. Retries failed attempts until `deadline`. Fails
+    /// if a peer rejects this rank or the group is aborted.
     fn connect_lower_ranks(&self, deadline: Instant) -> Result<AuthenticatedStreams> {
         let lower = self.topology.remote_ranks().filter(|r| *r < self.topology.rank);
         let mut remaining: VecDeque<(usize, ConnectionKind)> =
@@ -198,8 +198,8 @@ impl ConnectionSetup<'_> {
         }
     }
 
-    /// Reads from the stream until `buf` is full, at most until a deadline. Fails after `deadline`,
-    /// or soon after the group was aborted.
+    /// Reads from the stream of a peer until `buf` is full, at most until a deadline. Fails after
+    /// `deadline`, or soon after the group was aborted.
     fn read_exact_before(
         &self,
         stream: &mut TcpStream,
@@ -225,9 +225,9 @@ impl ConnectionSetup<'_> {
 
     // ---- accepting the higher ranks ----
 
-    /// Accepts and authenticates the connections of every higher rank on another host. Fails if a
-    /// connection is missing at `deadline`, or if the group is aborted. If `stop` is set, returns
-    /// the connections that were authenticated before.
+    /// Accepts and authenticates the connections from every rank on another host whose number is
+    /// higher than that of this rank. Fails if a connection is missing at `deadline`, or if the
+    /// group is aborted. If `stop` is set, returns the connections that were authenticated before.
     fn accept_higher_ranks(
         &self,
         listener: &TcpListener,

@@ -20,8 +20,8 @@ const HANDSHAKE_MAGIC: [u8; 8] = *b"launchtc";
 /// The version of the handshake and of the messages between ranks, which two ranks must have in
 /// common. Ranks with different versions reject each other.
 const PROTOCOL_VERSION: u32 = 3;
-/// The number that stands for acceptance, and for no reject reason, in CHALLENGE, the acceptor's
-/// answer to a HELLO.
+/// The number with which CHALLENGE, the acceptor's answer to a HELLO, states that the connection is
+/// accepted.
 const ACCEPTED_NUMBER: u32 = 0;
 
 /// Size in bytes of the key, of a nonce, and of a message authentication code (MAC).
@@ -58,7 +58,8 @@ pub(super) struct RankIdentity {
     pub(super) world: u32,
 }
 
-/// The numbers that represent reject reasons in CHALLENGE, the acceptor's answer to a HELLO.
+/// The numbers with which CHALLENGE, the acceptor's answer to a HELLO, states why the connection is
+/// rejected.
 const REJECTION_NUMBERS: [(u32, RejectReason); 3] =
     [(1, RejectReason::OtherVersion), (2, RejectReason::OtherAttempt), (3, RejectReason::UnexpectedRank)];
 

@@ -2,16 +2,19 @@
 use crate::LinkDelays;
 use std::{net::TcpStream, os::fd::AsRawFd, time::Duration};
 
-/// The largest number of connections of a rank that are measured. A measurement takes about a
-/// microsecond per connection.
+/// The largest number of a rank's TCP connections on which [`LinkDelayMeter`] measures how long
+/// data is in flight. A measurement takes about a microsecond per connection.
 const MAX_MEASURED_LINKS: usize = 64;
 /// The number of bytes that are read from the start of the kernel's `struct tcp_info`.
 const TCP_INFO_BYTES: usize = 184;
-/// The byte offset of `tcpi_data_segs_out` in `struct tcp_info` (linux/tcp.h).
+/// The byte offset of `tcpi_data_segs_out`, the number of data segments sent, in `struct tcp_info`
+/// (linux/tcp.h).
 const DATA_SEGMENTS_OFFSET: usize = 156;
-/// The byte offset of `tcpi_busy_time` in `struct tcp_info` (linux/tcp.h).
+/// The byte offset of `tcpi_busy_time`, the time with unacknowledged data, in `struct tcp_info`
+/// (linux/tcp.h).
 const BUSY_TIME_OFFSET: usize = 168;
-/// The byte offset of `tcpi_rwnd_limited` in `struct tcp_info` (linux/tcp.h).
+/// The byte offset of `tcpi_rwnd_limited`, the time in which the receiver's window was full, in
+/// `struct tcp_info` (linux/tcp.h).
 const WINDOW_LIMITED_OFFSET: usize = 176;
 
 /// The kernel's counters of a TCP connection since it was opened: sent segments, and the time for

@@ -292,8 +292,8 @@ impl NetworkStep<'_> {
         _ = poll(&mut fds, to_poll_timeout(timeout.min(TIMEOUT_CHECK_INTERVAL)));
     }
 
-    /// Builds the error that a network step transferred no byte until its timeout. It lists the
-    /// peers of unfinished transfers.
+    /// Builds the timeout error of a collective in which the current network step transferred no
+    /// byte for too long. It lists the peers of unfinished transfers.
     fn build_timeout_error(&self, transfers: &[PeerTransfer]) -> CommError {
         let unfinished = transfers.iter().filter(|t| t.has_bytes_to_receive() || t.has_bytes_to_send());
         let mut missing: Vec<usize> = unfinished.map(|t| t.peer).collect();

@@ -67,7 +67,8 @@ fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl GroupHealth {
-    /// Creates the health state of a group for a rank that has not joined yet.
+    /// Creates a rank's knowledge of its group (aborts, ranks that left, last bytes of each peer)
+    /// before the rank joins the group.
     pub(super) fn new(rank: usize, world: usize) -> std::io::Result<Self> {
         let event = || EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         Ok(GroupHealth {
@@ -83,7 +84,8 @@ impl GroupHealth {
         })
     }
 
-    /// Sets the shared memory through which later aborts reach the other ranks of this host.
+    /// Sets the shared memory of this host's ranks, through which an abort of the group that
+    /// happens later reaches them.
     pub(super) fn attach_shared_memory(&self, shm: Arc<ShmComm>) {
         let aborted = lock_ignoring_poison(&self.aborted);
         if let Some(reason) = &*aborted {
@@ -142,9 +144,9 @@ impl GroupHealth {
         self.start.elapsed().as_millis() as u64 + 1
     }
 
-    /// Determines why the data connection to `rank` ended during the collective `call`. Waits up to
-    /// [`FAREWELL_TIMEOUT`] for a farewell or an abort, because either of them may arrive after the
-    /// data connection has ended.
+    /// Determines why the data connection to `rank` ended during the collective `call`: an abort of
+    /// the group, the farewell of `rank`, or its loss. Waits up to [`FAREWELL_TIMEOUT`] for a
+    /// farewell or an abort, because either of them may arrive after the data connection has ended.
     pub(super) fn wait_for_end_reason(&self, rank: usize, call: &CollectiveCall) -> AbortReason {
         let deadline = Instant::now() + FAREWELL_TIMEOUT;
         loop {
@@ -293,7 +295,8 @@ impl PeerMonitor {
     }
 }
 
-/// Returns the descriptor with which `poll` waits for bytes on a peer's control connection.
+/// Returns the argument with which the system call `poll` waits for bytes on the control connection
+/// of `peer`.
 fn to_poll_fd(peer: &MonitoredPeer) -> PollFd<'_> {
     PollFd::new(peer.stream.as_fd(), PollFlags::POLLIN)
 }
@@ -332,8 +335,9 @@ impl MonitoredPeer {
         }
     }
 
-    /// Processes the complete control frames in the buffer: an abort aborts the group here, too,
-    /// and a farewell marks the peer as having left. An invalid frame aborts the group.
+    /// Processes the complete control frames among the bytes received from the peer: an abort
+    /// aborts the group on this rank, too, and a farewell marks the peer as having left. An invalid
+    /// frame aborts the group.
     fn process_complete_frames(&mut self, health: &GroupHealth) {
         loop {
             let (frame, end) = match ControlFrame::parse(&self.buffer[..self.filled]) {

@@ -71,8 +71,9 @@ impl AbortHandle {
         Ok(AbortHandle(Arc::new(health)))
     }
 
-    /// Aborts the group, and passes the text `reason` to all ranks. Joining, and every waiting and
-    /// later collective, then fails with [`CommError::Aborted`].
+    /// Aborts the group for which this handle was created, and passes the text `reason` to all of
+    /// its ranks. Joining, and every waiting and later collective, then fails with
+    /// [`CommError::Aborted`].
     pub fn abort(&self, reason: &str) {
         self.0.abort(&AbortReason::from_request(reason));
     }

@@ -77,7 +77,8 @@ impl Topology {
         (1..world).map(move |i| (me + i) % world).filter(|r| !self.is_local(*r))
     }
 
-    /// Returns the one rank on `host` to which `rank` sends data that all ranks of `host` need.
+    /// Returns the one rank on `host` that receives data from `rank` if all ranks of `host` need
+    /// the data.
     fn find_receiver_on_host(&self, rank: usize, host: usize) -> usize {
         if self.host_by_rank[rank] == host {
             return rank;
@@ -86,15 +87,15 @@ impl Topology {
         ranks[self.local_rank_of[rank] % ranks.len()]
     }
 
-    /// Returns whether rank `from` sends data that every rank needs directly to rank `to`, which is
-    /// on another host. Only one rank of each host receives such data. Rank `to` then shares the
-    /// data with its host.
+    /// Returns whether rank `to`, on another host, is the one rank of its host to which rank `from`
+    /// sends data that all ranks need. Only one rank of each host receives such data. Rank `to`
+    /// then shares the data with its host.
     pub(crate) fn sends_replica_to(&self, from: usize, to: usize) -> bool {
         self.find_receiver_on_host(from, self.host_by_rank[to]) == to
     }
 
-    /// Returns which rank of this host gets the data of `rank` first, as a local rank: `rank`
-    /// itself if it is on this host, otherwise its counterpart here.
+    /// Returns the local rank of the rank on this host that receives the data of `rank` first:
+    /// `rank` itself if it is on this host, otherwise the rank that corresponds to it here.
     pub(crate) fn find_local_receiver(&self, rank: usize) -> usize {
         self.local_rank_of[self.find_receiver_on_host(rank, self.host)]
     }

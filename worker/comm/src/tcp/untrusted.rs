@@ -8,9 +8,9 @@ use super::{
 };
 use crate::{AbortReason, RejectReason};
 
-/// The rank that receives the bytes of a fuzz target or test, as the parsers assume.
+/// The number of the rank that is assumed to receive the bytes which a fuzz target or test parses.
 const RECEIVER_RANK: u32 = 0;
-/// The rank that sends the bytes of a fuzz target or test, as the parsers assume.
+/// The number of the rank that is assumed to send the bytes which a fuzz target or test parses.
 const SENDER_RANK: u32 = 1;
 
 /// Returns the identity (key, run, attempt and rank) of rank `rank` in an example group of four

@@ -26,8 +26,8 @@ pub enum InterpretationStep {
 }
 
 impl InterpretationStep {
-    /// Converts the number by which a sandbox process reports its kind of work, or returns `None`
-    /// for an unknown number.
+    /// Converts the number with which a sandbox process reports what kind of work it has begun
+    /// (such as tokenizing) to the kind; `None` for an unknown number.
     pub(crate) fn from_number(number: u64) -> Option<Self> {
         const ALL_STEPS: [InterpretationStep; 6] = [
             InterpretationStep::LoadTokenizer,
@@ -93,7 +93,8 @@ pub struct InterpretationError {
 }
 
 impl InterpretationError {
-    /// Converts the failure of the sandbox process to a diagnostic with the text `message`.
+    /// Converts this failure of a sandbox process to interpret a file to a diagnostic with the text
+    /// `message`.
     pub(super) fn to_diagnostic(&self, message: String) -> Diagnostic {
         let diagnostic = match self.error.exceeded_limit() {
             Some((name, value)) => Diagnostic::error(codes::DATA_LIMIT_EXCEEDED, message)

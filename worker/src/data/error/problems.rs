@@ -63,7 +63,8 @@ impl fmt::Display for RecordPosition {
     }
 }
 
-/// The categories of serde_json's errors ([`Category`]) as an enum that can be serialized.
+/// The categories of serde_json's errors ([`Category`]), declared again so that they can be
+/// serialized in messages between processes.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Category")]
 enum JsonErrorCategory {

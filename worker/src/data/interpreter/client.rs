@@ -20,7 +20,8 @@ use std::{
 /// be the first argument.
 pub const SANDBOX_ARGUMENT: &str = "sandbox";
 
-/// The reason why the sandbox process did not answer a request.
+/// Why the sandbox process did not answer a request, and during which work (such as tokenizing) it
+/// failed.
 #[derive(Debug)]
 pub(crate) struct InterpreterFailure {
     /// The work during which the process failed. Absent if the process did not start to work.
@@ -48,8 +49,9 @@ pub(crate) struct TemplateSource {
     pub(crate) special_tokens: Vec<(String, String)>,
 }
 
-/// Interprets data (tokenizers, chat templates, documents) in a sandbox process. The process starts
-/// at the first request, and again after a failure, with the same tokenizer and template.
+/// The client of a sandbox process that interprets data for this process: tokenizers, chat
+/// templates and documents. The process starts at the first request, and again after a failure,
+/// with the same tokenizer and template.
 pub(crate) struct Interpreter {
     threads: usize,
     state: Mutex<InterpreterState>,
@@ -68,7 +70,7 @@ struct InterpreterState {
 }
 
 impl Interpreter {
-    /// Creates an interpreter whose sandbox process will have `threads` threads. The process is not
+    /// Creates the client of a sandbox process that will have `threads` threads. The process is not
     /// started yet.
     pub(crate) fn new(threads: usize) -> Arc<Self> {
         Arc::new(Interpreter { threads: threads.max(1), state: Mutex::default() })
@@ -98,8 +100,8 @@ impl Interpreter {
         Ok(reply)
     }
 
-    /// Interprets one document in the sandbox process: renders a chat, and tokenizes or only checks
-    /// the text as `options` state.
+    /// Interprets one document in the sandbox process: renders it if it is a chat, and tokenizes or
+    /// only checks the text, depending on `options`.
     pub(crate) fn interpret_document(
         &self,
         document: Document,
@@ -114,8 +116,8 @@ impl Interpreter {
         self.open_stream().call(&request, &load_request_limits(size_of_val(tokens)))
     }
 
-    /// Returns which kernel facilities confine the sandbox process, or `None` if no process was
-    /// started yet.
+    /// Returns which kernel facilities (Landlock, seccomp) confine the sandbox process, or `None`
+    /// if no process was started yet.
     pub(crate) fn confinement(&self) -> Option<Confinement> {
         self.lock().confinement
     }
@@ -130,25 +132,28 @@ impl Interpreter {
         self.threads
     }
 
-    /// Opens a stream of requests to the sandbox process. Blocks while another thread has an open
-    /// stream.
+    /// Acquires exclusive access to the sandbox process, for requests whose replies are received
+    /// later and in order. Blocks while another thread has an open stream.
     pub(crate) fn open_stream(&self) -> RequestStream<'_> {
         RequestStream { threads: self.threads, state: self.lock() }
     }
 
-    /// Locks the mutex with the sandbox process and what the process has loaded.
+    /// Locks the mutex that protects the sandbox process and the tokenizer and chat template that
+    /// it has loaded.
     fn lock(&self) -> MutexGuard<'_, InterpreterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Returns the request that loads a tokenizer from `files`, and the limits of the request.
+/// Returns the request to the sandbox process that loads a tokenizer from `files`, and the limits
+/// of memory and time of the request.
 fn build_load_request(files: &[TokenizerFile]) -> (Request<'_>, RequestLimits) {
     let limits = load_request_limits(files.iter().map(|(_, text)| text.len()).sum());
     (Request::LoadTokenizer { files: borrow_pairs(files) }, limits)
 }
 
-/// Returns the request that compiles a chat template, and the limits of the request.
+/// Returns the request to the sandbox process that compiles a chat template, and the limits of
+/// memory and time of the request.
 fn build_compile_request(template: &TemplateSource) -> (Request<'_>, RequestLimits) {
     let special_tokens = borrow_pairs(&template.special_tokens);
     let request = Request::CompileTemplate { source: &template.source, special_tokens };
@@ -160,15 +165,16 @@ fn borrow_pairs(pairs: &[(String, String)]) -> Vec<(&str, &str)> {
     pairs.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect()
 }
 
-/// An open stream of requests to the sandbox process, of which only one exists at a time. Replies
-/// arrive in the order of the requests.
+/// Exclusive access to the sandbox process, with which one thread at a time sends requests and
+/// receives their replies in order. Replies arrive in the order of the requests.
 pub(crate) struct RequestStream<'a> {
     threads: usize,
     state: MutexGuard<'a, InterpreterState>,
 }
 
 impl RequestStream<'_> {
-    /// Sends a request to the sandbox process, and `file` with it. Starts the process if none runs.
+    /// Sends a request to the sandbox process, together with the open file `file` if one is given.
+    /// Starts the process if none runs.
     pub(crate) fn send(
         &mut self,
         request: &Request,
@@ -186,8 +192,8 @@ impl RequestStream<'_> {
         Ok(())
     }
 
-    /// Receives the reply of the sandbox process to the oldest request. After an error, the process
-    /// and the replies to the other requests are lost.
+    /// Receives the reply of the sandbox process to the oldest unanswered request. After an error,
+    /// the process and the replies to the other requests are lost.
     pub(crate) fn receive<R: DeserializeOwned>(&mut self) -> Result<R, InterpreterFailure> {
         let process = self.state.process.as_mut().ok_or(SandboxError::InvalidReply)?;
         let reply = process.receive_reply().map_err(InterpreterFailure::from);
@@ -207,8 +213,8 @@ impl RequestStream<'_> {
         self.receive()
     }
 
-    /// Interprets one document in the sandbox process: renders a chat, and tokenizes or only checks
-    /// the text as `options` state. No other request may be pending.
+    /// Interprets one document in the sandbox process: renders it if it is a chat, and tokenizes or
+    /// only checks the text, depending on `options`. No other request may be pending.
     pub(crate) fn interpret_document(
         &mut self,
         document: Document,
@@ -234,7 +240,8 @@ impl Drop for RequestStream<'_> {
 }
 
 impl InterpreterState {
-    /// Starts a sandbox process, and loads the current tokenizer and chat template in it.
+    /// Starts a sandbox process, and loads in it the tokenizer and the chat template that the
+    /// previous process had loaded.
     fn start_process(&self, threads: usize) -> Result<SandboxProcess, InterpreterFailure> {
         let settings = SandboxSettings {
             threads: threads as u32,

@@ -31,7 +31,8 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-/// Creates the object that handles the requests in a sandbox process, and starts its threads.
+/// Creates the handler of requests for a sandbox process, and starts the threads on which it
+/// interprets documents.
 pub(crate) fn create_request_handler(settings: &SandboxSettings) -> Box<dyn RequestHandler> {
     let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads as usize);
     // Without the pool, rayon starts a pool with other stacks at its first use.
@@ -111,8 +112,8 @@ fn describe_last_panic() -> String {
     format!("the library failed: {}", take_panic_message())
 }
 
-/// A document of a request before it is tokenized: its text, its text with a loss mask, or a result
-/// if it is not tokenized.
+/// A document that is ready to be tokenized, as a text with or without a loss mask, or the result
+/// of a document that is not tokenized.
 enum PreparedDocument<'a> {
     Text(Cow<'a, str>),
     Masked(LossMaskedText),
@@ -218,7 +219,7 @@ impl DocumentInterpreter {
         self.tokenize_documents(prepared, options, begin)
     }
 
-    /// Renders a chat as text with the loaded chat template, ready to be tokenized.
+    /// Renders a chat with the loaded chat template as text, which is then tokenized.
     fn render_chat(
         &self,
         chat: Result<ChatRecord, RecordProblem>,
@@ -283,9 +284,9 @@ impl DocumentInterpreter {
     }
 }
 
-/// Reads rows of a Parquet file for one reply. Stops when the rows have enough text or their number
-/// reaches `limit`, and after a row that cannot be used. Returns the rows, and whether there are no
-/// further rows to read.
+/// Reads the next rows of the open Parquet file, as many as the sandbox process returns in one
+/// reply. Stops when the rows have enough text or their number reaches `limit`, and after a row
+/// that cannot be used. Returns the rows, and whether there are no further rows to read.
 fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, RecordProblem>>, bool) {
     let (mut records, mut bytes) = (Vec::new(), 0);
     while bytes < MAX_REQUEST_TEXT_BYTES && (records.len() as u64) < limit {
@@ -307,8 +308,8 @@ fn read_rows(rows: &mut ParquetRows, limit: u64) -> (Vec<Result<RowRecord, Recor
     (records, false)
 }
 
-/// Converts the tokens of a document, or the error of the tokenizer, to the result that the sandbox
-/// process replies with.
+/// Converts the tokens of a document, or the error of the tokenizer, to the result for this
+/// document in the reply of the sandbox process.
 fn tokens_to_document_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentResult {
     match tokens {
         Ok(tokens) => DocumentResult::Tokens(TokenList(tokens)),
@@ -316,12 +317,14 @@ fn tokens_to_document_result(tokens: tokenizers::Result<Vec<u32>>) -> DocumentRe
     }
 }
 
-/// Describes a panic of the template library as the failure of a template.
+/// Converts the message of a panic in the template library to a [`TemplateFailure`], the error of a
+/// chat template.
 fn describe_template_panic(message: String) -> TemplateFailure {
     TemplateFailure { is_endless: false, detail: message, line: None }
 }
 
-/// Creates the result for a chat for which the template library panicked.
+/// Returns the result for a chat during whose rendering the template library panicked: an error
+/// with the panic's message.
 fn reject_template_panic(message: String) -> PreparedDocument<'static> {
     let problem = ChatProblem::Template(describe_template_panic(message));
     PreparedDocument::Done(DocumentResult::Invalid(problem.into()))

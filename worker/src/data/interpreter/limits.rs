@@ -6,8 +6,8 @@ use std::time::Duration;
 /// bytes. The largest tokenizers in use, with 262,144 tokens, need half of it. The small tokenizers
 /// of the tests reach a lower limit sooner.
 const BASE_MEMORY_BYTES: u64 = if cfg!(test) { 256 << 20 } else { 896 << 20 };
-/// The total size in bytes of documents up to which [`BASE_MEMORY_BYTES`] of memory suffice. More
-/// text needs additional memory.
+/// Total size in bytes of documents that the sandbox process can interpret at the same time with
+/// only its basic amount of memory. More text needs additional memory.
 const SHORT_DOCUMENTS_BYTES: u64 = 1 << 20;
 /// Additional memory in bytes that the sandbox process may use for each byte of text that is being
 /// tokenized. 170 bytes were measured.
@@ -22,17 +22,20 @@ const CPU_TIME_PER_MIB: Duration = Duration::from_secs(8);
 /// loads. Loading was measured to take 0.05 s per MiB.
 const LOAD_CPU_TIME_PER_MIB: Duration = Duration::from_millis(150);
 /// CPU time that the sandbox process may use for a request with several documents, in addition to
-/// [`CPU_TIME_PER_MIB`].
+/// the time for the size of their text.
 const CPU_TIME_PER_REQUEST: Duration = Duration::from_secs(8);
-/// Largest size of a reply without tokens, in bytes. Replies may contain a chat template.
+/// Largest size in bytes of a reply of the sandbox process that contains no tokens. Replies may
+/// contain a chat template.
 const BASE_REPLY_BYTES: u64 = 4 << 20;
-/// Bytes by which a reply may be larger for each byte of text in the request. A token has 4 bytes,
-/// and few tokenizers produce more tokens than the text has bytes.
+/// Additional size in bytes that a reply of the sandbox process may have for each byte of text in
+/// the request, because it contains the text's tokens. A token has 4 bytes, and few tokenizers
+/// produce more tokens than the text has bytes.
 const REPLY_BYTES_PER_TEXT_BYTE: u64 = 16;
-/// Largest size of the text in a request for documents, in bytes. Only a single document may be
-/// longer.
+/// Largest total size in bytes of the documents' text in one request to the sandbox process. Only a
+/// single document may be longer.
 pub(crate) const MAX_REQUEST_TEXT_BYTES: usize = 4 << 20;
-/// Largest number of records in a reply to a request for rows of a Parquet file.
+/// Largest number of records that the sandbox process returns in one reply to a request for rows of
+/// a Parquet file.
 pub(crate) const MAX_RECORDS_PER_REPLY: u64 = 1 << 16;
 
 /// Returns the CPU time that the sandbox process may use for one document of `bytes` bytes.
@@ -40,14 +43,14 @@ pub(super) fn document_cpu_limit(bytes: usize) -> Duration {
     BASE_CPU_TIME + scale_cpu_time_to_bytes(CPU_TIME_PER_MIB, bytes as u64)
 }
 
-/// Returns the CPU time that the sandbox process may use for `bytes` bytes of input, at `per_mib`
-/// for each MiB.
+/// Returns the CPU time that the sandbox process may use for `bytes` bytes of input, if it may use
+/// `per_mib` for each MiB.
 fn scale_cpu_time_to_bytes(per_mib: Duration, bytes: u64) -> Duration {
     Duration::from_nanos((per_mib.as_nanos() as u64).saturating_mul(bytes) >> 20)
 }
 
-/// Returns the memory, CPU-time and reply-size limits of a request that loads an input of `bytes`
-/// bytes, such as a tokenizer's files.
+/// Returns the limits of memory, CPU time and reply size of a request to the sandbox process to
+/// load `bytes` bytes of input, such as a tokenizer's files.
 pub(super) fn load_request_limits(bytes: usize) -> RequestLimits {
     RequestLimits {
         cpu: BASE_CPU_TIME + scale_cpu_time_to_bytes(LOAD_CPU_TIME_PER_MIB, bytes as u64),
@@ -56,8 +59,8 @@ pub(super) fn load_request_limits(bytes: usize) -> RequestLimits {
     }
 }
 
-/// Returns the memory, CPU-time and reply-size limits of a request for documents with the sizes
-/// `sizes` in bytes, of which up to `threads` are interpreted at the same time.
+/// Returns the limits of memory, CPU time and reply size of a request to the sandbox process for
+/// documents with the sizes `sizes` in bytes, which `threads` threads interpret.
 pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threads: usize) -> RequestLimits {
     let mut sizes: Vec<u64> = sizes.map(|size| size as u64).collect();
     sizes.sort_unstable_by(|a, b| b.cmp(a));
@@ -72,8 +75,8 @@ pub(crate) fn documents_request_limits(sizes: impl Iterator<Item = usize>, threa
     }
 }
 
-/// Returns the memory, CPU-time and reply-size limits of a request for rows of a Parquet file,
-/// whose sizes are not known.
+/// Returns the limits of memory, CPU time and reply size of a request to the sandbox process for
+/// rows of a Parquet file, whose sizes are not known.
 pub(crate) fn rows_request_limits(threads: usize) -> RequestLimits {
     let size = MAX_REQUEST_TEXT_BYTES / threads.max(2);
     documents_request_limits(std::iter::repeat_n(size, threads.max(2)), threads)

@@ -7,7 +7,7 @@ use jobspec::LossTargets;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Visitor};
 use std::fmt;
 
-/// Name and content of a file of a tokenizer.
+/// Name and content of one of the files of a tokenizer, such as tokenizer.json.
 pub(crate) type TokenizerFile = (String, String);
 
 /// A request to the sandbox process: load a tokenizer, compile a chat template, or interpret
@@ -71,7 +71,7 @@ pub(crate) enum Document<'a> {
 }
 
 impl<'a> Document<'a> {
-    /// Returns the text of the document, or the line of its chat.
+    /// Returns the text of the document, or the line of JSON that contains its chat.
     pub(crate) fn as_str(&self) -> &'a str {
         match self {
             Document::Text(text) | Document::ChatLine(text) => text,
@@ -110,7 +110,8 @@ pub(crate) enum DocumentResult {
     TokenizerFailed(String),
 }
 
-/// The reply to a request for rows of a Parquet file, with the result of each row.
+/// The reply of the sandbox process to a request for rows of a Parquet file, with the result of
+/// each row.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct RowsReply {
     /// The result of each row. A row that cannot be used is the last one.
@@ -119,16 +120,18 @@ pub(crate) struct RowsReply {
     pub(crate) at_end: bool,
 }
 
-/// The reply to the request [`Request::OpenParquet`]: success, or why the file cannot be used.
+/// The reply of the sandbox process to a request to open a Parquet file: success, or why the file
+/// cannot be used.
 pub(crate) type OpenParquetReply = Result<(), ParquetProblem>;
-/// The reply to [`Request::LoadTokenizer`]: information about the tokenizer, or the name of an
-/// invalid file and its problem.
+/// The reply of the sandbox process to a request to load a tokenizer: information about the
+/// tokenizer, or the name of an invalid file and its problem.
 pub(crate) type LoadTokenizerReply = Result<TokenizerInfo, (String, TokenizerProblem)>;
-/// The reply to the request [`Request::CompileTemplate`]: success, or why the chat template is
-/// invalid.
+/// The reply of the sandbox process to a request to compile a chat template: success, or why the
+/// template is invalid.
 pub(crate) type CompileTemplateReply = Result<(), TemplateFailure>;
 
-/// The reply to the request [`Request::DecodeTokens`]: the text, or why there is none.
+/// The reply of the sandbox process to a request to convert tokens to text: the text, or why there
+/// is none.
 #[derive(Serialize, Deserialize)]
 pub(crate) enum DecodeTokensReply {
     /// The text of the tokens.

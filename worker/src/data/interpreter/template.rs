@@ -77,9 +77,10 @@ impl CompiledTemplate {
         }
     }
 
-    /// Renders `messages`, a part of a chat's messages, as text. Generation tags are rendered as
-    /// [`GENERATION_BEGIN`] and [`GENERATION_END`]. If `add_generation_prompt` is set, the template
-    /// also appends the generation prompt, after which a reply of the assistant would begin.
+    /// Renders `messages`, the first messages or all messages of a chat, as text with this
+    /// template. Generation tags are rendered as [`GENERATION_BEGIN`] and [`GENERATION_END`]. If
+    /// `add_generation_prompt` is set, the template also appends the generation prompt, after which
+    /// a reply of the assistant would begin.
     fn render_messages(
         &self,
         chat: &ChatRecord,
@@ -97,9 +98,10 @@ impl CompiledTemplate {
         self.environment.get_template(TEMPLATE_NAME).and_then(|t| t.render(context)).map_err(failed)
     }
 
-    /// Finds the text of each assistant message in `text`, the rendered chat. Renders the chat
-    /// twice for each such message: with the messages before it, and with the messages up to and
-    /// including it. Fails if these texts are not prefixes of `text`.
+    /// Finds which ranges of `text`, the rendered chat, are replies of the assistant, by rendering
+    /// the beginning of the chat with and without each reply. Renders the chat twice for each such
+    /// message: with the messages before it, and with the messages up to and including it. Fails if
+    /// these texts are not prefixes of `text`.
     fn locate_replies_by_rerendering(
         &self,
         chat: &ChatRecord,
@@ -140,8 +142,9 @@ fn compile_template(template: String) -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// Checks the messages of a chat and returns them as a list. Fails if `value` is not a list, the
-/// list is empty, a message has no role, or a message contains a reserved character.
+/// Checks that the messages of a chat can be rendered, and returns them as a list. Fails if `value`
+/// is not a list, the list is empty, a message has no role, or a message contains a reserved
+/// character.
 fn validate_messages(value: &Value) -> Result<Vec<Value>, ChatProblem> {
     let Ok(items) = value.try_iter() else { return Err(ChatProblem::MessagesNotAList) };
     let items: Vec<Value> = items.collect();

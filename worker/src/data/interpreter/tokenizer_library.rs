@@ -17,8 +17,9 @@ pub(super) struct LibraryTokenizer {
 }
 
 impl LibraryTokenizer {
-    /// Loads a tokenizer from `files`, pairs of the name and the content of a file, and creates the
-    /// reply for the caller. The first file must be tokenizer.json.
+    /// Loads a tokenizer from `files` (names and contents of its files), and returns it together
+    /// with the reply that the sandbox process sends to its caller. The first file must be
+    /// tokenizer.json.
     pub(super) fn load(files: &[(&str, &str)]) -> (Option<Self>, LoadTokenizerReply) {
         match Self::try_load(files) {
             Ok((tokenizer, info)) => (Some(tokenizer), Ok(info)),
@@ -26,8 +27,9 @@ impl LibraryTokenizer {
         }
     }
 
-    /// Loads a tokenizer from `files`, pairs of the name and the content of a file. An error
-    /// contains the name of the invalid file.
+    /// Loads a tokenizer from `files` (names and contents of its files), and returns it with
+    /// information about it, such as its special tokens. An error contains the name of the invalid
+    /// file.
     fn try_load<'a>(files: &[(&'a str, &str)]) -> Result<(Self, TokenizerInfo), (&'a str, TokenizerProblem)> {
         let Some(((name, text), companions)) = files.split_first() else {
             return Err((TOKENIZER_FILE, TokenizerProblem::FileMissing));
@@ -61,8 +63,8 @@ impl LibraryTokenizer {
         Ok(self.inner.encode_fast(text, false)?.get_ids().to_vec())
     }
 
-    /// Converts a text to tokens, calls `mask` with each token and the range of its bytes, and
-    /// returns the tokens that `mask` returns.
+    /// Converts a text to tokens, and passes each token with the range of its bytes to `mask`,
+    /// which returns the token to store, for example with a flag.
     pub(super) fn encode_masked(
         &self,
         masked: &LossMaskedText,
@@ -82,8 +84,8 @@ impl LibraryTokenizer {
     }
 }
 
-/// Parses those of the tokenizer's companion files that are JSON. An error contains the name of the
-/// file.
+/// Parses the JSON files among `companions`, the files next to tokenizer.json that belong to the
+/// tokenizer. An error contains the name of the file.
 fn parse_companions<'a>(
     companions: &[(&'a str, &str)],
 ) -> Result<Vec<(&'a str, Value)>, (&'a str, TokenizerProblem)> {
@@ -94,8 +96,8 @@ fn parse_companions<'a>(
     companions.iter().filter(|(name, _)| name.ends_with(".json")).map(parse).collect()
 }
 
-/// Finds the token that ends a document, and returns its text and id. `companions` are name and
-/// content of the companion files, and `tokenizer_file` is the name of tokenizer.json.
+/// Finds the tokenizer's token that ends a document, and returns its text and id. `companions` are
+/// name and content of the companion files, and `tokenizer_file` is the name of tokenizer.json.
 fn find_eod_token<'a>(
     tokenizer: &tokenizers::Tokenizer,
     tokenizer_file: &'a str,
@@ -136,8 +138,8 @@ fn list_special_tokens(config: Option<&Value>, eod_text: &str) -> Vec<(String, S
     tokens
 }
 
-/// Returns the chat template of a tokenizer as the name of its file and its source, or `None` if
-/// there is no template.
+/// Returns a tokenizer's chat template: the name of the file that contains it, and its Jinja text;
+/// `None` if the tokenizer has none.
 fn find_chat_template(
     companions: &[(&str, &str)],
     config: Option<&Value>,

@@ -22,12 +22,12 @@ use std::{
 const THREADS: usize = 1;
 /// The largest number of requests in which a fuzz target reads rows of one Parquet file.
 const MAX_ROW_REQUESTS: usize = 4;
-/// The chats that are rendered with each untrusted chat template.
+/// The chats that fuzz targets and tests render with each untrusted chat template.
 const TEST_CHATS: [&str; 2] = [
     r#"{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}"#,
     r#"{"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "é\n"}], "tools": [{"a": 1}]}"#,
 ];
-/// The texts that are tokenized with each untrusted tokenizer.
+/// The texts that fuzz targets and tests tokenize with each untrusted tokenizer.
 const TEST_TEXTS: [&str; 3] =
     ["a b c", "", "Zoë's 12,345 naïve\t \u{1f680}\u{200d}\r\n</s> xxxxxxxxxxxxxxxx"];
 
@@ -47,13 +47,14 @@ fn build_unusable_input_error(reason: &impl ToString) -> UnusableInput {
 /// The client of the sandbox process to which all fuzz targets and tests pass untrusted input.
 static INTERPRETER: LazyLock<Arc<Interpreter>> = LazyLock::new(|| Interpreter::new(THREADS));
 
-/// Returns options that interpret documents whose text or chat is in the field `field`.
+/// Returns the options with which fuzz targets and tests interpret documents whose text or chat is
+/// in the field `field`.
 fn create_options(field: &str, loss_on: LossTargets) -> DocumentOptions<'_> {
     DocumentOptions { field, loss_on, filter: SplitFilter::All, tokenize: true }
 }
 
-/// Converts a failure of the sandbox process to an error of its input. Panics unless a limit was
-/// exceeded or a library panicked.
+/// Converts a failure of the sandbox process to the error which reports that the untrusted input is
+/// unusable. Panics unless a limit was exceeded or a library panicked.
 fn to_unusable_input_error(failure: InterpreterFailure) -> UnusableInput {
     let error = failure.error;
     let is_expected = error.exceeded_limit().is_some() || matches!(error, SandboxError::Panicked { .. });

@@ -1,5 +1,5 @@
-//! Forward and backward pass of the attention half of a decoder layer, from the norm of the layer's
-//! input to the output projection.
+//! Forward and backward pass of the first half of a decoder layer, which is attention: from the
+//! norm of the layer's input to the output projection.
 use super::{
     decoder_buffers::{SavedBuffers, ScratchBuffers},
     model::Model,
@@ -11,8 +11,8 @@ use device::{
 };
 
 impl Model {
-    /// Returns the arguments with which attention ops are called for the layer of `input`: shape,
-    /// scale, softcap and dropout.
+    /// Returns the arguments of the attention ops (shape, scale, softcap and dropout) for the layer
+    /// and the micro-batch that `input` contains.
     fn create_attention_shape(&self, input: &LayerInput) -> AttentionShape {
         let (batch, sizes) = (input.batch, self.config.sizes);
         let divisor = if self.config.scales_by_layer_index { (input.layer + 1) as f64 } else { 1.0 };
@@ -24,21 +24,22 @@ impl Model {
         }
     }
 
-    /// Returns whether attention in the layer of `input` is limited to a sliding window of recent
-    /// tokens.
+    /// Returns whether attention in the layer with the number `input.layer` is limited to a sliding
+    /// window of recent tokens.
     fn is_sliding_layer(&self, input: &LayerInput) -> bool {
         self.config.sliding_layers.get(input.layer).is_some_and(|is_sliding| *is_sliding)
     }
 
-    /// Returns for each token the first position to which the token attends in the layer of
-    /// `input`.
+    /// Returns for each token of the micro-batch in `input` the first position to which it attends
+    /// in this layer: the start of its document, or of its sliding window.
     fn select_attention_starts<'a>(&self, input: &LayerInput<'a>) -> &'a [u32] {
         if self.is_sliding_layer(input) { &input.batch.window_starts } else { &input.batch.starts }
     }
 
-    /// Applies rotary position embedding to q and k in `qkv`, in place, or its backward pass if
-    /// `is_backward` is set. The backward pass replaces the gradients of the rotated q and k by
-    /// those of q and k before the rotation. Does nothing without rotary embedding.
+    /// Rotates q and k in `qkv` in place by rotary position embedding, or computes the backward
+    /// pass of the rotation if `is_backward` is set. The backward pass replaces the gradients of
+    /// the rotated q and k by those of q and k before the rotation. Does nothing without rotary
+    /// embedding.
     fn apply_rotary_embedding(&self, input: &LayerInput, qkv: &mut Buf, is_backward: bool) {
         let sliding = self.sliding_rope_tables.as_ref().filter(|_| self.is_sliding_layer(input));
         let Some(tables) = sliding.or(self.rope_tables.as_ref()) else { return };
@@ -91,10 +92,10 @@ impl Model {
         }
     }
 
-    /// Computes the backward pass of a layer's attention half, from the output projection to the
-    /// norm of the layer's input. Writes the parameter gradients to `g`, the gradient of the
-    /// layer's unit. `dx` is the gradient of the residual stream after attention on entry, and of
-    /// the layer's input on return.
+    /// Computes the backward pass of a layer's first half, which is attention: from the output
+    /// projection back to the norm of the layer's input. Writes the parameter gradients to `g`, the
+    /// gradient of the layer's unit. `dx` is the gradient of the residual stream after attention on
+    /// entry, and of the layer's input on return.
     pub(super) fn attention_half_backward(
         &self,
         input: &LayerInput,

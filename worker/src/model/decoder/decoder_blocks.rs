@@ -21,22 +21,23 @@ impl Model {
         list_buffer_specs(SavedBuffers::declare(&self.config, b, t))
     }
 
-    /// Declares the scratch buffers that all blocks (embedding, layers and head) share, for
-    /// micro-batches of `b` sequences of `t` tokens.
+    /// Declares the buffers for temporary values that all blocks (embedding, layers and head)
+    /// share, for micro-batches of `b` sequences of `t` tokens.
     pub fn declare_scratch_buffers(&self, b: usize, t: usize) -> Vec<BufferSpec> {
         let lora = self.linears.declare_scratch(b * t);
         list_buffer_specs(ScratchBuffers::declare(&self.config, b * t, lora))
     }
 
-    /// Moves the model's constants, such as the tables of rotary embedding, to the device of `ops`.
+    /// Moves the model's constants, such as the tables of rotary embedding, to the device of `ops`,
+    /// the compute backend.
     pub fn move_constants_to_device(&mut self, ops: &dyn Ops) {
         for tables in [&mut self.rope_tables, &mut self.sliding_rope_tables].into_iter().flatten() {
             tables.move_to_device(ops);
         }
     }
 
-    /// Computes the embedding of each token and writes it to `x`, `[rows, hidden]`. `params` is the
-    /// flat vector of the embedding unit.
+    /// Computes the embedding of each token of a micro-batch, and writes it to `x`, `[rows,
+    /// hidden]`. `params` is the flat vector of the embedding unit.
     pub fn embedding_forward(&self, ops: &dyn Ops, params: View, batch: &MicroBatch, mut x: ViewMut) {
         let (b, t, d, len) =
             (batch.sequences, batch.seq_len, self.config.sizes.hidden, self.embedding_matrix_len());
@@ -52,9 +53,10 @@ impl Model {
         self.embedding_dropout.apply_dropout(ops, batch, d, x);
     }
 
-    /// Adds the gradient of the embedding to `grads`, the flat gradient of the embedding unit.
-    /// `dx`, `[rows, hidden]`, is the gradient of the embedding's output. Leaves unspecified values
-    /// in `dx`.
+    /// Computes the gradients of the embedding's parameters, and adds them to `grads`, the flat
+    /// gradient of the embedding's parameter unit (parameters that are gathered together). `dx`,
+    /// `[rows, hidden]`, is the gradient of the embedding's output. Leaves unspecified values in
+    /// `dx`.
     pub fn embedding_backward(&self, ops: &dyn Ops, grads: ViewMut, batch: &MicroBatch, mut dx: ViewMut) {
         let (b, t, d) = (batch.sequences, batch.seq_len, self.config.sizes.hidden);
         self.embedding_dropout.apply_dropout(ops, batch, d, dx.reborrow());
@@ -102,8 +104,9 @@ impl Model {
         self.attention_half_backward(input, &mut grads, dx, buffers);
     }
 
-    /// Returns the norm before the output layer, and the matrix of the output layer, `[vocab,
-    /// hidden]`. The matrix is the embedding if the two are tied.
+    /// Returns, from the parameters in `input`, the norm that precedes the output layer and the
+    /// weight matrix of the output layer, `[vocab, hidden]`. The matrix is the embedding if the two
+    /// are tied.
     fn select_head_norm_and_matrix<'a>(
         &self,
         input: &HeadInput<'a>,
@@ -118,7 +121,8 @@ impl Model {
         (norm, matrix)
     }
 
-    /// Computes the logits of the only row of `input`, and writes them to `out`, `[vocab]`.
+    /// Computes the logits of a single token from `input`, which contains its row of the last
+    /// layer's output, and writes them to `out`, `[vocab]`.
     pub fn compute_single_row_logits(
         &self,
         input: &HeadInput,
@@ -140,8 +144,9 @@ impl Model {
         }
     }
 
-    /// Computes the cross-entropy loss of each row of `input` with its label, and writes it to
-    /// `loss`, `[rows]`. Also computes the backward pass if `grads` are given.
+    /// Computes the cross-entropy loss of each token from `input`, the output of the last layer,
+    /// and from `labels`, and writes it to `loss`, `[rows]`. Also computes the backward pass if
+    /// `grads` are given.
     pub fn compute_head_loss(
         &self,
         input: &HeadInput,

@@ -7,9 +7,9 @@ use crate::model::{
 };
 
 declare_buffer_set! {
-    /// The values that a layer's forward pass saves for its backward pass. `qkv` is the width of q,
-    /// k and v together. Buffers of absent norms are empty. The statistics of a row are 1/rms for
-    /// RMSNorm, and mean and 1/σ for LayerNorm.
+    /// The values that the forward pass of a decoder layer saves for its backward pass. `qkv` is
+    /// the width of q, k and v together. Buffers of absent norms are empty. The statistics of a row
+    /// are 1/rms for RMSNorm, and mean and 1/σ for LayerNorm.
     pub(super) struct SavedBuffers {
         /// The statistics of the layer's input, `[rows, statistics]`.
         attention_in_stats,
@@ -41,7 +41,8 @@ declare_buffer_set! {
 }
 
 declare_buffer_set! {
-    /// The scratch buffers (temporary values) that all blocks of a decoder share.
+    /// The buffers for temporary values (scratch) that all blocks of a decoder share: embedding,
+    /// layers and head.
     pub(super) struct ScratchBuffers {
         /// Normalized rows, `[rows, hidden]`.
         norm,
@@ -68,7 +69,8 @@ declare_buffer_set! {
 }
 
 impl SavedBuffers<BufferSpec> {
-    /// Declares the buffers that a layer saves, for micro-batches of `b` sequences of `t` tokens.
+    /// Declares the buffers for the values that the forward pass of a layer saves, for
+    /// micro-batches of `b` sequences of `t` tokens.
     pub(super) fn declare(config: &DecoderConfig, b: usize, t: usize) -> Self {
         let (m, sizes, norms) = (b * t, config.sizes, config.norms);
         let rows_of = |norm: Option<&str>| if norm.is_some() { m } else { 0 };
@@ -99,8 +101,8 @@ impl SavedBuffers<BufferSpec> {
 }
 
 impl ScratchBuffers<BufferSpec> {
-    /// Declares the scratch buffers for micro-batches of `m` rows, including the scratch buffers of
-    /// LoRA adapters.
+    /// Declares the buffers for a decoder's temporary values, including those of LoRA adapters, for
+    /// micro-batches of `m` rows (tokens).
     pub(super) fn declare(config: &DecoderConfig, m: usize, lora: LoraScratchBuffers<BufferSpec>) -> Self {
         let sizes = config.sizes;
         let qk_norm_width = match config.qk_norm {

@@ -16,7 +16,8 @@ use serde_json::{Map, Value, json};
 /// The key of config.json for the dropout rate of attention probabilities.
 const ATTENTION_DROPOUT_KEY: &str = "attention_dropout";
 
-/// The names of keys in config.json, which are the same for all model families except GPT-2.
+/// The keys of dropout rates, maximum positions and layer widths in the config.json (Hugging Face)
+/// of Llama and all other model families except GPT-2.
 pub(in crate::model) const DECODER_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     dropout_rates: &[ATTENTION_DROPOUT_KEY],
     max_positions: "max_position_embeddings",
@@ -93,7 +94,7 @@ impl NormModuleNames {
     };
 }
 
-/// The kind of a model's norms: RMSNorm or LayerNorm. Norms of q and k are always RMSNorms.
+/// The kind of norm that a model uses: RMSNorm or LayerNorm. Norms of q and k are always RMSNorms.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::model) enum NormKind {
     /// RMSNorm, which multiplies by the weight.
@@ -134,7 +135,7 @@ pub(in crate::model) struct LearnedPositions {
     pub(in crate::model) count: usize,
 }
 
-/// The name and rate of a dropout module of a model.
+/// The configuration of a dropout module of a model: its name in transformers, and its rate.
 #[derive(Clone, Copy)]
 pub(in crate::model) struct DropoutConfig {
     /// The rate, from 0 to below 1.
@@ -143,7 +144,7 @@ pub(in crate::model) struct DropoutConfig {
     pub(in crate::model) name: &'static str,
 }
 
-/// The sizes of a decoder, and all options in which model families differ.
+/// The sizes of a decoder-only transformer, and all options in which model families differ.
 pub(in crate::model) struct DecoderConfig {
     /// The sizes. With rotary embeddings, `head_dim` is even.
     pub(in crate::model) sizes: ModelSizes,
@@ -219,8 +220,8 @@ impl DecoderConfig {
         Self::from_fields_with_rope(fields, RopeConfig::from_fields(fields)?)
     }
 
-    /// Reads those keys of config.json that all decoder families share, apart from the activation
-    /// and the rotary embedding, which is given as `rope`.
+    /// Reads the keys of config.json that all decoder families share, except the activation
+    /// function and the rotary embedding, which the caller passes as `rope`.
     pub(in crate::model) fn from_fields_with_rope(fields: &HfConfigFields, rope: RopeConfig) -> Result<Self> {
         let attention_dropout = fields.read_dropout_rate(ATTENTION_DROPOUT_KEY, 0.0)?;
         fields.require_one_of("pretraining_tp", &[json!(1)])?;
@@ -311,15 +312,15 @@ impl DecoderConfig {
         self.moe.as_ref().is_some_and(|moe| moe.moe_layers.get(layer).is_some_and(|is_moe| *is_moe))
     }
 
-    /// Returns the width of the activation of layers with a dense MLP, or 0 if every layer has
-    /// experts.
+    /// Returns the width of the MLP between its two matmuls, in layers without experts; 0 if every
+    /// layer has experts.
     pub(super) fn dense_mlp_width(&self) -> usize {
         let has_dense_layers = (0..self.sizes.layers).any(|l| !self.is_moe_layer(l));
         if has_dense_layers { self.intermediate_size } else { 0 }
     }
 
-    /// Returns the width of gate and up together in layers with a dense MLP, or 0 if every layer
-    /// has experts.
+    /// Returns the total width of the outputs of the MLP's first matmul (gate and up), in layers
+    /// without experts; 0 if every layer has experts.
     pub(super) fn gate_up_width(&self) -> usize {
         self.names.gate_up.len() * self.dense_mlp_width()
     }
@@ -336,7 +337,8 @@ impl DecoderConfig {
         self.sizes.hidden * if self.norm_kind == NormKind::Layer { 2 } else { 1 }
     }
 
-    /// Returns how many numbers per row a norm of the residual stream saves for its backward pass.
+    /// Returns how many numbers per row (token) a norm of the residual stream saves for its
+    /// backward pass.
     pub(super) fn norm_stats_per_row(&self) -> usize {
         if self.norm_kind == NormKind::Layer { 2 } else { 1 }
     }
@@ -347,8 +349,8 @@ impl DecoderConfig {
         format!("{}.{layer}", self.names.layers)
     }
 
-    /// Reads the key `attention_bias` of config.json, which adds biases to all projections of
-    /// attention.
+    /// Reads the key `attention_bias` of config.json, which states whether all projections of
+    /// attention have biases.
     pub(in crate::model) fn read_attention_bias(&mut self, fields: &HfConfigFields) -> Result<()> {
         self.has_qkv_bias = fields.read_flag("attention_bias")?;
         self.has_o_bias = self.has_qkv_bias;
@@ -380,8 +382,8 @@ impl DecoderConfig {
         self.read_layer_types(fields)
     }
 
-    /// Reads the key `layer_types` of config.json, which, if set, replaces the selection of
-    /// sliding-window layers that other keys made.
+    /// Reads the key `layer_types` of config.json, which names the layers with sliding-window
+    /// attention and, if set, overrides the other keys that select them.
     pub(in crate::model) fn read_layer_types(&mut self, fields: &HfConfigFields) -> Result<()> {
         const LAYER_TYPES_KEY: &str = "layer_types";
         let Some(value) = fields.read_value(LAYER_TYPES_KEY) else { return Ok(()) };
@@ -417,8 +419,8 @@ fn read_padding_token(fields: &HfConfigFields, vocab_size: usize) -> Option<u32>
     u32::try_from(id).ok()
 }
 
-/// Builds the config.json of a model that job.yaml describes, from the keys that all decoder
-/// families share and `family_keys`.
+/// Builds the config.json of a model that job.yaml describes: the keys that all decoder families
+/// share, and `family_keys`, those of its family.
 pub(in crate::model) fn build_decoder_config_json(
     spec: &ModelSpec,
     family_keys: Value,

@@ -23,7 +23,7 @@ pub(in crate::model) struct DecoderMoeConfig {
     pub(in crate::model) names: ExpertTensorNames,
 }
 
-/// The parts of the names of router and expert tensors in which model families differ.
+/// Those parts of the names of router and expert tensors that differ between model families.
 pub(in crate::model) struct ExpertTensorNames {
     /// The name of the module with router and experts within a layer, such as `mlp`.
     pub(in crate::model) block: &'static str,
@@ -32,7 +32,7 @@ pub(in crate::model) struct ExpertTensorNames {
 }
 
 impl DecoderMoeConfig {
-    /// Reads the keys of config.json that all families with experts share. Gives every layer
+    /// Reads the keys of config.json that all model families with experts share. Gives every layer
     /// `count` experts of width `intermediate`; a family with dense layers marks these afterwards.
     /// `count_key` is the key of the number of experts.
     pub(in crate::model) fn from_fields(

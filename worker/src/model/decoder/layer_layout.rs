@@ -37,21 +37,22 @@ pub(super) struct DecoderLayerSpans {
 }
 
 impl DecoderLayerSpans {
-    /// Returns the layouts of the four matmuls of a layer with a dense MLP: qkv, o, gate_up and
-    /// down, in the order of [`LinearLayout::index`].
+    /// Returns where the matrices of the four matmuls of a layer with a dense MLP are stored: qkv,
+    /// o, gate_up and down, in the order of [`LinearLayout::index`].
     pub(super) fn list_linears(&self) -> [&LinearLayout; 4] {
         [&self.qkv, &self.o, &self.gate_up, &self.down]
     }
 
-    /// Converts the layer's layout to the layouts of its four matmuls: qkv, o, gate_up and down.
-    /// Those of the MLP have no matrices in a layer with experts.
+    /// Returns where the matrices of a layer's four matmuls are stored, without the ranges of its
+    /// other tensors: qkv, o, gate_up and down. Those of the MLP have no matrices in a layer with
+    /// experts.
     pub(super) fn into_linears(self) -> [LinearLayout; 4] {
         [self.qkv, self.o, self.gate_up, self.down]
     }
 
-    /// Returns the ranges of the parameters of the layer's norms and biases in the flat vector. Ops
-    /// add to the gradients of these tensors, so the gradients must be cleared before the backward
-    /// pass.
+    /// Returns where the parameters of the layer's norms and biases are, as ranges of the flat
+    /// vector with all parameters of the layer. Ops add to the gradients of these tensors, so the
+    /// gradients must be cleared before the backward pass.
     pub(super) fn list_norm_and_bias_spans(&self) -> impl Iterator<Item = Range<usize>> {
         let biases = self.list_linears().map(|linear| &linear.bias);
         let norms =
@@ -61,8 +62,8 @@ impl DecoderLayerSpans {
     }
 }
 
-/// Assigns the tensors of a decoder layer to consecutive ranges of a flat vector, one tensor after
-/// another.
+/// Assigns the tensors of a decoder layer, one after another, to consecutive ranges of the flat
+/// vector in which the layer's parameters are stored.
 struct LayerLayoutBuilder<'a> {
     config: &'a DecoderConfig,
     /// The prefix of the tensors' names, without a trailing dot.
@@ -73,7 +74,8 @@ struct LayerLayoutBuilder<'a> {
 }
 
 impl LayerLayoutBuilder<'_> {
-    /// Adds a tensor of the layer, and returns its range in the flat vector.
+    /// Adds a tensor of the layer, and returns its range in the flat vector with the layer's
+    /// parameters.
     fn add_tensor(&mut self, name: &str, shape: Vec<usize>, init: ParamInit) -> Range<usize> {
         let spec = ParamSpec { name: format!("{}.{name}", self.prefix), shape, init };
         let from = self.len;
@@ -82,13 +84,15 @@ impl LayerLayoutBuilder<'_> {
         from..self.len
     }
 
-    /// Adds the weight of a norm, and returns its range in the flat vector.
+    /// Adds the weight of a norm, and returns its range in the flat vector with the layer's
+    /// parameters.
     fn add_norm_weight(&mut self, name: &str, width: usize) -> Range<usize> {
         self.add_tensor(&format!("{name}.weight"), vec![width], self.config.initial_norm_weights())
     }
 
     /// Adds the parameters of a norm of the residual stream, and returns their range in the flat
-    /// vector. Returns `None` and adds nothing if the layer has no such norm.
+    /// vector with the layer's parameters. Returns `None` and adds nothing if the layer has no such
+    /// norm.
     fn add_residual_stream_norm(&mut self, name: Option<&str>) -> Option<Range<usize>> {
         let (name, width) = (name?, self.config.sizes.hidden);
         let mut span = self.add_norm_weight(name, width);
@@ -98,9 +102,9 @@ impl LayerLayoutBuilder<'_> {
         Some(span)
     }
 
-    /// Adds the matrices of one matmul, which have a common input of width `inputs`, and their
-    /// biases if `has_biases` is set. `modules` are name and output width of each matrix, and
-    /// `index` is the index of the matmul in the layer.
+    /// Adds the weight matrices of one matmul of the layer, whose common input has the width
+    /// `inputs`, and their biases if `has_biases` is set. `modules` are name and output width of
+    /// each matrix, and `index` is the index of the matmul in the layer.
     fn add_linear(
         &mut self,
         index: usize,
@@ -126,9 +130,10 @@ impl LayerLayoutBuilder<'_> {
     }
 }
 
-/// Builds the parameter unit of a decoder layer (its tensors, which are gathered together), and the
-/// ranges of the tensors in the unit's flat vector. The unit contains all tensors of the layer
-/// except experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense layer.
+/// Builds the parameter unit of a decoder layer (its tensors, which are gathered together), and
+/// finds the range of each tensor in the flat vector of the unit. The unit contains all tensors of
+/// the layer except experts. If `layer_number` is `None`, builds the unit of layer 0 as a dense
+/// layer.
 pub(super) fn build_layer_unit(
     config: &DecoderConfig,
     layer_number: Option<usize>,

@@ -1,5 +1,5 @@
-//! Forward and backward pass of the MLP half of a decoder layer without experts: residual addition,
-//! norm, MLP, and residual addition.
+//! Forward and backward pass of the second half of a decoder layer without experts: residual
+//! addition, norm, MLP, and residual addition.
 use super::{
     decoder_buffers::{SavedBuffers, ScratchBuffers},
     decoder_config::Activation,
@@ -9,8 +9,8 @@ use crate::model::block_arguments::{LayerBuffers, LayerInput};
 use device::{View, ViewMut};
 
 impl Model {
-    /// Computes the activation of the MLP from gate and up, and writes it to `act`, `[rows,
-    /// intermediate]`.
+    /// Computes the activation function of the MLP from `gate_up`, the outputs of its first matmul,
+    /// and writes the result to `act`, `[rows, intermediate]`.
     fn mlp_activation_forward(&self, input: &LayerInput, act: ViewMut, gate_up: View) {
         let (ops, m, f) = (input.ops, input.batch.row_count(), self.config.intermediate_size);
         match self.config.activation {
@@ -20,8 +20,9 @@ impl Model {
         }
     }
 
-    /// Computes the gradients of the MLP's gate and up. `dact` is the gradient of the activation on
-    /// entry, and the activation itself on return.
+    /// Computes the backward pass of the MLP's activation function, and writes the gradients of its
+    /// inputs (gate and up) to `dgate_up`. `dact` is the gradient of the activation on entry, and
+    /// the activation itself on return.
     fn mlp_activation_backward(&self, input: &LayerInput, dgate_up: ViewMut, dact: ViewMut, gate_up: View) {
         let (ops, m, f) = (input.ops, input.batch.row_count(), self.config.intermediate_size);
         match self.config.activation {
@@ -31,9 +32,9 @@ impl Model {
         }
     }
 
-    /// Computes the forward pass of a layer's MLP half: adds the layer's input to the projected
-    /// output of attention, and computes the MLP. Writes the layer's output to `y`. If `y` is
-    /// `None`, computes only the saved values.
+    /// Computes the second half of a layer in the forward pass: adds the layer's input to the
+    /// projected output of attention, and computes the norm and the MLP of the sum. Writes the
+    /// layer's output to `y`. If `y` is `None`, computes only the saved values.
     pub(super) fn mlp_half_forward(
         &self,
         input: &LayerInput,
@@ -72,9 +73,10 @@ impl Model {
         }
     }
 
-    /// Computes the backward pass of a layer's MLP half. Writes the parameter gradients to `g`, the
-    /// gradient of the layer's unit. `dx` is the gradient of the layer's output on entry, and of
-    /// the residual stream after attention on return.
+    /// Computes the backward pass of the second half of a layer, which contains the MLP and its
+    /// norm. Writes the parameter gradients to `g`, the gradient of the layer's unit. `dx` is the
+    /// gradient of the layer's output on entry, and of the residual stream after attention on
+    /// return.
     pub(super) fn mlp_half_backward(
         &self,
         input: &LayerInput,

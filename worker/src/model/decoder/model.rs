@@ -21,7 +21,7 @@ use jobspec::ExpertsSpec;
 use serde_json::{Map, Value};
 use std::ops::Range;
 
-/// The name of the output layer's matrix in files, where it is absent if it is tied to the
+/// The name under which files store the output layer's matrix, unless the matrix is tied to the
 /// embedding.
 const LM_HEAD_NAME: &str = "lm_head.weight";
 
@@ -72,8 +72,8 @@ pub(super) struct LayerDropout {
 }
 
 impl Model {
-    /// Creates a decoder-only transformer with the config `config` for sequences of at most
-    /// `tokens` tokens. `hf_config` is the config.json from which `config` was read, and
+    /// Creates a decoder-only transformer with the sizes and options `config`, for sequences of at
+    /// most `tokens` tokens. `hf_config` is the config.json from which `config` was read, and
     /// `key_names` are the names of its keys.
     pub(in crate::model) fn new(
         config: DecoderConfig,
@@ -109,8 +109,8 @@ impl Model {
         model
     }
 
-    /// Returns the range of the router's matrix, `[experts, hidden]`, in the flat vector of a layer
-    /// with experts. The range is empty if the model has no experts.
+    /// Returns the range of the router's matrix, `[experts, hidden]`, in the flat vector with the
+    /// parameters of a layer that has experts. The range is empty if the model has no experts.
     pub(super) fn router_span(&self) -> Range<usize> {
         let at = self.spans.gate_up.weight.start;
         let experts = self.config.moe.as_ref().map_or(0, |moe| moe.shape.experts);
@@ -133,8 +133,8 @@ impl Model {
         self.config.sizes
     }
 
-    /// Returns the parameter units of the model, which are gathered as a whole: the embedding, each
-    /// layer, and the head. Experts are in separate units
+    /// Returns the parameter units of the model (groups of parameters that are gathered and
+    /// released together): the embedding, each layer, and the head. Experts are in separate units
     /// ([`crate::model::MoeModel::expert_params`]).
     pub fn param_units(&self) -> Vec<ParamUnit> {
         let (config, d) = (&self.config, self.config.sizes.hidden);
@@ -158,8 +158,8 @@ impl Model {
             .collect()
     }
 
-    /// Returns the number of inputs and outputs of each matmul of a layer, not counting experts and
-    /// adapters.
+    /// Returns the input and output width of each matmul with weights of a layer, without those of
+    /// experts and LoRA adapters.
     pub fn list_matmul_sizes(&self) -> Vec<(usize, usize)> {
         let (sizes, config) = (self.config.sizes, &self.config);
         let d = sizes.hidden;
@@ -182,15 +182,15 @@ impl Model {
         format!("{}.weight", self.config.names.embedding)
     }
 
-    /// Returns the tied weights of the model: for each, the second name, and the name under which
-    /// files store the tensor.
+    /// Returns the tied weights of the model: the second name of each such tensor, and the name
+    /// under which files store the tensor.
     pub fn tied_weights(&self) -> Vec<TiedWeight> {
         let tie = TiedWeight { alias: LM_HEAD_NAME.into(), target: self.embedding_name() };
         if self.has_tied_embeddings() { vec![tie] } else { Vec::new() }
     }
 
-    /// Returns whether matrices are stored as `[in, out]`, as in `Conv1D` of transformers, instead
-    /// of `[out, in]`. PEFT calls this `fan_in_fan_out`.
+    /// Returns whether checkpoint files store the matrices as `[in, out]`, as in `Conv1D` of
+    /// transformers, instead of `[out, in]`. PEFT calls this `fan_in_fan_out`.
     pub fn stores_transposed_matrices(&self) -> bool {
         self.config.has_transposed_matrices
     }
@@ -233,8 +233,9 @@ impl Model {
         6.0 * matrix_elements + 6.0 * keys * sizes.attention_width() as f64
     }
 
-    /// Adds LoRA adapters to the targeted matrices of the layers. Experts and routers have none.
-    /// The parameters of the adapters become part of [`Model::param_units`].
+    /// Adds LoRA adapters to those matrices of the layers that the job's LoRA targets select.
+    /// Experts and routers have none. The parameters of the adapters become part of
+    /// [`Model::param_units`].
     ///
     /// # Errors
     ///
@@ -287,9 +288,9 @@ impl Model {
         self.embedding_dropout = module("", config.embedding_dropout);
     }
 
-    /// Restricts the backward pass to the gradients of the parameters that `units` marks as
-    /// trained. `units` are those of [`Model::param_units`] with the trained parameters marked.
-    /// Gradients of other parameters have unspecified values.
+    /// Limits the backward pass to the gradients of trained parameters, which the model's parameter
+    /// units `units` mark. `units` are those of [`Model::param_units`] with the trained parameters
+    /// marked. Gradients of other parameters have unspecified values.
     pub fn set_trained_params(&mut self, units: &[ParamUnit]) {
         let layers = &units[1..units.len() - 1];
         self.linears.set_trained_params(layers, self.spans.list_linears());
@@ -303,8 +304,8 @@ impl Model {
         };
     }
 
-    /// Sets the coefficients with which the job's `train.experts` weights the router losses. Has no
-    /// effect on a dense model.
+    /// Sets the factors of the router losses (load-balancing loss and z-loss) to those in the job's
+    /// `train.experts`. Has no effect on a dense model.
     pub fn set_router_losses(&mut self, spec: &ExpertsSpec) {
         if let Some(moe) = &mut self.config.moe {
             moe.losses = select_router_loss_coefficients(spec, moe.losses.aux);

@@ -15,8 +15,8 @@ use crate::model::{
 use crate::params::{ParamInit, ParamSpec};
 use device::{Ops, View, ViewMut, ops::WriteMode};
 
-/// A view of a [`Model`] that has mixture-of-experts layers, with the functions for the parts of
-/// these layers outside of the experts.
+/// A view of a [`Model`] with mixture-of-experts layers, whose functions compute these layers
+/// except the experts themselves.
 #[derive(Clone, Copy)]
 pub struct MoeModel<'a> {
     model: &'a Model,
@@ -45,12 +45,14 @@ impl<'a> MoeModel<'a> {
         moe_layers.filter(|(_, is_moe)| **is_moe).map(|(layer, _)| layer)
     }
 
-    /// Returns the factors with which the router losses are weighted.
+    /// Returns the factors with which the router losses (load-balancing loss and z-loss) are
+    /// weighted.
     pub fn router_loss_coefficients(&self) -> RouterLossCoefficients {
         self.config.losses
     }
 
-    /// Returns the tensors of expert number `expert` in `layer`: gate, up, down.
+    /// Returns the names, shapes and initial values of the tensors of expert number `expert` in
+    /// `layer`: gate, up and down.
     pub fn expert_params(&self, layer: usize, expert: usize) -> Vec<ParamSpec> {
         let DecoderMoeConfig { shape: s, names, .. } = self.config;
         let [gate, up, down] = names.matrices;
@@ -68,9 +70,9 @@ impl<'a> MoeModel<'a> {
         ]
     }
 
-    /// Computes the attention and the router of a mixture-of-experts layer in the forward pass.
-    /// Writes the router's output to `routing`. [`MoeModel::normed_expert_inputs`] then returns the
-    /// input rows of the experts.
+    /// Computes the forward pass of a mixture-of-experts layer up to its router: attention, and
+    /// which experts each token selects. Writes the router's output to `routing`.
+    /// [`MoeModel::normed_expert_inputs`] then returns the input rows of the experts.
     pub fn route_forward(&self, input: &LayerInput, routing: &mut RouterOutput, buffers: &mut LayerBuffers) {
         let model = self.model;
         model.attention_half_forward(input, buffers);
@@ -115,9 +117,9 @@ impl<'a> MoeModel<'a> {
         ops.add(y, residual.view());
     }
 
-    /// Computes the backward pass of the router and the attention of a layer with experts. `dx`,
-    /// `[rows, hidden]`, is the gradient of the layer's output on entry and of its input on return.
-    /// Overwrites `g`, the gradient of the layer's unit.
+    /// Computes the backward pass of a layer with experts except that of the experts: the router,
+    /// its norm, and attention. `dx`, `[rows, hidden]`, is the gradient of the layer's output on
+    /// entry and of its input on return. Overwrites `g`, the gradient of the layer's unit.
     pub fn route_backward(
         &self,
         input: &LayerInput,

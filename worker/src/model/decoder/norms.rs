@@ -12,9 +12,10 @@ use device::{
 use std::ops::Range;
 
 impl Model {
-    /// Returns the factors by which a norm multiplies normalized elements, computed from the norm's
-    /// weight. If the family's norms add one to their weight, writes 1 + `weight` to `buffer` in
-    /// f32 and returns it. Otherwise returns `weight`, and `buffer` does not change.
+    /// Returns the factors by which a norm multiplies the normalized elements, which are its weight
+    /// or, in some model families, 1 + its weight. If the family's norms add one to their weight,
+    /// writes 1 + `weight` to `buffer` in f32 and returns it. Otherwise returns `weight`, and
+    /// `buffer` does not change.
     fn compute_norm_factors<'a>(&self, ops: &dyn Ops, weight: View<'a>, buffer: &'a mut Buf) -> View<'a> {
         if self.config.norm_kind != NormKind::RmsAddOne {
             return weight;
@@ -40,8 +41,9 @@ impl Model {
         RowNorm { ops, factors, bias, span, eps: self.config.norm_eps }
     }
 
-    /// Creates the norm whose parameters are at `span` in the layer of `input`, or returns `None`
-    /// if the model family has no such norm. `buffer` may be overwritten with the norm's factors.
+    /// Creates the norm whose parameters are at `span` in the parameters of the layer that `input`
+    /// describes; `None` if the model family has no such norm. `buffer` may be overwritten with the
+    /// norm's factors.
     pub(super) fn create_norm_if_present<'a>(
         &self,
         input: &LayerInput<'a>,
@@ -51,8 +53,8 @@ impl Model {
         span.map(|span| self.create_row_norm(input.ops, input.params, span.clone(), buffer))
     }
 
-    /// Creates the norm that is applied to the input of attention or of the MLP, which does nothing
-    /// if the model family has no such norm. The parameters are as in
+    /// Creates the norm of the input of attention or of the MLP, which returns its input unchanged
+    /// in model families without such a norm. The parameters are as in
     /// [`Model::create_norm_if_present`].
     pub(super) fn create_input_norm<'a>(
         &self,
@@ -63,10 +65,11 @@ impl Model {
         InputNorm { ops: input.ops, norm: self.create_norm_if_present(input, span, buffer) }
     }
 
-    /// Computes the backward pass of the norm or dropout that follows attention or the MLP. The
-    /// norm's parameters are at `span` in the layer's parameters. `dy` is the gradient of the
-    /// output, and `(x, stats)` are the norm's input and its statistics. Writes the gradients of
-    /// the parameters to `g`, the gradient of the layer's unit.
+    /// Computes the backward pass of what follows attention or the MLP before the residual
+    /// addition: a norm, dropout, or neither. The norm's parameters are at `span` in the layer's
+    /// parameters. `dy` is the gradient of the output, and `(x, stats)` are the norm's input and
+    /// its statistics. Writes the gradients of the parameters to `g`, the gradient of the layer's
+    /// unit.
     ///
     /// Returns the gradient of the input, which is computed in `buffer`. This is `dy` if there is
     /// neither norm nor dropout.
@@ -87,8 +90,8 @@ impl Model {
         buffer.view()
     }
 
-    /// Returns where the elements of q and of k that are normalized together (a head, or all heads
-    /// of a token) are in the rows of q, k and v.
+    /// Returns which columns of a row with q, k and v are normalized together: for q and for k,
+    /// each head separately or all heads of the token.
     fn create_qk_norm_layouts(&self, rows: usize, extent: QkNormExtent) -> [HeadLayout; 2] {
         let sizes = self.config.sizes;
         let layout = |first_column, heads: usize| {
@@ -101,8 +104,9 @@ impl Model {
         [layout(0, sizes.heads), layout(sizes.attention_width(), sizes.kv_heads)]
     }
 
-    /// Normalizes q and k in `qkv` in place. Writes the values before the norms to `raw` and their
-    /// 1/rms to `rstd`, for the backward pass. Does nothing if the family has no norms of q and k.
+    /// Normalizes q and k in place in `qkv`, whose rows contain q, k and v of one token each.
+    /// Writes the values before the norms to `raw` and their 1/rms to `rstd`, for the backward
+    /// pass. Does nothing if the family has no norms of q and k.
     pub(super) fn qk_norm_forward(
         &self,
         input: &LayerInput,
@@ -122,10 +126,10 @@ impl Model {
         }
     }
 
-    /// Computes the backward pass of the norms of q and k. On entry, `dqkv` contains the gradients
-    /// of the norms' outputs; on return, those of their inputs. Adds the gradients of the norms'
-    /// weights to `g`, the gradient of the layer's unit. Does nothing if the family has no q/k
-    /// norms.
+    /// Computes the backward pass of the norms that are applied to q and k. On entry, `dqkv`
+    /// contains the gradients of the norms' outputs; on return, those of their inputs. Adds the
+    /// gradients of the norms' weights to `g`, the gradient of the layer's unit. Does nothing if
+    /// the family has no q/k norms.
     pub(super) fn qk_norm_backward(
         &self,
         input: &LayerInput,

@@ -5,8 +5,8 @@ use device::{
 };
 use std::ops::Range;
 
-/// A norm with its parameters, which is applied to the rows of the residual stream or of one of its
-/// branches.
+/// An RMSNorm or LayerNorm with its parameters, which is applied to the rows (tokens) of the
+/// residual stream or of the output of attention or MLP.
 pub(super) struct RowNorm<'a> {
     pub(super) ops: &'a dyn Ops,
     /// The factors by which the norm multiplies the normalized elements.
@@ -20,8 +20,8 @@ pub(super) struct RowNorm<'a> {
 }
 
 impl RowNorm<'_> {
-    /// Normalizes the rows `x`. Writes the result to `y`, and the statistics of the rows, which the
-    /// backward pass needs, to `stats`.
+    /// Normalizes each row of `x`, which belongs to one token. Writes the result to `y`, and the
+    /// statistics of the rows, which the backward pass needs, to `stats`.
     pub(super) fn forward(&self, y: ViewMut, stats: ViewMut, x: View) {
         let (w, d, eps) = (self.factors, self.factors.len(), self.eps);
         let m = x.len() / d;
@@ -31,8 +31,8 @@ impl RowNorm<'_> {
         }
     }
 
-    /// Adds `delta` to the rows `x` in place, and writes the normalized sums to `y` and the
-    /// statistics of the rows to `stats`.
+    /// Adds `delta` to `x` elementwise and in place, and writes the normalized rows of the sum to
+    /// `y` and the statistics of the rows to `stats`.
     pub(super) fn add_and_norm_forward(&self, y: ViewMut, stats: ViewMut, x: ViewMut, delta: View) {
         let (w, d, eps) = (self.factors, self.factors.len(), self.eps);
         let m = x.len() / d;
@@ -42,10 +42,10 @@ impl RowNorm<'_> {
         }
     }
 
-    /// Computes the backward pass of the norm. Writes the gradient of its input to `dx` or adds it
-    /// to `dx`, and adds the gradients of its parameters to `g`, the gradient of their parameter
-    /// unit. `dy` is the gradient of the norm's output, and `(x, stats)` are its input and the
-    /// statistics.
+    /// Computes the backward pass of this norm: the gradients of its input and of its parameters.
+    /// Writes the gradient of its input to `dx` or adds it to `dx`, and adds the gradients of its
+    /// parameters to `g`, the gradient of their parameter unit. `dy` is the gradient of the norm's
+    /// output, and `(x, stats)` are its input and the statistics.
     pub(super) fn backward(
         &self,
         g: &mut ViewMut,
@@ -73,17 +73,18 @@ pub(super) struct InputNorm<'a> {
 }
 
 impl InputNorm<'_> {
-    /// Normalizes the rows `x` of the residual stream, as the input of attention or of the MLP.
-    /// Writes the normalized rows to `normed` and their statistics to `stats`, and returns
-    /// `normed`. Returns `x` itself if there is no norm.
+    /// Normalizes the rows `x` of the residual stream, so that they become the input of attention
+    /// or of the MLP. Writes the normalized rows to `normed` and their statistics to `stats`, and
+    /// returns `normed`. Returns `x` itself if there is no norm.
     pub(super) fn forward<'x>(&self, x: View<'x>, normed: &'x mut Buf, stats: &mut Buf) -> View<'x> {
         let Some(norm) = &self.norm else { return x };
         norm.forward(normed.view_mut(), stats.view_mut(), x);
         normed.view()
     }
 
-    /// Adds the layer's input `x` to `residual`, and normalizes the sum as [`InputNorm::forward`]
-    /// does. The result is the input of the MLP or the router.
+    /// Adds the layer's input `x` to `residual`, the output of attention, and returns the
+    /// normalized sum, or the sum itself if the model family has no norm there. The result is the
+    /// input of the MLP or the router.
     pub(super) fn add_and_norm_forward<'x>(
         &self,
         residual: &'x mut Buf,
@@ -99,9 +100,10 @@ impl InputNorm<'_> {
         normed.view()
     }
 
-    /// Computes the backward pass of [`InputNorm::forward`]: adds the gradient of the rows `x` to
-    /// `dx`. `dy` is the gradient of the rows that [`InputNorm::forward`] returned for `x`. Adds
-    /// the gradients of the norm's parameters to `g`, the gradient of the layer's unit.
+    /// Computes the backward pass of the norm of the input of attention or of the MLP, and adds the
+    /// gradient of this input to `dx`. `dy` is the gradient of the rows that [`InputNorm::forward`]
+    /// returned for `x`. Adds the gradients of the norm's parameters to `g`, the gradient of the
+    /// layer's unit.
     pub(super) fn backward(&self, g: &mut ViewMut, dx: ViewMut, dy: View, x_and_stats: (View, View)) {
         match &self.norm {
             None => self.ops.add(dx, dy),

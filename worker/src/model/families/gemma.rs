@@ -17,7 +17,7 @@ use crate::model::{
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// The names of the norms of a layer, which are the same in Gemma 2 and Gemma 3.
+/// The names of the norm modules of a decoder layer, which are the same in Gemma 2 and Gemma 3.
 const NORM_NAMES: NormModuleNames = NormModuleNames {
     attention_in: Some("input_layernorm"),
     attention_out: Some("post_attention_layernorm"),
@@ -25,7 +25,8 @@ const NORM_NAMES: NormModuleNames = NormModuleNames {
     mlp_out: Some("post_feedforward_layernorm"),
 };
 
-/// The model family of `Gemma2ForCausalLM` of transformers.
+/// The description of the model family `Gemma2ForCausalLM` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const GEMMA2: ModelFamily = ModelFamily {
     name: "gemma2",
     architecture: "Gemma2ForCausalLM",
@@ -44,7 +45,8 @@ pub(super) const GEMMA2: ModelFamily = ModelFamily {
     key_names: DECODER_KEY_NAMES,
 };
 
-/// The model family of `Gemma3ForCausalLM` of transformers.
+/// The description of the model family `Gemma3ForCausalLM` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const GEMMA3: ModelFamily = ModelFamily {
     name: "gemma3_text",
     architecture: "Gemma3ForCausalLM",
@@ -103,8 +105,8 @@ fn read_gemma_config(fields: &HfConfigFields, rope: RopeConfig, pattern: usize) 
     Ok(config)
 }
 
-/// Reads the softcap from the key `key` of config.json. Returns `None` if the value is null, and
-/// `default` if the key is absent.
+/// Reads the softcap, the smooth limit of attention scores or logits, from the key `key` of
+/// config.json. Returns `None` if the value is null, and `default` if the key is absent.
 fn read_softcap(fields: &HfConfigFields, key: &'static str, default: Option<f64>) -> Result<Option<f32>> {
     let default = if fields.contains_key(key) { None } else { default };
     match fields.read_optional_number(key)?.or(default) {
@@ -139,8 +141,9 @@ fn read_rope_configs(fields: &HfConfigFields) -> Result<(RopeConfig, Option<Rope
     Ok((read("full_attention", full_theta)?, Some(read("sliding_attention", sliding_theta)?)))
 }
 
-/// Builds the keys and values of config.json for a Gemma model that job.yaml describes.
-/// `family_keys` are the keys in which Gemma 2 and Gemma 3 differ.
+/// Builds the config.json of a Gemma model that job.yaml describes, without the keys
+/// `architectures` and `model_type`, which name the family. `family_keys` are the keys in which
+/// Gemma 2 and Gemma 3 differ.
 fn build_gemma_config_json(spec: &ModelSpec, family_keys: Value) -> Map<String, Value> {
     let mut hf_config = build_decoder_config_json(spec, family_keys);
     hf_config.remove("hidden_act");

@@ -11,7 +11,8 @@ use crate::model::{
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// The model family of `GPT2LMHeadModel` of transformers.
+/// The description of the model family `GPT2LMHeadModel` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "gpt2",
     architecture: "GPT2LMHeadModel",
@@ -24,7 +25,8 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
 /// of the outputs of attention and MLP.
 const DROPOUT_KEYS: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
 
-/// The names of the keys in the config.json of GPT-2.
+/// The keys of dropout rates, maximum positions and layer widths in the config.json (Hugging Face)
+/// of GPT-2.
 const KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     dropout_rates: &DROPOUT_KEYS,
     max_positions: "n_positions",
@@ -64,7 +66,8 @@ const IGNORED_KEYS: [&str; 10] = [
     "n_ctx",
 ];
 
-/// Reads the keys in the config.json of GPT-2, and checks that their values are consistent.
+/// Reads the sizes and options of a model from the config.json of GPT-2, and checks that they are
+/// consistent.
 fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     let activations = [json!("gelu_new"), json!("gelu_pytorch_tanh")];
     fields.require_one_of("activation_function", &activations)?;
@@ -115,7 +118,8 @@ fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     Ok(config)
 }
 
-/// Builds the keys and values of config.json for a GPT-2 model that job.yaml describes.
+/// Builds the config.json of a GPT-2 model that job.yaml describes, without the keys
+/// `architectures` and `model_type`, which name the family.
 fn build_config_json(spec: &ModelSpec) -> Map<String, Value> {
     into_object_entries(json!({
         "activation_function": "gelu_new",

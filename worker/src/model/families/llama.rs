@@ -5,7 +5,8 @@ use crate::model::{
 };
 use serde_json::json;
 
-/// The model family of `LlamaForCausalLM` of transformers.
+/// The description of the model family `LlamaForCausalLM` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "llama",
     architecture: "LlamaForCausalLM",

@@ -1,11 +1,13 @@
-//! The model family Mistral. Every layer attends to a sliding window if `sliding_window` is set.
+//! The model family Mistral: how its config.json is read and created. Every layer attends to a
+//! sliding window if `sliding_window` is set.
 use crate::model::{
     decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
 
-/// The model family of `MistralForCausalLM` of transformers.
+/// The description of the model family `MistralForCausalLM` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "mistral",
     architecture: "MistralForCausalLM",

@@ -1,5 +1,5 @@
-//! The model family Mixtral. Every layer has experts, and attends to a sliding window if
-//! `sliding_window` is set.
+//! The model family Mixtral: how its config.json is read and created. Every layer has experts, and
+//! attends to a sliding window if `sliding_window` is set.
 use crate::model::{
     decoder::{
         DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, build_decoder_config_json,
@@ -8,7 +8,8 @@ use crate::model::{
 };
 use serde_json::json;
 
-/// The model family of `MixtralForCausalLM` of transformers.
+/// The description of the model family `MixtralForCausalLM` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "mixtral",
     architecture: "MixtralForCausalLM",

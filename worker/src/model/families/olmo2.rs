@@ -1,12 +1,13 @@
-//! The model family OLMo 2. The outputs of attention and MLP are normalized instead of their
-//! inputs, and so are q and k, each over all heads of a token.
+//! The model family OLMo 2: how its config.json is read and created. The outputs of attention and
+//! MLP are normalized instead of their inputs, and so are q and k, each over all heads of a token.
 use crate::model::{
     decoder::{DECODER_KEY_NAMES, DecoderConfig, NormModuleNames, QkNormExtent, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
 
-/// The model family of `Olmo2ForCausalLM` of transformers.
+/// The description of the model family `Olmo2ForCausalLM` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "olmo2",
     architecture: "Olmo2ForCausalLM",

@@ -1,12 +1,13 @@
-//! The model family Qwen2, which includes Qwen 2.5. The projections of q, k and v have biases, and
-//! some layers may attend to a sliding window.
+//! The model family Qwen2, which includes Qwen 2.5: how its config.json is read and created. The
+//! projections of q, k and v have biases, and some layers may attend to a sliding window.
 use crate::model::{
     decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
 
-/// The model family of `Qwen2ForCausalLM` of transformers.
+/// The description of the model family `Qwen2ForCausalLM` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen2",
     architecture: "Qwen2ForCausalLM",

@@ -1,12 +1,13 @@
-//! The model family Qwen 3. Each head of q and k has an RMSNorm, and some layers may attend to a
-//! sliding window.
+//! The model family Qwen 3: how its config.json is read and created. Each head of q and k has an
+//! RMSNorm, and some layers may attend to a sliding window.
 use crate::model::{
     decoder::{DECODER_KEY_NAMES, DecoderConfig, QkNormExtent, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
 
-/// The model family of `Qwen3ForCausalLM` of transformers.
+/// The description of the model family `Qwen3ForCausalLM` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen3",
     architecture: "Qwen3ForCausalLM",

@@ -1,5 +1,6 @@
-//! The model family Qwen 3 MoE. `decoder_sparse_step` and `mlp_only_layers` select the layers that
-//! have experts. Either all layers attend to a sliding window or none.
+//! The model family Qwen 3 MoE: how its config.json is read and created. `decoder_sparse_step` and
+//! `mlp_only_layers` select the layers that have experts. Either all layers attend to a sliding
+//! window or none.
 use crate::model::{
     decoder::{
         DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, QkNormExtent,
@@ -12,7 +13,8 @@ use crate::model::{
 use jobspec::ModelSpec;
 use serde_json::{Map, Value, json};
 
-/// The model family of `Qwen3MoeForCausalLM` of transformers.
+/// The description of the model family `Qwen3MoeForCausalLM` (transformers): its names, and how its
+/// config.json is read and created.
 pub(super) const FAMILY: ModelFamily = ModelFamily {
     name: "qwen3_moe",
     architecture: "Qwen3MoeForCausalLM",
@@ -21,7 +23,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     key_names: DECODER_KEY_NAMES,
 };
 
-/// Reads the config.json of a Qwen 3 MoE model.
+/// Reads the sizes and options of a model from the config.json of a Qwen 3 MoE model.
 fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     let mut config = DecoderConfig::from_fields(fields)?;
     config.read_attention_bias(fields)?;
@@ -49,7 +51,8 @@ fn read_config(fields: &HfConfigFields) -> Result<DecoderConfig> {
     Ok(config)
 }
 
-/// Builds the keys and values of config.json for a Qwen 3 MoE model that job.yaml describes.
+/// Builds the config.json of a Qwen 3 MoE model that job.yaml describes, without the keys
+/// `architectures` and `model_type`, which name the family.
 fn build_config_json(spec: &ModelSpec) -> Map<String, Value> {
     let family_keys = json!({
         "attention_bias": false,
