@@ -32,18 +32,19 @@ use jobspec::JobSpec;
 use protocol::control::BatchJobRecord;
 use std::time::Duration;
 
-/// The providers of hosts, such as Slurm or SSH, in the order in which launch asks whether a job's
-/// hosts come from them. The last one accepts every job.
+/// The providers of hosts, such as Slurm or SSH, in the order in which launch asks each whether it
+/// provides the hosts of a job. The last one accepts every job.
 static PROVIDERS: &[&dyn Cluster] =
     &[&join::JoinCluster, &ssh::SshCluster, &slurm::SlurmCluster, &local::LocalCluster];
 
-/// Finds the provider of the hosts of a job, such as Slurm or SSH.
+/// Finds the source from which the hosts of a job come (its provider), such as Slurm or SSH.
 pub(crate) fn find_host_provider(job: &JobSpec) -> Result<&'static dyn Cluster, ClusterError> {
     select_first_matching_provider(PROVIDERS, job)
 }
 
-/// Determines from environment variables whether another launcher has started this process as one
-/// node of several. Returns `None` if not. Fails if the variables contradict each other.
+/// Determines from environment variables whether another launcher, such as mpirun, has started this
+/// process as one node of several. Returns `None` if not. Fails if the variables contradict each
+/// other.
 pub(crate) fn detect_node_environment() -> diagnostic::Result<Option<NodeEnvironment>> {
     let get = |name: &str| std::env::var(name).ok();
     let read_file = |path: &str| std::fs::read_to_string(path).ok();
@@ -56,8 +57,8 @@ pub(crate) fn detect_node_environment() -> diagnostic::Result<Option<NodeEnviron
     })
 }
 
-/// Returns the first of `providers` (of hosts, such as Slurm or SSH) from which the hosts of a job
-/// come.
+/// Returns the first of `providers` (each a source of hosts, such as Slurm or SSH) that provides
+/// the hosts of the job.
 fn select_first_matching_provider<'a>(
     providers: &[&'a dyn Cluster],
     job: &JobSpec,
@@ -70,25 +71,26 @@ fn select_first_matching_provider<'a>(
     Err(Diagnostic::error(run::INTERNAL, "no provider accepts the job").into())
 }
 
-/// Finds the batch job of a scheduler in which launch runs, so that `--requeue` can queue it again.
-/// Fails if launch does not run in a batch job.
+/// Returns the batch job of a scheduler, such as Slurm, in which launch runs, so that `--requeue`
+/// can queue it again. Fails if launch does not run in a batch job.
 pub(crate) fn find_batch_job(job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
     let found: Vec<_> = PROVIDERS.iter().filter_map(|provider| provider.requeue(job).transpose()).collect();
     let first = found.iter().position(Result::is_ok).unwrap_or(0);
     found.into_iter().nth(first).transpose()
 }
 
-/// Identifies the batch job that started this process: the one that `LAUNCH_BATCH_JOB` names, or
-/// the one of a provider. `command_line` is the command line of this process, which is a part of
-/// the identity. Returns `None` if no scheduler started this process. Fails if `LAUNCH_BATCH_JOB`
-/// is malformed.
+/// Identifies the batch job in which launch runs: the one that the variable `LAUNCH_BATCH_JOB`
+/// names or, without it, the one of a scheduler such as Slurm. `command_line` is the command line
+/// of this process, which is a part of the identity. Returns `None` if no scheduler started this
+/// process. Fails if `LAUNCH_BATCH_JOB` is malformed.
 pub(crate) fn identify_batch_job(command_line: &[String]) -> diagnostic::Result<Option<BatchJobRecord>> {
     let named = batch_identity::read_batch_job_variable(&|name| std::env::var(name).ok())?;
     let batch_job = named.or_else(|| PROVIDERS.iter().find_map(|provider| provider.identify_batch_job()));
     Ok(batch_job.map(|batch_job| batch_identity::identify_command(batch_job, command_line)))
 }
 
-/// Submits a job to the scheduler whose subcommand of launch is `command`, such as `sbatch`.
+/// Submits a job with a subcommand of launch, such as `sbatch`, to the scheduler to which this
+/// subcommand belongs.
 pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Submission, ClusterError> {
     match PROVIDERS.iter().find(|provider| provider.submit_command() == Some(command)) {
         Some(provider) => provider.submit(request),
@@ -97,15 +99,14 @@ pub(crate) fn submit_job(command: &str, request: SubmitRequest<'_>) -> Result<Su
 }
 
 /// Returns the name of this host in a run: the one that its provider, such as Slurm, gives the host
-/// or, without one, the host name of the machine. This is the name that a provider gives the host
-/// or, if no provider has one, the host name of the machine.
+/// or, without one, the host name of the machine.
 pub(crate) fn read_host_name() -> String {
     let names = PROVIDERS.iter().find_map(|provider| provider.host_name());
     names.unwrap_or_else(protocol::host_name::read_host_name)
 }
 
-/// Returns the information about the preemption of the batch job in which launch runs, if a
-/// scheduler is preempting the job. See [`Cluster::find_preemption`].
+/// Asks the scheduler whether it is preempting the batch job in which launch runs and, if so, how
+/// much time is left. See [`Cluster::find_preemption`].
 pub(crate) fn find_preemption() -> diagnostic::Result<Option<Preemption>> {
     PROVIDERS.iter().find_map(|provider| provider.find_preemption().transpose()).transpose()
 }
@@ -115,8 +116,9 @@ pub(crate) fn sigterm_announces_job_end() -> bool {
     PROVIDERS.iter().any(|provider| provider.sigterm_announces_end())
 }
 
-/// Returns how long the agent in this process delays its report that a worker died of SIGKILL or
-/// SIGTERM, because the scheduler may be ending the job. See [`Cluster::kill_report_delay`].
+/// Returns how long the agent in this process waits before it reports that a worker died of SIGKILL
+/// or SIGTERM, because the signal may come from a scheduler that ends the job. See
+/// [`Cluster::kill_report_delay`].
 pub(crate) fn find_kill_report_delay() -> Duration {
     PROVIDERS.iter().map(|provider| provider.kill_report_delay()).max().unwrap_or_default()
 }

@@ -1,5 +1,5 @@
-//! Measures the activity of workers from `/proc`, which is the CPU time of a worker's process tree,
-//! and whether its first process is stopped.
+//! Measures how much CPU time the processes of each worker have used and whether the worker's first
+//! process is stopped, from `/proc`, so that the agent can detect hanging workers.
 use crate::processes::{ProcessStat, list_processes};
 use std::collections::HashMap;
 
@@ -21,14 +21,15 @@ pub(super) fn measure_activity(leaders: &[u32]) -> Vec<WorkerActivity> {
     sum_cpu_times(&list_processes(), leaders)
 }
 
-/// Returns the pids of a worker's first process `leader` and all descendants, beginning with
-/// `leader`.
+/// Returns the pids of all processes of a worker: its first process `leader`, which comes first,
+/// and the descendants of that process.
 pub(super) fn list_process_tree(leader: u32) -> Vec<i32> {
     list_process_trees(&[leader]).pop().unwrap_or_default()
 }
 
-/// Returns, for each of several workers, the pids of its first process (an element of `leaders`)
-/// and of all descendants. The results have the order of `leaders`.
+/// Returns, for each of several workers, the pids of all its processes: its first process, which
+/// `leaders` contains, and the descendants of that process. The results have the order of
+/// `leaders`.
 pub(super) fn list_process_trees(leaders: &[u32]) -> Vec<Vec<i32>> {
     let processes = list_processes();
     let children = index_children(&processes);
@@ -40,8 +41,8 @@ pub(super) fn list_process_trees(leaders: &[u32]) -> Vec<Vec<i32>> {
     leaders.iter().map(list).collect()
 }
 
-/// Sums, for each first process of a worker in `leaders`, the CPU time of the process and its
-/// descendants, and determines whether the process is stopped. The results have the order of
+/// Sums, for each worker (given by its first process in `leaders`), the CPU time of all its
+/// processes, and determines whether its first process is stopped. The results have the order of
 /// `leaders`. `processes` is a list of all processes of the host.
 fn sum_cpu_times(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivity> {
     let children = index_children(processes);
@@ -56,7 +57,8 @@ fn sum_cpu_times(processes: &[ProcessStat], leaders: &[u32]) -> Vec<WorkerActivi
     leaders.iter().map(measure).collect()
 }
 
-/// Maps the pid of each parent process to the indices of the parent's children in `processes`.
+/// Maps the pid of each parent process to the positions of its children in `processes`, a list of
+/// processes of the host.
 fn index_children(processes: &[ProcessStat]) -> HashMap<i32, Vec<usize>> {
     let mut children: HashMap<i32, Vec<usize>> = HashMap::new();
     for (index, process) in processes.iter().enumerate() {
@@ -65,8 +67,8 @@ fn index_children(processes: &[ProcessStat]) -> HashMap<i32, Vec<usize>> {
     children
 }
 
-/// Calls `visit` for the process with pid `leader` and for each of its descendants. `children` maps
-/// the pid of a parent to the indices of its children in `processes`.
+/// Calls the function `visit` for the process with the pid `leader` and for each of its
+/// descendants. `children` maps the pid of a parent to the indices of its children in `processes`.
 fn visit_process_tree(
     children: &HashMap<i32, Vec<usize>>,
     processes: &[ProcessStat],

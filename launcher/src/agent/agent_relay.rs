@@ -13,8 +13,8 @@ use tokio::{
     time::{Instant, sleep, timeout_at},
 };
 
-/// The pause before a new controller's request to control an agent is repeated, while the agent's
-/// previous controller is silent.
+/// The pause after which a new controller's request to control an agent is repeated, as long as the
+/// agent does not yet count its silent previous controller as lost.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// The longest time for which messages that a controller has sent before its end may still be on
 /// their way to an agent. A controller that is alive sends heartbeats more often.
@@ -56,9 +56,10 @@ pub(super) async fn relay_to_agent(
     }
 }
 
-/// Repeats a new controller's request to control the agent on this host, while the agent obeys
-/// another controller that is silent. The time limit is `run.host_lease` and [`ADOPTION_TIMEOUT`].
-/// Returns the last answer, and the connection on which it arrived. Fails if there is no answer.
+/// Asks the agent on this host to obey a new controller, and repeats the request while the agent
+/// still obeys another controller that is silent. The time limit is `run.host_lease` and
+/// [`ADOPTION_TIMEOUT`]. Returns the last answer, and the connection on which it arrived. Fails if
+/// there is no answer.
 async fn request_adoption(
     request: &AttachRequest,
 ) -> Result<(FromAgent, (SocketReader, SocketWriter)), AttachRejection> {

@@ -45,12 +45,12 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-/// The number of socket names that are derived for one run and host. An agent listens on the first
-/// of these names that is free. There are several, so that another user cannot easily take all of
+/// How many names the Unix socket of an agent may have for one run and host; the agent listens at
+/// the first name that is free. There are several, so that another user cannot easily take all of
 /// them.
 const SOCKET_NAME_COUNT: u32 = 16;
-/// The largest number of connections on which the handshake with the key of the run is performed at
-/// the same time. Further connections wait.
+/// The largest number of connections to an agent's Unix socket that are authenticated with the key
+/// of the run at the same time. Further connections wait.
 const MAX_CONCURRENT_HANDSHAKES: usize = 16;
 /// How long a new agent waits until an older agent of the same run on its host has ended.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(8);
@@ -65,16 +65,16 @@ pub(super) type SocketReader = EncryptedReader<OwnedReadHalf>;
 /// the agent's Unix socket, such as a new controller.
 pub(super) type SocketWriter = EncryptedWriter<OwnedWriteHalf>;
 
-/// A connection to the agent's Unix socket whose other side has proved that it has the key of the
-/// run, with the request that arrived on it.
+/// A connection to the agent's Unix socket from a process that has proved that it has the key of
+/// the run, with that process's request to control or to end the agent.
 pub(super) struct AttachConnection {
     pub(super) input: SocketReader,
     pub(super) output: SocketWriter,
     pub(super) request: AttachRequest,
 }
 
-/// Derives the names that the Unix socket of the agent of run `run` on host `host` may have, in the
-/// order in which agents try them.
+/// Derives the names that the Unix socket of an agent may have from the run `run` and the host
+/// `host`, in the order in which agents try them.
 fn derive_socket_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Item = String> {
     let mut hasher = blake3::Hasher::new_keyed(&key.0);
     for part in ["launch agent socket", run, host] {
@@ -93,7 +93,7 @@ fn is_peer_of_user_or_root(socket: &impl AsFd) -> bool {
     credentials.is_ok_and(|peer| peer.uid() == 0 || peer.uid() == nix::unistd::geteuid().as_raw())
 }
 
-/// Connects to the Unix socket of the agent of run `run` that is already alive on this host.
+/// Connects to the Unix socket of the agent of the run `run` that is already alive on this host.
 /// Returns `None` if there is none. Fails on a system without abstract sockets. Never blocks.
 fn connect_to_agent_socket(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
     for name in derive_socket_names(key, run, host) {
@@ -256,8 +256,8 @@ pub(super) async fn accept_connections(
     }
 }
 
-/// Makes the other side of a connection to an agent's Unix socket prove that it has the key of the
-/// run, and reads its request.
+/// Makes the process at the other end of a connection to the agent's Unix socket prove that it has
+/// the key of the run, and reads what it requests: control of this agent, or its end.
 async fn authenticate_and_read_request(
     stream: UnixStream,
     terms: &SupervisionTerms,
@@ -285,14 +285,15 @@ async fn authenticate_and_read_request(
     }
 }
 
-/// Writes `frame`, an encoded message, to a connection of an agent's Unix socket.
+/// Writes `frame`, an encoded message, to a connection that another process has opened to the
+/// agent's Unix socket.
 async fn write_frame(output: &mut SocketWriter, frame: &[u8]) -> io::Result<()> {
     output.write_all(frame).await?;
     output.flush().await
 }
 
-/// Answers the request of a process that wants to control or end this agent with `rejection`, and
-/// closes the connection.
+/// Sends the reason `rejection` to a process that wants to control or end this agent but may not,
+/// and closes the connection.
 pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRejection) {
     if let Ok(frame) = encode_frame(&FromAgent::NotAdopted(rejection)) {
         // An error means that the other side has ended.
@@ -300,8 +301,8 @@ pub(super) async fn reject_request(mut output: SocketWriter, rejection: AttachRe
     }
 }
 
-/// Informs the later agents of this host that have asked this agent to end, over their
-/// `connections`, that this agent has no workers left.
+/// Informs those later agents of this host that have asked this agent to end that it has no workers
+/// left, over their connections `connections`.
 pub(super) async fn notify_evictors_of_agent_end(connections: Vec<AttachConnection>) {
     let Ok(frame) = encode_frame(&FromAgent::WorkersEnded { attempt: 0 }) else { return };
     for mut connection in connections {

@@ -15,26 +15,23 @@ use diagnostic::{Diagnostic, codes::host};
 use std::{fs, io, net::SocketAddr, time::Duration};
 use tokio::{net::TcpStream, task::JoinSet, time::sleep, time::timeout};
 
-/// The delay between the starts of the connection attempts to two addresses of the controller (RFC
-/// 8305).
+/// How long the agent waits, after it has begun to connect to one address of the controller, before
+/// it tries the next address in parallel (RFC 8305).
 const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(200);
-/// The time limit of one TCP connection attempt.
+/// The time limit of the agent's TCP connection attempt to one address of the controller.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Connects this agent to the controller whose addresses an invitation (the line that the agent has
-/// read from stdin) contains. Returns the control connection as soon as the controller has proved
-/// at one address that it has the job's key. Fails if no address succeeds.
+/// Connects this agent to the controller at the addresses in the invitation, a line that the
+/// controller has sent to the agent's stdin. Returns the control connection as soon as the
+/// controller has proved at one address that it has the job's key. Fails if no address succeeds.
 pub(super) async fn connect_back(invitation: &Invitation) -> diagnostic::Result<EncryptedStream<TcpStream>> {
     race_controller_addresses(invitation, &cluster::read_host_name()).await
 }
 
-/// Tries all addresses of the controller in parallel, each started [`NEXT_ADDRESS_DELAY`] after the
-/// previous one. Returns the first connection on which the controller proves that it has the job's
-/// key, and drops the other connections. Fails if no address succeeds. `name` is the name of this
-/// host.
-///
-/// Returns the first connection on which the controller proves that it has the job's key, and drops
-/// the other connections. Fails if no address succeeds. `name` is the name of this host.
+/// Tries to connect to all addresses of the controller in parallel, each started shortly
+/// ([`NEXT_ADDRESS_DELAY`]) after the previous one, and returns the first connection that succeeds.
+/// On this connection, the controller has proved that it has the job's key. Drops the other
+/// connections. Fails if no address succeeds. `name` is the name of this host.
 async fn race_controller_addresses(
     invitation: &Invitation,
     name: &str,
@@ -83,8 +80,8 @@ async fn race_controller_addresses(
     .with_help("check that no firewall blocks TCP connections between the nodes"))
 }
 
-/// Removes the executable file of this process, which was copied for this agent only. Ignores
-/// errors.
+/// Removes the executable file of this process, which was copied to the host only to start this
+/// agent. Ignores errors.
 ///
 /// Workers do not need the file, because they are started from `/proc/self/exe`.
 pub(super) fn remove_own_executable() {

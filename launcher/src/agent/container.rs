@@ -7,16 +7,17 @@ use nix::unistd::{Uid, User, getgid, getuid};
 use protocol::control::{ExecId, HostPlan, WorkerPlan};
 use std::{collections::BTreeSet, path::Path};
 
-/// A shell script that changes to the directory `$1` and then executes its other arguments as a
-/// command. Container runtimes without an option for the working directory start it in the
-/// container.
+/// A shell script that changes to the directory `$1`, the first argument, and then executes the
+/// other arguments as a command. Container runtimes without an option for the working directory
+/// start it in the container.
 const CHANGE_DIRECTORY_SCRIPT: &str = "cd -- \"$1\" && shift && exec \"$@\"";
 /// The longest name that launch gives a container, in bytes.
 const MAX_CONTAINER_NAME_BYTES: usize = 128;
 /// The prefix of an environment variable's name with which Apptainer sets the variable inside the
 /// container, even if Apptainer would otherwise replace its value.
 const APPTAINER_PASS_PREFIX: &str = "APPTAINERENV_";
-/// The environment variables whose values from the host Apptainer replaces inside the container.
+/// The environment variables that Apptainer sets to other values inside the container than they
+/// have on the host.
 const APPTAINER_REPLACED_VARIABLES: [&str; 2] = ["PATH", "LD_LIBRARY_PATH"];
 
 /// The vendor of the GPUs that a container must see, which decides the options of the container
@@ -60,9 +61,9 @@ pub(super) struct ContainerCommandBuilder<'a> {
 }
 
 impl<'a> ContainerCommandBuilder<'a> {
-    /// Returns the builder of commands for the container of a worker or, with `exec`, of a command
-    /// of `launch exec` that runs next to the worker. Returns `None` for a job without
-    /// `run.container`.
+    /// Returns a builder for the commands that start and remove the container of a worker or, with
+    /// `exec`, of a `launch exec` command that runs next to the worker. Returns `None` for a job
+    /// without `run.container`.
     pub(super) fn for_worker(
         plan: &'a HostPlan,
         worker: &'a WorkerPlan,
@@ -86,9 +87,9 @@ impl<'a> ContainerCommandBuilder<'a> {
         })
     }
 
-    /// Changes the planned command of `worker` to one that runs the same program in the container.
-    /// The words of the runtime precede those of `run.wrap`, which run in the container, too. Fails
-    /// if a path cannot be mounted.
+    /// Changes the command in the plan of `worker` so that it starts the container, and runs the
+    /// worker's program in the container. The words of the runtime precede those of `run.wrap`,
+    /// which run in the container, too. Fails if a path cannot be mounted.
     pub(super) fn wrap_command(&self, worker: &mut WorkerPlan) -> diagnostic::Result<()> {
         let mounts = self.collect_mounts()?;
         let mut words = match self.spec.runtime {
@@ -278,8 +279,8 @@ impl<'a> ContainerCommandBuilder<'a> {
         names.into_iter().flat_map(|name| ["--env".to_owned(), name.clone()]).collect()
     }
 
-    /// Appends to the command line `words` of a container runtime the options of `run.container`
-    /// that the job gives, and then the image.
+    /// Appends to `words`, the command line of a container runtime, the options that the user has
+    /// set in `run.container` and then the name of the image.
     fn append_job_options_and_image(&self, mut words: Vec<String>) -> Vec<String> {
         words.extend(self.spec.options.iter().cloned());
         words.push(self.spec.image.clone());
@@ -287,8 +288,8 @@ impl<'a> ContainerCommandBuilder<'a> {
     }
 }
 
-/// Returns the name of a container in Docker or Podman: `launch-RUN` and `suffix`, with characters
-/// that Docker does not permit replaced by `-`.
+/// Builds the name that launch gives a container: `launch-`, the name of the run and `suffix`, with
+/// characters that Docker does not permit replaced by `-`.
 fn build_container_name(run: &str, suffix: &str) -> String {
     let fits = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
     let run: String = run.chars().map(|c| if fits(c) { c } else { '-' }).collect();
@@ -296,13 +297,14 @@ fn build_container_name(run: &str, suffix: &str) -> String {
     format!("launch-{}{suffix}", &run[..length])
 }
 
-/// Formats a directory to mount as `SOURCE:TARGET`, with `:ro` if it is read-only, which Apptainer,
-/// Docker and Charliecloud understand.
+/// Formats a directory to mount in the form that Apptainer, Docker and Charliecloud understand:
+/// `SOURCE:TARGET`, with `:ro` if it is read-only.
 fn format_bind_mount(mount: &ContainerMount) -> String {
     format!("{}:{}{}", mount.source, mount.target, if mount.read_only { ":ro" } else { "" })
 }
 
-/// Returns whether the plan of a worker sets the environment variable `name`.
+/// Returns whether a worker's plan (the command and environment that the controller has sent) sets
+/// the environment variable `name`.
 fn plan_sets_variable(worker: &WorkerPlan, name: &str) -> bool {
     worker.env.iter().any(|(set, _)| set == name)
 }

@@ -31,8 +31,9 @@ use std::{
     time::Duration,
 };
 
-/// The time without a message after which the agent reports a built-in worker as failed. The time
-/// is long because a worker in a debugger or on a machine that swaps is silent, too.
+/// The time without a message from a built-in worker after which the agent reports the worker as
+/// failed. The time is long because a worker in a debugger or on a machine that swaps is silent,
+/// too.
 pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
 /// How long the agent waits until the stacks of hanging workers are written, and until the
 /// controller has the evidence about the hang from all hosts. After this time, the workers are
@@ -40,8 +41,8 @@ pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which the agent measures the activity (CPU time) of its workers.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
-/// How long the agent waits, after the end of a worker's process, for the last output and the final
-/// report of the worker.
+/// How long the agent waits, after the end of a worker's process, for the worker's last output and
+/// for its final report (the last message of a built-in worker).
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The phase of an agent's life, from the wait for the controller's first message to the exit.
@@ -217,8 +218,8 @@ impl AgentCore {
         AgentCore { kill_report_delay, ..self }
     }
 
-    /// Returns the time, on the clock of [`AgentCore::handle_input`], at which the driver must pass
-    /// the next [`AgentInput::Tick`] at the latest.
+    /// Returns when the next timed work of the agent is due, such as a heartbeat or a kill; the
+    /// driver, which does the agent's I/O, must pass an [`AgentInput::Tick`] by then.
     pub(crate) fn next_deadline(&self) -> Duration {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return Duration::MAX;
@@ -233,8 +234,8 @@ impl AgentCore {
     }
 
     /// Handles one input, such as a message, a process exit or the passing of time, and returns the
-    /// actions that the agent's driver must execute. `now` is the time since any fixed start and
-    /// must never decrease.
+    /// actions that the driver (which does the agent's I/O) must execute. `now` is the time since
+    /// any fixed start and must never decrease.
     pub(crate) fn handle_input(&mut self, now: Duration, input: AgentInput) -> Vec<AgentAction> {
         self.now = now;
         match input {
@@ -301,8 +302,8 @@ impl AgentCore {
         std::mem::take(&mut self.out)
     }
 
-    /// Sends a message to the controller, and keeps it for a later controller if the present one
-    /// does not receive it. Messages that a newer one replaces are not repeated to a later
+    /// Sends a report to the controller and, if reports of this kind must not be lost, keeps it for
+    /// a later controller. Messages that a newer one replaces are not repeated to a later
     /// controller.
     fn send_to_controller(&mut self, message: FromAgent) {
         let is_transient = message.is_transient();
@@ -320,8 +321,9 @@ impl AgentCore {
         }
     }
 
-    /// Returns the next numbered report (a message that must reach a controller) for the driver to
-    /// send, and marks the report as sent. Returns `None` if there is no report or no controller.
+    /// Returns the agent's next numbered report (a message that must reach a controller), so that
+    /// the driver sends it, and marks the report as sent. Returns `None` if there is no report or
+    /// no controller.
     pub(crate) fn take_next_report(&mut self, now: Duration) -> Option<FromAgent> {
         self.unattended_since.is_none().then(|| self.reports.take_unsent(now)).flatten()
     }
@@ -332,19 +334,21 @@ impl AgentCore {
         self.unattended_since.is_none() && self.reports.has_unsent()
     }
 
-    /// Returns whether so many events of workers wait for the controller that the driver must stop
-    /// reading messages of workers.
+    /// Returns whether so many events of workers wait for the controller's acknowledgement that the
+    /// driver, which does the agent's I/O, must stop reading messages of workers.
     pub(crate) fn is_backlogged(&self) -> bool {
         self.reports.is_full()
     }
 
-    /// Reports an error of the whole agent to the controller and requests an exit with code 1.
+    /// Reports to the controller an error that concerns the whole agent rather than one worker, and
+    /// requests that the agent exit with code 1.
     fn fail_and_exit(&mut self, diagnostic: Diagnostic) {
         self.send_to_controller(FromAgent::Failed { attempt: self.attempt, rank: None, diagnostic });
         self.request_exit(1);
     }
 
-    /// Requests that the driver end the agent's process with the exit code `code`.
+    /// Requests that the driver, which does the agent's I/O, end the agent's process with the exit
+    /// code `code`.
     fn request_exit(&mut self, code: u8) {
         self.kill_waiting_workers(|_| true);
         self.state = AgentState::Exiting;
@@ -354,8 +358,8 @@ impl AgentCore {
     // ---- orders of the controller ----
 
     /// Sends the addresses at which the ranks of the job can reach each other to the built-in
-    /// workers of the current attempt. Ignores the addresses if the workers have them already, from
-    /// an earlier controller.
+    /// workers of the current attempt (start of all workers). Ignores the addresses if the workers
+    /// have them already, from an earlier controller.
     fn forward_peer_addresses(&mut self, peers: WorkerPeers) {
         let is_current = self.plan.as_ref().is_some_and(|plan| plan.attempt == peers.attempt);
         if !is_current || self.peers.is_some() {
@@ -381,10 +385,8 @@ impl AgentCore {
         }
     }
 
-    /// Applies the values of a job file that the user has changed during the run: updates which
-    /// ranks' output is forwarded to the controller. Also sends the values to rank 0, if rank 0 is
-    /// a built-in worker on this host. Rank 0 decides from which step on the values apply.
-    /// 0. Updates which ranks' output is forwarded to the controller.
+    /// Applies the values of a job file that the user has changed during the run, such as which
+    /// ranks' output is shown to the user.
     ///
     /// Also sends the values to rank 0, if rank 0 is a built-in worker on this host. Rank 0 decides
     /// from which step on the values apply.
@@ -399,10 +401,10 @@ impl AgentCore {
         }
     }
 
-    /// Begins a new attempt (one start of all workers) with the workers of this host that `plan`
-    /// describes. Resets the state of the previous attempt, and requests what the start of workers
-    /// needs. The workers start afterwards. Ends the agent with an error if the plan is
-    /// inconsistent or workers are still running.
+    /// Begins a new attempt (start of all workers of the job): prepares to start the workers of
+    /// this host, which the controller's plan `plan` describes. Resets the state of the previous
+    /// attempt, and requests what the start of workers needs. The workers start afterwards. Ends
+    /// the agent with an error if the plan is inconsistent or workers are still running.
     fn start_attempt(&mut self, now: Duration, plan: Box<HostPlan>) {
         let ranks: std::collections::BTreeSet<Rank> = plan.workers.iter().map(|w| w.rank).collect();
         if self.state != AgentState::Idle {
@@ -433,8 +435,9 @@ impl AgentCore {
         self.out.push(AgentAction::PrepareWorkers { plan, kept });
     }
 
-    /// Requests that the driver start the next worker of this host's plan. Does nothing if the
-    /// workers have to stop, or if a kill of the workers is scheduled.
+    /// Requests that the driver, which does the agent's I/O, start the next of the workers that the
+    /// controller has planned for this host. Does nothing if the workers have to stop, or if a kill
+    /// of the workers is scheduled.
     fn spawn_next_worker(&mut self) {
         let count = self.plan.as_ref().map_or(0, |p| p.workers.len());
         let is_ending = self.stop_requested || self.kill_after_stacks.is_some() || self.kill_at.is_some();
@@ -478,8 +481,8 @@ impl AgentCore {
 
     // ---- time ----
 
-    /// Performs what is due at the time `now`, such as heartbeats, checks of silent workers and
-    /// controllers, kills and measurements.
+    /// Performs what is due at the time `now`: sends heartbeats, checks for silent workers and a
+    /// silent controller, kills workers, or requests measurements.
     fn act_on_deadlines(&mut self, now: Duration) {
         if matches!(self.state, AgentState::AwaitingHello | AgentState::Exiting) {
             return;
@@ -552,8 +555,9 @@ impl AgentCore {
 
     // ---- progress ----
 
-    /// Handles a measurement of a worker's CPU time and of its counter of collectives. Reports a
-    /// stall to the controller if the worker has made no progress for `run.hang_timeout`.
+    /// Handles a new measurement of a worker's CPU time and of its counter of collectives, from
+    /// which the agent detects that a worker hangs or is stopped. Reports a stall to the controller
+    /// if the worker has made no progress for `run.hang_timeout`.
     fn on_activity_measured(
         &mut self,
         now: Duration,
@@ -583,8 +587,9 @@ impl AgentCore {
         }
     }
 
-    /// Records that a worker made progress at `now`. If a stall of the worker was reported, reports
-    /// the recovery to the controller.
+    /// Records that a worker made progress at the time `now`, from which the agent measures how
+    /// long a worker hangs. If a stall of the worker was reported, reports the recovery to the
+    /// controller.
     fn on_progress(&mut self, now: Duration, rank: Rank) {
         if self.workers.get_mut(&rank).is_some_and(|w| w.progress.record_progress(now)) {
             self.send_to_controller(FromAgent::Recovered { attempt: self.attempt, rank });
@@ -592,8 +597,8 @@ impl AgentCore {
     }
 }
 
-/// Creates the error that the controller has violated the protocol of control connections.
-/// `message` states the violation.
+/// Creates the error that the controller has sent a message which the protocol between controller
+/// and agent does not permit. `message` states the violation.
 fn build_protocol_error(message: &str) -> Diagnostic {
     Diagnostic::error(run::INTERNAL, message)
 }

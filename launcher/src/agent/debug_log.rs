@@ -5,8 +5,8 @@ use protocol::control::{FromAgent, HostPlan, ToAgent};
 use std::io;
 use tracing::{debug, info, trace, warn};
 
-/// Starts the agent's debug log with the filter in the plan of this host, and opens the log's file
-/// in the run directory. Does nothing for later attempts.
+/// Starts the agent's debug log, in a file in the run directory, with the log filter (in the syntax
+/// of `LAUNCH_LOG`) that the controller has sent in `plan`. Does nothing for later attempts.
 pub(super) fn start_debug_log(plan: &HostPlan) -> io::Result<()> {
     let Ok(filter) = Filter::from_directives_or_verbosity(Some(&plan.debug_filter), 0) else { return Ok(()) };
     debuglog::start(&filter, None);
@@ -17,7 +17,8 @@ pub(super) fn start_debug_log(plan: &HostPlan) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes an input of the agent's state machine, without secrets, to the debug log.
+/// Writes an input of the agent's state machine, such as a message or a process exit, to the debug
+/// log, without secrets.
 pub(super) fn log_input(input: &AgentInput) {
     match input {
         AgentInput::Controller(ToAgent::Heartbeat) => {}
@@ -44,7 +45,8 @@ pub(super) fn log_input(input: &AgentInput) {
     }
 }
 
-/// Writes an action that the agent's state machine requests, without secrets, to the debug log.
+/// Writes an action that the agent's state machine requests, such as starting a worker, to the
+/// debug log, without secrets.
 pub(super) fn log_action(action: &AgentAction) {
     match action {
         AgentAction::Send(FromAgent::Line { .. }) => {}

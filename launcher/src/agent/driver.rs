@@ -59,11 +59,11 @@ use tokio::{
 };
 use worker_spawner::WorkerSpawner;
 
-/// How long the agent waits for the end of the processes that workers have left and that it has
-/// killed. Processes that remain are reported as unkillable.
+/// How long the agent waits until the processes that workers have left behind, and that it has
+/// killed, have ended. Processes that remain are reported as unkillable.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest pause between two searches for processes that workers have left, while the agent
-/// kills these processes.
+/// The longest pause between two searches for processes that workers have left behind, while the
+/// agent kills these processes.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 /// The number of messages that fit into each channel through which tasks and threads send to the
 /// agent's event loop.
@@ -73,7 +73,8 @@ const EVENT_LOOP_CHANNEL_CAPACITY: usize = 256;
 /// attempts and reveals late messages of an earlier attempt.
 type WorkerId = (Rank, u32);
 
-/// The process of one worker, with the agent's message queue, output pump and terminal for it.
+/// The process of one worker, with the agent's queue of messages to it, the thread that copies its
+/// output, and its terminal (if it has one).
 struct WorkerHandle {
     pid: u32,
     outbox: Option<Outbox<ToWorker>>,
@@ -86,10 +87,10 @@ struct WorkerHandle {
 }
 
 /// A message of a controller, the end of its connection (`Ok(None)`), or a read error of the
-/// connection. The number distinguishes the connections of the agent.
+/// connection; with the number of the connection. The number distinguishes the connections of the
+/// agent.
 type ControllerMessage = (ConnectionNumber, Result<Option<ToAgent>, FrameError>);
-/// The sender and the receiver of a channel through which tasks and threads send to the agent's
-/// event loop.
+/// The two ends of a channel through which tasks and threads send to the agent's event loop.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 /// A message of a worker, the end of the worker's control connection (`Ok(None)`), or a read error
 /// of the connection; with the worker's rank and pid.
@@ -308,9 +309,9 @@ impl AgentDriver {
 
     // ---- events, translated for the core ----
 
-    /// Converts an event of a worker's output pump (the thread that copies the output to the log)
-    /// to an input of the agent's state machine. An event of an earlier process of the rank becomes
-    /// a tick.
+    /// Passes an event of the thread that copies a worker's output to the log, such as a last line
+    /// or progress, to the agent's state machine as an input. An event of an earlier process of the
+    /// rank becomes a tick.
     fn on_pump_event(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> AgentInput {
         match event {
             _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
@@ -320,8 +321,8 @@ impl AgentDriver {
         }
     }
 
-    /// Converts a message of a worker, or the end of its connection, to an input of the agent's
-    /// state machine. A message of an earlier process of the rank becomes a tick.
+    /// Converts a message of a worker, or the end of the worker's connection, to an input of the
+    /// agent's state machine. A message of an earlier process of the rank becomes a tick.
     fn on_worker_message(&mut self, ((rank, pid), message): WorkerMessage) -> AgentInput {
         match message {
             _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
@@ -392,8 +393,8 @@ impl AgentDriver {
         }
     }
 
-    /// Kills and reaps the descendants of the agent that its workers left, if the state machine has
-    /// requested this sweep. Does nothing if no sweep is running.
+    /// Kills and reaps the processes that workers have left behind (descendants of the agent), if
+    /// the agent's state machine has requested this. Does nothing if no sweep is running.
     ///
     /// Reports the end of the sweep to the core when no process is left or [`SWEEP_TIMEOUT`] has
     /// passed.
@@ -479,8 +480,9 @@ impl AgentDriver {
         self.workers.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid))
     }
 
-    /// Requests a checkpoint from a program by sending it `signal`, if the program has a handler
-    /// for the signal. Otherwise returns a warning, but only once per attempt.
+    /// Requests that a worker which runs a program save a checkpoint, by sending it the signal
+    /// `signal`, if the program has a handler for the signal. Otherwise returns a warning, but only
+    /// once per attempt.
     fn request_save(&mut self, rank: Rank, signal: i32) -> Option<AgentInput> {
         let attempt = self.plan.as_ref()?.attempt;
         if process::signal_if_handled(self.find_unreaped_pid(rank)?, signal)
@@ -496,9 +498,9 @@ impl AgentDriver {
         Some(AgentInput::Warning { rank, message })
     }
 
-    /// Opens the port of the rendezvous of a new attempt, at which the workers of a program meet,
-    /// after closing that of the earlier attempt. Returns the port or the error as the answer for
-    /// the agent's state machine.
+    /// Opens the port at which the processes of a program meet (the rendezvous) in a new attempt
+    /// (start of all workers), after closing the port of the earlier attempt. Returns the port or
+    /// the error as the answer for the agent's state machine.
     fn bind_rendezvous_port(&mut self, bind: &RendezvousRequest) -> AgentInput {
         // The rendezvous of the earlier attempt must be closed first, because both may use one
         // port.
@@ -525,8 +527,8 @@ impl AgentDriver {
     }
 }
 
-/// Waits for the next signal that the async runtime's stream `stream` delivers. Waits forever if
-/// `stream` is `None`.
+/// Waits for the next Unix signal from `stream`, a signal stream of the async runtime. Waits
+/// forever if `stream` is `None`.
 async fn receive_signal(stream: &mut Option<SignalStream>) {
     match stream {
         Some(stream) => _ = stream.recv().await,
@@ -534,8 +536,8 @@ async fn receive_signal(stream: &mut Option<SignalStream>) {
     }
 }
 
-/// Waits until the queue of messages to the controller has space for another report of the agent.
-/// Waits forever if `connection` is `None`.
+/// Waits until the queue of messages to the controller has space for another report of the agent,
+/// or forever if there is no controller. Waits forever if `connection` is `None`.
 async fn wait_for_queue_space(connection: Option<&ControllerConnection>) {
     match connection {
         Some(connection) => connection.outbox.wait_for_space_for_report().await,
@@ -543,8 +545,9 @@ async fn wait_for_queue_space(connection: Option<&ControllerConnection>) {
     }
 }
 
-/// Draws a random number that identifies this agent's numbered sequence of reports to controllers.
-/// All programs can store the number as a JSON number.
+/// Draws a random number that identifies the agent's sequence of numbered reports, so that a later
+/// controller recognizes reports that it has already. All programs can store the number as a JSON
+/// number.
 fn draw_report_stream_number() -> io::Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)?;

@@ -16,21 +16,23 @@ use std::{
     time::Duration,
 };
 
-/// The largest output of the login shell that is accepted, in bytes, including the activated
-/// environment.
+/// The largest output, in bytes, that the login shell which activates the environments of
+/// `run.activate` may print, including the resulting variables.
 const MAX_SHELL_OUTPUT_BYTES: usize = 2 << 20;
-/// The number of lines at the end of a script's output that an error contains.
+/// The number of last lines of the activation script's output (`run.activate`) that an error
+/// contains.
 const MAX_ERROR_OUTPUT_LINES: usize = 5;
-/// The longest line of a script's output in an error, in bytes.
+/// The length, in bytes, to which an error shortens each line of the activation script's output
+/// (`run.activate`).
 const MAX_ERROR_LINE_BYTES: usize = 400;
 /// The environment variables that a shell sets for itself, and that are not passed on to workers.
 const SHELL_VARIABLES: &[&str] = &["_", "SHLVL", "PWD", "OLDPWD"];
-/// The prefix of the variables that launch's activation script uses internally.
+/// The prefix of the names of the shell variables that launch's activation script uses internally.
 const SCRIPT_VARIABLE_PREFIX: &str = "__launch_";
 
-/// Activates the environments that `run.activate` lists, on the host named `host`, and returns how
-/// they change the environment variables of this process. `hidden` are the variables that workers
-/// do not inherit. Blocks for up to `run.activate_timeout`.
+/// Activates the environments that `run.activate` lists in a login shell on this host, and returns
+/// how they change the environment variables of this process. `hidden` are the variables that
+/// workers do not inherit. Blocks for up to `run.activate_timeout`.
 ///
 /// Returns no changes for a job without `run.activate`.
 pub(crate) fn activate_environments(
@@ -75,16 +77,16 @@ pub(crate) fn activate_environments(
     }
 }
 
-/// Returns a random text that the activation script prints directly before the activated
-/// environment in its output.
+/// Returns a random text that the activation script prints directly before the resulting
+/// environment variables, so that they are found in its output.
 fn generate_output_marker() -> io::Result<String> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
     Ok(format!("launch-activation-{:032x}", u128::from_ne_bytes(bytes)))
 }
 
-/// Returns the environment variables by name, without those of the shell itself and of launch's
-/// activation script.
+/// Returns those of the given environment variables that neither the shell nor launch's activation
+/// script has set for itself.
 fn remove_shell_variables(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> BTreeMap<OsString, OsString> {
@@ -95,7 +97,8 @@ fn remove_shell_variables(
     variables.filter(|(name, _)| !is_own(name)).collect()
 }
 
-/// The shell code with which every activation script begins.
+/// The shell code with which every activation script (`run.activate`) begins, before the activation
+/// of the first environment.
 ///
 /// Descriptor 9 is the pipe that launch reads. What sourced scripts print goes to stderr. After the
 /// marker, the shell writes `E` and the reason of a failure, or `S` and the environment.
@@ -117,8 +120,8 @@ esac
 command -v conda >/dev/null 2>&1 || __launch_fail 'conda-missing'
 "#;
 
-/// Shell code that makes the command `module` available, which a login shell may lack on compute
-/// nodes.
+/// Shell code that makes the command `module` (environment modules) available to the activation
+/// script; a login shell may lack it on compute nodes.
 const MODULE_SETUP_SCRIPT: &str = r#"if ! command -v module >/dev/null 2>&1; then
   for __launch_file in "${MODULESHOME-}/init/${BASH_VERSION:+ba}sh" /etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh /usr/share/modules/init/${BASH_VERSION:+ba}sh /usr/share/Modules/init/${BASH_VERSION:+ba}sh /usr/share/lmod/lmod/init/${BASH_VERSION:+ba}sh; do
     if [ -r "$__launch_file" ]; then . "$__launch_file"; fi
@@ -128,8 +131,9 @@ fi
 command -v module >/dev/null 2>&1 || __launch_fail 'modules-missing'
 "#;
 
-/// Builds the shell script that activates the environments `steps`, and then prints `marker` and
-/// the resulting environment variables. Relative paths begin at `workdir`.
+/// Builds the shell script that activates the environments `steps` one after another, and then
+/// prints the text `marker` and the resulting environment variables. Relative paths begin at
+/// `workdir`.
 fn build_activation_script(steps: &[ActivationStep], workdir: &Path, marker: &str) -> String {
     let mut script = format!("{SCRIPT_PROLOGUE}printf '{marker}' >&9\n");
     for (i, step) in steps.iter().enumerate() {
@@ -221,8 +225,8 @@ impl ActivationResultParser<'_> {
         }
     }
 
-    /// Builds the error for a failure that the activation script has reported with the text
-    /// `reason`.
+    /// Builds the error for a failure that the activation script itself has detected and reported
+    /// with the text `reason`.
     fn build_reported_error(&self, reason: &str, printed: &[u8]) -> Diagnostic {
         let mut words = reason.split(' ');
         let kind = words.next().unwrap_or_default();
@@ -257,8 +261,8 @@ impl ActivationResultParser<'_> {
         }
     }
 
-    /// Builds an error of environment activation that contains the last lines of the script's
-    /// output `printed`.
+    /// Builds an error of environment activation (`run.activate`) that contains the last lines of
+    /// `printed`, the output of the activation script.
     fn build_error(&self, code: Code, message: &str, printed: &[u8]) -> Diagnostic {
         let message = format!("cannot activate the environment of the workers on {}: {message}", self.host);
         let error = Diagnostic::error(code, message)
@@ -304,8 +308,8 @@ fn parse_variables(text: &[u8]) -> Option<Vec<(OsString, OsString)>> {
     entries.map(parse).collect()
 }
 
-/// Returns the last lines of a script's output that are not empty, each shortened. Values that look
-/// secret are hidden, because `set -x` prints them.
+/// Returns the last nonempty lines of the activation script's output, each shortened, for an error
+/// message. Values that look secret are hidden, because `set -x` prints them.
 fn take_last_lines(printed: &[u8]) -> Vec<String> {
     let text = String::from_utf8_lossy(printed);
     let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();

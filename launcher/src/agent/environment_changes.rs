@@ -5,7 +5,8 @@ use std::{
     ffi::{OsStr, OsString},
 };
 
-/// The environment variables that activation (`run.activate`) adds, changes and removes.
+/// The environment variables that the activation of environments (`run.activate`) adds, changes and
+/// removes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct EnvironmentChanges {
     /// The variables that were not set before, with their values.
@@ -17,8 +18,8 @@ pub(crate) struct EnvironmentChanges {
 }
 
 impl EnvironmentChanges {
-    /// Returns the differences between the environment variables before and after the activation of
-    /// `run.activate`.
+    /// Returns which environment variables the activation of `run.activate` has added, changed and
+    /// removed, by comparing those before and after it.
     pub(super) fn compare_environments(
         before: &BTreeMap<OsString, OsString>,
         after: BTreeMap<OsString, OsString>,
@@ -30,16 +31,16 @@ impl EnvironmentChanges {
         EnvironmentChanges { added, changed, removed }
     }
 
-    /// Returns the name and the new value of each variable that the activation has added or
-    /// changed, and `None` as the value of a removed variable.
+    /// Returns, for each variable that the activation has changed, its name and its new value; the
+    /// value is `None` if the activation has removed the variable.
     pub(crate) fn assignments(&self) -> impl Iterator<Item = (&OsStr, Option<&OsStr>)> {
         let set = self.added.iter().chain(&self.changed);
         let set = set.map(|(name, value)| (name.as_os_str(), Some(value.as_os_str())));
         set.chain(self.removed.iter().map(|name| (name.as_os_str(), None)))
     }
 
-    /// Returns whether the activation (`run.activate`) has added the variable `name` or changed its
-    /// value.
+    /// Returns whether the activation of environments (`run.activate`) has added the variable
+    /// `name` or changed its value.
     pub(crate) fn changes_variable(&self, name: &str) -> bool {
         self.added.contains_key(OsStr::new(name)) || self.changed.contains_key(OsStr::new(name))
     }

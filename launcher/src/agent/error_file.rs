@@ -1,18 +1,21 @@
-//! Reads the error that a failed program recorded (`TORCHELASTIC_ERROR_FILE`).
+//! Reads the error that a failed worker program has recorded in its error file, to which the
+//! environment variable `TORCHELASTIC_ERROR_FILE` points.
 //!
 //! torch's `@record` writes `{"message": {"message": "ValueError: …", "extraInfo": {…}}}`, and
 //! other programs `{"message": "…"}`. The file is untrusted input and may also be a link or a pipe.
 use serde_json::Value;
 use std::{fs::OpenOptions, io::Read, os::unix::fs::OpenOptionsExt, path::Path};
 
-/// The largest number of bytes that are read of the file in which a failed program has recorded its
-/// error. The file may contain a whole traceback.
+/// The largest size, in bytes, of the file with a failed program's error
+/// (`TORCHELASTIC_ERROR_FILE`) that is read. The file may contain a whole traceback.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The length in characters to which the message in a program's error file is truncated.
+/// The length, in characters, to which the error message in the error file of a failed program is
+/// truncated.
 const MAX_MESSAGE_CHARS: usize = 500;
 
-/// Reads the error message that a failed program recorded in `file` (`TORCHELASTIC_ERROR_FILE`),
-/// and joins the message to one line. Returns `None` if the file is missing or invalid.
+/// Reads the error message from `file`, in which a failed worker program has recorded its error
+/// (`TORCHELASTIC_ERROR_FILE`), and joins the message to one line. Returns `None` if the file is
+/// missing or invalid.
 pub(super) fn read_error_message(file: &Path) -> Option<String> {
     // Without these flags, opening a named pipe would block, and a link could lead to any file.
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_NOCTTY;
@@ -26,7 +29,7 @@ pub(super) fn read_error_message(file: &Path) -> Option<String> {
     parse_error_message(&text)
 }
 
-/// Parses the content of the file in which a failed program has recorded its error
+/// Parses the content of the file in which a failed worker program has recorded its error
 /// (`TORCHELASTIC_ERROR_FILE`). Returns the error message, joined to one line and truncated, or
 /// `None` if the content is invalid or the message is empty.
 fn parse_error_message(text: &[u8]) -> Option<String> {

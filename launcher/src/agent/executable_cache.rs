@@ -16,27 +16,31 @@ use std::{
 /// The interval at which an agent updates the modification time of its executable, which marks the
 /// executable as used.
 const TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
-/// The time without an update of its modification time after which an executable in the cache
-/// counts as unused. Much longer than [`TOUCH_INTERVAL`], so that the executable of a suspended
-/// agent stays.
+/// The time without an update of its modification time after which an executable in the cache of a
+/// host counts as unused. Much longer than [`TOUCH_INTERVAL`], so that the executable of a
+/// suspended agent stays.
 const UNUSED_AFTER: Duration = Duration::from_secs(2 * 24 * 3600);
-/// The time without an update of its modification time after which an executable is always removed
-/// from the cache.
+/// The time without an update of its modification time after which even one of the newest
+/// executables is removed from the cache of a host.
 const REMOVED_AFTER: Duration = Duration::from_secs(30 * 24 * 3600);
-/// The number of newest executables that stay in the cache even if they are unused. The executable
-/// of the agent is one of them.
+/// The number of newest executables that stay in the cache of a host for longer (until
+/// [`REMOVED_AFTER`]), even if they are unused. The executable of the agent is one of them.
 const MIN_KEPT_EXECUTABLES: usize = 4;
-/// The length of the name of a cached executable, which is its BLAKE3 hash in hexadecimal.
+/// The length of a file name in the cache of launch's executables, which is the BLAKE3 hash of the
+/// executable in hexadecimal.
 const EXECUTABLE_NAME_LENGTH: usize = 64;
-/// The prefix of the names of executables in the cache that are not yet completely copied.
+/// The prefix of the names of files in the cache of launch's executables that are not completely
+/// copied yet.
 const COPY_PREFIX: &str = ".launch-";
-/// The prefix that the name of an executable gets while an agent removes it from the cache.
+/// The prefix of the temporary name that an executable in the cache gets before an agent deletes
+/// it, so that no start uses it any more.
 const REMOVED_PREFIX: &str = ".removed-";
-/// The stack size of the thread that cleans the cache, in bytes.
+/// The stack size, in bytes, of the thread that cleans the cache of launch's executables.
 const STACK_BYTES: usize = 128 << 10;
 
-/// Starts a thread that marks this agent's executable as used while the agent runs, and removes old
-/// executables from the cache once. Does nothing if the executable is not in a cache.
+/// Starts a thread that removes old executables of launch from the cache of this host once, and
+/// then regularly marks this agent's executable as used. Does nothing if the executable is not in a
+/// cache.
 pub(super) fn start_cache_cleanup_thread() {
     let Some(executable) = find_cached_executable() else { return };
     let run = move || {
@@ -58,13 +62,14 @@ fn find_cached_executable() -> Option<PathBuf> {
     is_cached.then_some(path)
 }
 
-/// Returns whether a file in the cache directory with the name `name` is a complete executable,
-/// which is named after its hash.
+/// Returns whether `name`, the name of a file in the cache of launch's executables, is that of a
+/// complete executable (its hash).
 fn is_executable_name(name: &str) -> bool {
     name.len() == EXECUTABLE_NAME_LENGTH && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Sets the modification time of a file to the present time of its file system.
+/// Sets the modification time of an executable in the cache to the present time of its file system,
+/// which marks it as used.
 fn mark_as_used(file: &Path) -> io::Result<()> {
     // A file that is being executed cannot be opened for writing.
     nix::sys::stat::utimensat(
@@ -77,10 +82,11 @@ fn mark_as_used(file: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes old executables from the cache directory that contains `executable`, which was just
-/// marked as used. An executable is old if it is unused for longer than [`REMOVED_AFTER`] or, while
-/// the cache has more than [`MIN_KEPT_EXECUTABLES`], for longer than [`UNUSED_AFTER`]. Also removes
-/// unused incomplete copies. Several agents may do so at the same time.
+/// Removes old executables of launch from the cache directory that contains `executable`, the
+/// executable of this agent, which was just marked as used. An executable is old if it is unused
+/// for longer than [`REMOVED_AFTER`] or, while the cache has more than [`MIN_KEPT_EXECUTABLES`],
+/// for longer than [`UNUSED_AFTER`]. Also removes unused incomplete copies. Several agents may do
+/// so at the same time.
 fn remove_old_executables(executable: &Path) -> io::Result<()> {
     let Some(directory) = executable.parent() else { return Ok(()) };
     let now = fs::metadata(executable)?.modified()?;
@@ -110,12 +116,13 @@ fn remove_old_executables(executable: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns whether a time is more than `limit` before `now`.
+/// Returns whether `time` is earlier than `now` by more than `limit`.
 fn is_older_than(time: SystemTime, now: SystemTime, limit: Duration) -> bool {
     now.duration_since(time).is_ok_and(|age| age > limit)
 }
 
-/// Removes an executable from the cache, unless an agent is being started from it.
+/// Removes an old executable of launch from the cache of this host, unless an agent is being
+/// started from it at this moment.
 ///
 /// A start marks the executable as used before it runs. So the file first gets another name, which
 /// no start uses, and is removed only if it is still not marked.

@@ -39,7 +39,7 @@ struct LoggedFault {
     logged_at: Duration,
 }
 
-/// Collects the GPU errors (Xids) that the kernel log reports after this watch was started.
+/// Collects the GPU errors (Xids) that the kernel log reports after this value was created.
 #[derive(Debug)]
 pub(super) struct GpuFaultWatch {
     log: Option<KernelLog>,
@@ -48,14 +48,14 @@ pub(super) struct GpuFaultWatch {
 }
 
 impl GpuFaultWatch {
-    /// Starts to watch for GPU errors, from the present end of the kernel log on. If this process
-    /// may not read the kernel log, the watch finds no faults.
+    /// Starts to collect GPU errors (Xids) from the kernel log, except for those that the log
+    /// already contains. If this process may not read the kernel log, the watch finds no faults.
     pub(super) fn start() -> Self {
         GpuFaultWatch { log: KernelLog::open(), faults: VecDeque::new() }
     }
 
-    /// Finds the GPU error that explains why the process `pid` has ended, after reading the new
-    /// records of the kernel log.
+    /// Reads the new records of the kernel log, and returns the GPU error that explains why the
+    /// process with the pid `pid` has ended.
     ///
     /// Returns the first fault with this pid. Without such a fault, returns the first fault of the
     /// last [`ATTRIBUTION_WINDOW`] without a pid, and attributes the fault to this process only.
@@ -64,8 +64,8 @@ impl GpuFaultWatch {
         self.attribute_fault(pid, now)
     }
 
-    /// Lists the GPU errors that the driver has logged for one of the processes `pids`, after
-    /// reading the new records of the kernel log.
+    /// Reads the new records of the kernel log, and returns the GPU errors that the driver has
+    /// logged with the pid of one of the processes `pids`.
     pub(super) fn list_faults_of(&mut self, pids: &[i32]) -> Vec<GpuFault> {
         self.read_log();
         let is_of_process = |pid: u32| pids.iter().any(|member| u32::try_from(*member) == Ok(pid));
@@ -73,8 +73,9 @@ impl GpuFaultWatch {
         faults.map(LoggedFault::to_gpu_fault).collect()
     }
 
-    /// Lists the GPU errors of the last `within` that the driver has logged without a pid, and that
-    /// were not attributed to the end of a process. Reads the new records of the kernel log before.
+    /// Lists the GPU errors of the last period of length `within` that the driver has logged
+    /// without a pid, and that were not attributed to the end of a process. Reads the new records
+    /// of the kernel log before.
     pub(super) fn list_unattributed_faults(&mut self, within: Duration) -> Vec<GpuFault> {
         let now = self.read_log();
         let is_recent = |fault: &&LoggedFault| now.saturating_sub(fault.logged_at) <= within;
@@ -82,8 +83,8 @@ impl GpuFaultWatch {
         faults.map(LoggedFault::to_gpu_fault).collect()
     }
 
-    /// Reads the new records of the kernel log, and remembers the GPU errors in them. Returns the
-    /// time since the boot of the host.
+    /// Reads the new records of the kernel log, and keeps the GPU errors (Xids) that they report.
+    /// Returns the time since the boot of the host.
     fn read_log(&mut self) -> Duration {
         let now = read_monotonic_time();
         if let Some(mut log) = self.log.take() {
@@ -93,8 +94,8 @@ impl GpuFaultWatch {
         now
     }
 
-    /// Remembers the GPU error that `record`, a record of the kernel log, reports; does nothing for
-    /// other records. `now` is the time since the boot of the host.
+    /// Remembers the GPU error that `record`, one record of the kernel log, reports; does nothing
+    /// if the record reports no GPU error. `now` is the time since the boot of the host.
     fn record_fault(&mut self, record: &str, now: Duration) {
         let Some(fault) = parse_fault(record, now).filter(|fault| fault.xid != XID_CLEANUP) else { return };
         if self.faults.len() == MAX_FAULTS {
@@ -103,9 +104,9 @@ impl GpuFaultWatch {
         self.faults.push_back(fault);
     }
 
-    /// Finds the recorded GPU error that explains why the process `pid` ended at `now`, the time
-    /// since the boot of the host. A fault without a pid gets this pid, so that no other process is
-    /// matched.
+    /// Finds the GPU error, among those that were read from the kernel log, that explains why the
+    /// process `pid` ended at the time `now` since the boot of the host. A fault without a pid gets
+    /// this pid, so that no other process is matched.
     fn attribute_fault(&mut self, pid: u32, now: Duration) -> Option<GpuFault> {
         let is_recent = |fault: &LoggedFault| now.saturating_sub(fault.logged_at) <= ATTRIBUTION_WINDOW;
         let of_process = self.faults.iter().position(|fault| fault.pid == Some(pid));
@@ -118,8 +119,8 @@ impl GpuFaultWatch {
 }
 
 impl LoggedFault {
-    /// Converts a GPU error of the kernel log to the form in which agents report it, with a
-    /// description of its Xid.
+    /// Converts a GPU error from the kernel log to the form in which the agent reports it to the
+    /// controller, with a description of the Xid.
     fn to_gpu_fault(&self) -> GpuFault {
         let description = XID_DESCRIPTIONS.iter().find(|(xid, _)| *xid == self.xid);
         let description = description.map(|(_, description)| (*description).to_owned());

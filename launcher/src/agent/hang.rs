@@ -29,10 +29,12 @@ use thread_state::{CPU_TIME_WINDOW, MainThread};
 
 /// How long the agent waits until all hanging ranks have answered its request for evidence.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(6);
-/// The pause between two checks for answers of hanging ranks.
+/// The pause between two checks whether the hanging ranks have answered the agent's request for
+/// evidence.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The hanging workers of a host, and the sources from which evidence about them is collected.
+/// The hanging workers of a host, and where evidence about them is found: the directory of the hang
+/// hook (a Python module in the workers) and the status memory of built-in workers.
 pub(super) struct EvidenceRequest {
     /// The workers.
     pub(super) workers: Vec<HangingWorker>,
@@ -46,7 +48,8 @@ pub(super) struct EvidenceRequest {
     pub(super) world: u32,
 }
 
-/// A worker about which evidence is collected.
+/// A hanging worker about which evidence is to be collected: its rank, its processes, and the GPU
+/// errors that the driver has reported.
 pub(super) struct HangingWorker {
     pub(super) rank: Rank,
     pub(super) pid: u32,
@@ -61,8 +64,8 @@ pub(super) struct HangingWorker {
     pub(super) host_gpu_faults: Vec<GpuFault>,
 }
 
-/// A hanging worker, and the process of the worker about which evidence is collected, such as a
-/// child that uses torch.
+/// A hanging worker with the one of its processes about which evidence is collected, such as a
+/// child process that uses torch.
 struct ObservedWorker {
     worker: HangingWorker,
     pid: u32,
@@ -71,8 +74,8 @@ struct ObservedWorker {
     answer: Option<HookAnswer>,
 }
 
-/// Collects evidence about the hanging workers of a request, such as their stacks and collectives.
-/// Blocks for little more than [`ANSWER_TIMEOUT`] at most.
+/// Collects evidence about the hanging workers that `request` lists, such as their stacks and their
+/// last collectives. Blocks for little more than [`ANSWER_TIMEOUT`] at most.
 pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
     let EvidenceRequest { workers, hook_directory, status, attempt, world } = request;
     let begin = Instant::now();
@@ -146,8 +149,8 @@ fn build_program_evidence(
     add_gpu_faults_to_evidence(evidence, subject.worker)
 }
 
-/// Adds the GPU errors that the kernel log reports for a hanging worker and its host to the
-/// evidence about the worker.
+/// Adds the GPU errors that the kernel log reports for a hanging worker, or without a pid for its
+/// host, to the evidence about the worker.
 fn add_gpu_faults_to_evidence(evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
     RankEvidence { gpu_faults: worker.gpu_faults, host_gpu_faults: worker.host_gpu_faults, ..evidence }
 }

@@ -6,7 +6,7 @@ use std::{
     os::unix::fs::OpenOptionsExt,
 };
 
-/// The size of the buffer for one record of the kernel log, in bytes.
+/// The size, in bytes, of the buffer into which one record of the kernel log is read.
 const MAX_RECORD_BYTES: usize = 8 << 10;
 /// The largest number of records that one call of [`KernelLog::read_new_records`] reads.
 const MAX_RECORDS: usize = 10_000;
@@ -16,7 +16,8 @@ const MAX_RECORDS: usize = 10_000;
 pub(super) struct KernelLog(File);
 
 impl KernelLog {
-    /// Opens the kernel log at its end. Returns `None` if this process may not read the kernel log.
+    /// Opens the kernel log at its end, so that only records that are added later are read. Returns
+    /// `None` if this process may not read the kernel log.
     pub(super) fn open() -> Option<KernelLog> {
         let mut log = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/kmsg").ok()?;
         log.seek(SeekFrom::End(0)).ok()?;
@@ -24,7 +25,7 @@ impl KernelLog {
     }
 
     /// Reads the records that were added to the kernel log since the last call, and passes each
-    /// record to `on_record`. Does not block.
+    /// record to the function `on_record`. Does not block.
     pub(super) fn read_new_records(&mut self, mut on_record: impl FnMut(&str)) {
         let mut bytes = [0; MAX_RECORD_BYTES];
         for _ in 0..MAX_RECORDS {

@@ -19,8 +19,8 @@ const FULL_DISK_TIMEOUT: Duration = Duration::from_millis(500);
 /// respond.
 const STALLED_DISK_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A handle of the thread that writes the logs of all ranks of an agent, and that queues writes for
-/// it.
+/// A handle of the thread that writes the logs of all ranks of an agent, through which writes are
+/// queued for the thread.
 #[derive(Clone, Debug)]
 pub(crate) struct LogThread {
     thread: BackgroundThread,
@@ -40,22 +40,22 @@ pub(crate) enum LostOutput {
 
 impl LogThread {
     /// Starts the thread that writes the ranks' logs, with at most [`MAX_WAITING_LOG_BYTES`] of
-    /// output that may wait to be written. At most [`MAX_WAITING_LOG_BYTES`] of output may wait for
-    /// it.
+    /// output that may wait to be written.
     pub(crate) fn start() -> io::Result<LogThread> {
         LogThread::with_capacity(MAX_WAITING_LOG_BYTES)
     }
 
-    /// Starts the thread that writes the ranks' logs, with at most `max_bytes` bytes of output that
-    /// may wait to be written.
+    /// Starts the thread that writes the ranks' logs; at most `max_bytes` bytes of output may wait
+    /// to be written.
     pub(crate) fn with_capacity(max_bytes: usize) -> io::Result<LogThread> {
         let thread = BackgroundThread::start("rank-logs", max_bytes)?;
         Ok(LogThread { thread, retries: WriteRetrySwitch::default(), lost_bytes: Arc::default() })
     }
 
-    /// Queues the function `write`, which writes to a rank's log, to run on the log thread after
-    /// all earlier writes. `write` returns the number of bytes that the disk has not accepted.
-    /// Returns `false` if too much output waits to accept another `bytes` bytes. Never blocks.
+    /// Queues the function `write`, which writes output to a rank's log, to be called on the log
+    /// thread after all earlier writes. `write` returns the number of bytes that the disk has not
+    /// accepted. Returns `false` if too much output waits to accept another `bytes` bytes. Never
+    /// blocks.
     pub(crate) fn queue_write(
         &self,
         bytes: usize,
@@ -67,10 +67,10 @@ impl LogThread {
         })
     }
 
-    /// Waits, when the agent ends, until all output of workers is written to their logs. Gives up
-    /// writes that the disk still rejects after [`FULL_DISK_TIMEOUT`], and stops waiting for a disk
-    /// that does not answer after another [`STALLED_DISK_TIMEOUT`]. Returns the output that was
-    /// lost; `None` if all output was written.
+    /// Waits, when the agent ends, until all output of workers is written to their logs, for a
+    /// limited time. Gives up writes that the disk still rejects after [`FULL_DISK_TIMEOUT`], and
+    /// stops waiting for a disk that does not answer after another [`STALLED_DISK_TIMEOUT`].
+    /// Returns the output that was lost; `None` if all output was written.
     pub(crate) fn finish(&self) -> Option<LostOutput> {
         if !self.thread.flush(FULL_DISK_TIMEOUT) {
             self.retries.switch_off();
@@ -82,15 +82,15 @@ impl LogThread {
         (bytes > 0).then_some(LostOutput::Rejected { bytes })
     }
 
-    /// Waits, for at most `limit`, until all output that is queued for the log thread at present is
-    /// written. Returns whether all of this output was written.
+    /// Waits, for at most the time `limit`, until all output that is now queued for the log thread
+    /// is written. Returns whether all of this output was written.
     #[cfg(test)]
     pub(crate) fn wait_for_queued_writes(&self, limit: Duration) -> bool {
         self.thread.flush(limit)
     }
 
-    /// Returns how long the write to a log that the log thread currently executes has taken so far.
-    /// Returns zero if no write runs.
+    /// Returns for how long the log thread has been executing the write to a log that it executes
+    /// at present. Returns zero if no write runs.
     #[cfg(test)]
     pub(crate) fn current_write_time(&self) -> Duration {
         self.thread.busy_time()

@@ -15,13 +15,15 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The shortest time between two recordings of a log's size in the file `rank-N.log.times`.
+/// The shortest time between two entries (a time and the log's size at that time) in the file
+/// `rank-N.log.times` of a rank.
 const MIN_RECORD_INTERVAL: Duration = Duration::from_secs(1);
 /// The size in bytes of one entry of the file `rank-N.log.times`: a time and the size of the log at
 /// that time.
 const PAIR_BYTES: usize = 16;
-/// The largest size of a file `rank-N.log.times`, in bytes. It is reached after twelve days with
-/// output every second. After that, no more times are recorded.
+/// The largest size, in bytes, of the file `rank-N.log.times`, which records at which times the log
+/// of a rank had which sizes. It is reached after twelve days with output every second. After that,
+/// no more times are recorded.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// Records how a rank's log grows, by appending pairs of time and log size to the file
@@ -34,8 +36,9 @@ pub(super) struct LogTimesWriter {
 }
 
 impl LogTimesWriter {
-    /// Opens or creates the file `rank-N.log.times` that belongs to the log file `log`, and removes
-    /// an incomplete last entry. If the file cannot be opened, the writer records nothing.
+    /// Opens or creates `rank-N.log.times`, the file that records how the log file `log` of a rank
+    /// grows, and removes an incomplete last entry. If the file cannot be opened, the writer
+    /// records nothing.
     pub(super) fn open(log: &Path) -> LogTimesWriter {
         let file = open_private_file_for_appending(&log_times_path(log)).ok();
         let size = file.as_ref().and_then(|f| f.metadata().ok()).map_or(0, |m| m.len());
@@ -45,7 +48,7 @@ impl LogTimesWriter {
         LogTimesWriter { file, size, last: None }
     }
 
-    /// Records the current time together with the present size of the log, `bytes` bytes. Does
+    /// Records in `rank-N.log.times` that the log of the rank has the size `bytes` now. Does
     /// nothing within [`MIN_RECORD_INTERVAL`] of the last recorded size, or if the file of times
     /// has reached [`MAX_FILE_BYTES`].
     ///
@@ -66,7 +69,7 @@ impl LogTimesWriter {
     }
 }
 
-/// Returns the offset of the first byte of a log that was written at or after `since_ms`
+/// Returns the offset in a log of the first byte that was written at or after the time `since_ms`
 /// (milliseconds since 1970), accurate to about a second.
 ///
 /// `end` must be the size of the log. It is returned if the whole log was written before
@@ -108,7 +111,8 @@ fn decode_log_size(pair: &[u8]) -> u64 {
     pair[8..].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b))
 }
 
-/// Returns the path of the file `rank-N.log.times` that belongs to the log file `log`.
+/// Returns the path of `rank-N.log.times`, the file that records how the log file `log` of a rank
+/// has grown.
 fn log_times_path(log: &Path) -> PathBuf {
     let mut name = log.as_os_str().to_owned();
     name.push(".times");

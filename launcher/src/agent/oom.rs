@@ -1,4 +1,4 @@
-//! Detects processes that the kernel killed because memory ran out.
+//! Detects workers that the kernel has killed because memory ran out (OOM).
 //!
 //! The detection uses the control group's counter of OOM kills. If the counter is not readable, the
 //! detection uses the pids of killed processes in the kernel log.
@@ -6,7 +6,8 @@ use super::kernel_log::KernelLog;
 use crate::discover::read_oom_kill_count;
 use std::path::Path;
 
-/// Detects the OOM kills of workers that happen after the start of the watch.
+/// Detects which workers the kernel kills for lack of memory (OOM) after this value was created,
+/// from a counter of the control group or from the kernel log.
 #[derive(Debug)]
 pub(super) struct OomWatch {
     /// The number of OOM kills of this control group that happened before the start of the watch or
@@ -26,7 +27,7 @@ impl OomWatch {
         OomWatch { known_kills, log, killed_pids: Vec::new() }
     }
 
-    /// Decides whether the kernel killed a process that died of SIGKILL because memory ran out.
+    /// Decides whether a process that died of SIGKILL was killed by the kernel for lack of memory.
     /// Attributes one counted OOM kill to the process.
     ///
     /// The process must belong to this control group. The caller must call this function once for
@@ -49,9 +50,9 @@ impl OomWatch {
     }
 }
 
-/// Parses, from a record of the kernel log, the pid of a process that the kernel has killed for
-/// lack of memory. An example of a record is `… Out of memory: Killed process 123 (name) …`.
-/// Returns `None` if the record does not report an OOM kill.
+/// Parses the pid of a process that the kernel has killed for lack of memory from a record of the
+/// kernel log. An example of a record is `… Out of memory: Killed process 123 (name) …`. Returns
+/// `None` if the record does not report an OOM kill.
 fn parse_killed_pid(record: &str) -> Option<u32> {
     let (before, after) = record.split_once("Killed process ")?;
     let is_oom = before.to_ascii_lowercase().contains("out of memory");

@@ -31,8 +31,8 @@ use tokio::sync::mpsc;
 /// How many of the last lines of each rank's output are kept, so that a report of the rank's
 /// failure can contain them. These lines are the tail.
 pub(crate) const TAIL_LINES: usize = 20;
-/// The length in bytes to which a line of output is truncated on the user's console and in failure
-/// reports. The log contains the whole lines.
+/// The length, in bytes, to which a line of a worker's output is truncated on the user's console
+/// and in failure reports. The log contains the whole lines.
 pub(crate) const MAX_LINE_BYTES: usize = 4 << 10;
 /// The time in milliseconds without further output after which the beginning of an unfinished line
 /// of output is written to the log.
@@ -40,11 +40,12 @@ const UNFINISHED_LINE_MS: u16 = 200;
 /// The largest number of bytes of a worker's output that are read at once. An unfinished line that
 /// is longer is written to the log in several parts.
 const MAX_READ_BYTES: usize = 64 << 10;
-/// The shortest time between two reports that a line of the worker's output contains
-/// `run.progress_pattern`.
+/// The shortest time between two reports that the worker makes progress, because its output
+/// contains the user's `run.progress_pattern`.
 const MIN_PROGRESS_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// An event that the thread which copies a worker's output reports to the agent's event loop.
+/// An event that the thread which copies a worker's output reports to the agent's event loop, such
+/// as that all output was copied.
 #[derive(Debug)]
 pub(crate) enum PumpEvent {
     /// The pipes were drained. The answer to [`OutputPump::request_drain`].
@@ -61,7 +62,8 @@ pub(crate) enum PumpEvent {
     LogFailed(Diagnostic),
 }
 
-/// The options of an [`OutputPump`], which copies the output of one rank's worker.
+/// The options of the thread that copies the output of one rank's worker, such as the pattern that
+/// shows progress.
 #[derive(Clone, Debug)]
 pub(crate) struct PumpOptions {
     pub(crate) rank: Rank,
@@ -74,19 +76,20 @@ pub(crate) struct PumpOptions {
     pub(crate) error_file: Option<PathBuf>,
 }
 
-/// The queue of output lines of all workers of the agent, which are sent to the present controller.
-/// All [`OutputPump`]s of an agent share the queue.
+/// The queue through which the threads that copy workers' output send lines to the present
+/// controller, which shows them to the user. All [`OutputPump`]s of an agent share the queue.
 #[derive(Clone, Debug)]
 pub(crate) struct ControllerLineQueue(Arc<Mutex<Outbox<FromAgent>>>);
 
 impl ControllerLineQueue {
-    /// Creates a queue of output lines, which `outbox` sends to the controller.
+    /// Creates the queue through which lines of workers' output are sent to the controller with
+    /// `outbox`.
     pub(crate) fn new(outbox: Outbox<FromAgent>) -> ControllerLineQueue {
         ControllerLineQueue(Arc::new(Mutex::new(outbox)))
     }
 
-    /// Sends all later lines of output through `outbox`, the queue of messages to another
-    /// controller.
+    /// Makes all later lines of workers' output go to another controller, whose queue of messages
+    /// is `outbox`.
     pub(crate) fn set_controller_outbox(&self, outbox: Outbox<FromAgent>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = outbox;
     }
@@ -106,17 +109,18 @@ pub(crate) struct OutputPump {
     show: Arc<AtomicBool>,
 }
 
-/// The command to the thread that copies a worker's output to continue copying.
+/// The command by which the thread that copies a worker's output is only woken, so that it
+/// continues to copy.
 const COMMAND_CONTINUE: u8 = 0;
-/// The command to the thread that copies a worker's output to copy what remains in the pipes and to
-/// report the last lines.
+/// The command by which the thread that copies a worker's output copies what remains in the pipes,
+/// and then reports the last lines.
 const COMMAND_DRAIN: u8 = 1;
-/// The command to the thread that copies a worker's output to end.
+/// The command by which the thread that copies a worker's output ends.
 const COMMAND_QUIT: u8 = 2;
 
 impl OutputPump {
-    /// Starts the thread that copies the output pipes `stdout` and `stderr` of a worker to the log
-    /// of the worker's rank.
+    /// Starts the thread that copies what a worker writes to its output pipes `stdout` and `stderr`
+    /// to the log of the worker's rank.
     ///
     /// `console` is the queue of lines to the controller. Each event is sent to `events` with the
     /// rank and the pid of the worker.
@@ -162,14 +166,15 @@ impl OutputPump {
     }
 
     /// Requests that the thread copy the output that remains in the worker's pipes to the log, and
-    /// report the last lines ([`PumpEvent::Drained`]). Does not block.
+    /// then report the last lines to the agent's event loop. Does not block.
     ///
     /// The agent calls this method after the worker has ended.
     pub(crate) fn request_drain(&self) {
         self.send_command(COMMAND_DRAIN);
     }
 
-    /// Sends a command to the thread that copies the worker's output, and wakes the thread.
+    /// Sends a command (continue, drain or quit) to the thread that copies the worker's output, and
+    /// wakes the thread.
     fn send_command(&self, command: u8) {
         self.command.0.store(command, Ordering::Release);
         _ = self.command.1.write(1);
@@ -183,7 +188,7 @@ impl Drop for OutputPump {
 }
 
 /// One of a worker's two output streams (stdout or stderr): the pipe, and the beginning of a line
-/// that is not complete.
+/// whose end was not yet read.
 struct OutputStream {
     /// The read end of the pipe; `None` after the end of the stream.
     pipe: Option<File>,
@@ -197,8 +202,9 @@ impl OutputStream {
         OutputStream { pipe: Some(fd.into()), stderr, unfinished: Vec::new() }
     }
 
-    /// Reads available output of the worker from the pipe into `buffer`, without blocking. Returns
-    /// the number of bytes, or `None` if no output is available or the stream has ended before.
+    /// Reads the output of the worker that is available in the pipe into `buffer`, without
+    /// blocking. Returns the number of bytes, or `None` if no output is available or the stream has
+    /// ended before.
     ///
     /// At the end of the stream, closes the pipe and returns 0.
     fn read(&mut self, buffer: &mut [u8]) -> Option<usize> {
@@ -215,7 +221,8 @@ impl OutputStream {
     }
 }
 
-/// The thread that copies the output of one worker: its pipes, and the destinations of the output.
+/// The state of the thread that copies the output of one worker: the worker's pipes, the commands
+/// to the thread, and the destinations of the output.
 struct PumpThread {
     command: Arc<(AtomicU8, EventFd)>,
     streams: [OutputStream; 2],
@@ -223,7 +230,8 @@ struct PumpThread {
 }
 
 impl PumpThread {
-    /// Copies the worker's output to its destinations until the command [`COMMAND_QUIT`] arrives.
+    /// Copies the worker's output to the log, the controller and the list of last lines until the
+    /// command to end arrives.
     fn copy_until_quit(mut self) {
         let mut buffer = vec![0; MAX_READ_BYTES];
         loop {
@@ -247,8 +255,9 @@ impl PumpThread {
         }
     }
 
-    /// Blocks until output of the worker or a command to this thread arrives. Returns `false` if a
-    /// line without a line end is waiting and nothing arrived within [`UNFINISHED_LINE_MS`].
+    /// Blocks until the worker has written output to its pipes, or until a command to this thread
+    /// arrives. Returns `false` if a line without a line end is waiting and nothing arrived within
+    /// [`UNFINISHED_LINE_MS`].
     fn wait_for_output(&self) -> bool {
         let mut fds = vec![PollFd::new(self.command.1.as_fd(), PollFlags::POLLIN)];
         let open = self.streams.iter().filter_map(|s| s.pipe.as_ref());
@@ -277,8 +286,8 @@ impl PumpThread {
         self.sink.report_drained();
     }
 
-    /// Writes the unfinished last lines of the worker's stdout and stderr, as if they were
-    /// complete.
+    /// Writes the last lines of the worker's stdout and stderr that have no line end yet to the
+    /// log, as if they were complete.
     fn write_unfinished_lines(&mut self) {
         for stream in &mut self.streams {
             self.sink.write_unfinished_line(stream);
@@ -286,8 +295,8 @@ impl PumpThread {
     }
 }
 
-/// The destinations of one worker's output: the log of its rank, the controller (if the rank is
-/// shown), and the last lines for failure reports.
+/// Where the output of one worker goes: the log of its rank, the controller (if the user wants to
+/// see the rank's output), and the list of the last lines for failure reports.
 struct OutputDestinations {
     options: PumpOptions,
     shown: Arc<AtomicBool>,
@@ -303,9 +312,9 @@ struct OutputDestinations {
 }
 
 impl OutputDestinations {
-    /// Writes the complete lines in `bytes`, which were read from a worker's pipe, to the log, to
-    /// the controller and to the last lines. Keeps the bytes after the last line end in `stream`
-    /// until the line is complete.
+    /// Writes the complete lines in `bytes`, which were read from a worker's pipe, to the rank's
+    /// log, and passes them to the controller and to the list of last lines for failure reports.
+    /// Keeps the bytes after the last line end in `stream` until the line is complete.
     fn write_complete_lines(&mut self, stream: &mut OutputStream, bytes: &[u8]) {
         let Some(end) = bytes.iter().rposition(|b| *b == b'\n') else {
             stream.unfinished.extend_from_slice(bytes);
@@ -325,8 +334,8 @@ impl OutputDestinations {
         stream.unfinished.extend_from_slice(rest);
     }
 
-    /// Writes the unfinished last line of `stream` to the log, to the controller and to the last
-    /// lines, as if the line were complete.
+    /// Writes the beginning of a line of the worker's output, `stream.unfinished`, to the rank's
+    /// log, the controller and the list of last lines, as if the line were complete.
     fn write_unfinished_line(&mut self, stream: &mut OutputStream) {
         if !stream.unfinished.is_empty() {
             let rest = std::mem::take(&mut stream.unfinished);
@@ -334,8 +343,9 @@ impl OutputDestinations {
         }
     }
 
-    /// Writes complete lines of stdout or stderr to the log, to the controller and to the last
-    /// lines. Reports progress if the lines contain the progress pattern.
+    /// Writes complete lines of a worker's stdout or stderr to the rank's log, to the controller
+    /// (if the rank is shown) and to the list of last lines for failure reports. Reports progress
+    /// if the lines contain the progress pattern.
     fn write_lines(&mut self, bytes: &[u8], stderr: bool) {
         self.log.append(bytes);
         self.detect_progress(bytes);
@@ -354,8 +364,9 @@ impl OutputDestinations {
         }
     }
 
-    /// Reports to the agent that the worker makes progress, if the output in `bytes` contains
-    /// `run.progress_pattern`. Reports at most once per [`MIN_PROGRESS_REPORT_INTERVAL`].
+    /// Reports to the agent that the worker makes progress, if `bytes`, a part of the worker's
+    /// output, contains the user's `run.progress_pattern`. Reports at most once per
+    /// [`MIN_PROGRESS_REPORT_INTERVAL`].
     fn detect_progress(&mut self, bytes: &[u8]) {
         let Some(pattern) = self.options.progress_pattern.as_ref().map(String::as_bytes) else { return };
         let is_due = self.progress_reported_at.is_none_or(|at| at.elapsed() >= MIN_PROGRESS_REPORT_INTERVAL);
@@ -366,9 +377,9 @@ impl OutputDestinations {
         }
     }
 
-    /// Forwards a line of the worker's output to the controller. If lines were dropped before, a
-    /// notice with their number precedes the line. If the queue is full, the line is dropped and
-    /// counted.
+    /// Sends a line of the worker's output to the controller, which shows the line to the user. If
+    /// lines were dropped before, a notice with their number precedes the line. If the queue is
+    /// full, the line is dropped and counted.
     fn forward_line_to_controller(&mut self, text: String, stderr: bool) {
         let rank = self.options.rank;
         if self.dropped_lines > 0
@@ -383,8 +394,8 @@ impl OutputDestinations {
         }
     }
 
-    /// Returns a message to the user with the number of output lines that were not forwarded, and
-    /// with the log that contains them.
+    /// Formats a message to the user which states how many output lines were not shown, and which
+    /// log contains them.
     fn format_dropped_lines_notice(&self) -> FromAgent {
         let text = match self.dropped_lines {
             1 => format!("[1 line is only in {}]", self.log.path()),
@@ -393,9 +404,9 @@ impl OutputDestinations {
         FromAgent::Line { rank: self.options.rank, stderr: true, text }
     }
 
-    /// Reports to the agent that all output of the ended worker was copied, with the last lines of
-    /// the output. If lines were dropped, first forwards a notice with their number to the
-    /// controller.
+    /// Reports to the agent's event loop that all output of the ended worker was copied, together
+    /// with the last lines of the output. If lines were dropped, first forwards a notice with their
+    /// number to the controller.
     fn report_drained(&mut self) {
         if self.dropped_lines > 0
             && self.console.send_message(MessagePriority::Normal, self.format_dropped_lines_notice())

@@ -23,11 +23,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The prefix of the names of the small files by which `launch check` finds out which hosts share a
-/// directory.
+/// The prefix of the names of the small files that `launch check` creates to find out which hosts
+/// share a directory.
 const NONCE_FILE_PREFIX: &str = ".launch-check-";
-/// The largest number of addresses of one other agent to which `launch check` tries to connect.
-/// Further addresses are ignored.
+/// The largest number of addresses of another host's agent to which this agent tries to connect for
+/// `launch check`. Further addresses are ignored.
 const MAX_PEER_ADDRESSES: usize = 8;
 /// The largest number of bytes that are read of a greeting, the text that an agent sends to test
 /// connections between hosts.
@@ -39,8 +39,8 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
 /// another host is reachable. A longer timeout in a probe is reduced to this value.
 const MAX_CONNECT_TIMEOUT_MS: u64 = 60_000;
 
-/// Executes the requests (probes) of `launch check` to inspect this host or its connections.
-/// Dropping the last clone removes the files by which shared directories are found.
+/// Executes the requests (probes) by which `launch check` inspects this host and its connections to
+/// other hosts. Dropping the last clone removes the files by which shared directories are found.
 #[derive(Clone)]
 pub(super) struct Prober {
     preflight: &'static dyn Preflight,
@@ -48,9 +48,9 @@ pub(super) struct Prober {
     network: Arc<NetworkProber>,
 }
 
-/// What an agent keeps between two requests of `launch check`: the files that it has written to
-/// find shared directories, and the directories in which it searches for those of other hosts.
-/// Dropping the state removes the files.
+/// What an agent remembers between two requests of `launch check`: the files by which other hosts
+/// recognize shared directories, and the directories that it searches for such files. Dropping the
+/// state removes the files.
 #[derive(Debug, Default)]
 struct NonceFileState {
     /// The directories of [`ProbeRequest::Inspect`] that exist, or their nearest existing parents.
@@ -64,14 +64,14 @@ impl Prober {
         Prober { preflight, state: Arc::default(), network: Arc::default() }
     }
 
-    /// Locks the mutex of the files and directories that are kept between probes, even if another
-    /// thread has panicked while it held the lock.
+    /// Locks what this agent keeps between two requests of `launch check` (written files and
+    /// searched directories), even if another thread has panicked while it held the lock.
     fn lock_state(&self) -> MutexGuard<'_, NonceFileState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a thread that executes a request of `launch check`, and passes the answer to `send`.
-    /// Does not block. Fails if the thread cannot be started.
+    /// Starts a thread that executes one request of `launch check` on this host, and passes the
+    /// answer to the function `send`. Does not block. Fails if the thread cannot be started.
     pub(super) fn start_answering(
         &self,
         probe: ProbeRequest,
@@ -113,8 +113,8 @@ impl Prober {
         }
     }
 
-    /// Writes a file named after the random text `nonce` to each writable directory of `dirs`, by
-    /// which other hosts can see that they share the directory. Stores `dirs` for
+    /// Writes a file named after the random text `nonce` to each writable directory in `dirs`, so
+    /// that hosts that share the directory see the file. Stores `dirs` for
     /// [`Prober::find_visible_nonces`].
     fn write_nonce_files(&self, nonce: &str, dirs: &[PathBuf]) {
         let mut state = self.lock_state();
@@ -128,9 +128,9 @@ impl Prober {
         state.dirs = dirs.to_vec();
     }
 
-    /// Returns, for each directory that `launch check` has named before, which of `nonces` (random
-    /// texts of other hosts) name a file in it. The agent of another host has written such a file,
-    /// so both hosts share the directory.
+    /// Finds out which hosts share directories with this one: returns, for each directory of the
+    /// last inspection, which of `nonces` (random texts of other hosts) name a file in it. The
+    /// agent of the other host has written such a file.
     fn find_visible_nonces(&self, nonces: &[String]) -> Vec<Vec<String>> {
         let dirs = self.lock_state().dirs.clone();
         // The directory is listed because a listing makes NFS clients refresh their cache.
@@ -154,9 +154,9 @@ impl Drop for NonceFileState {
     }
 }
 
-/// Opens a TCP port of `ports`, and starts a thread that sends a greeting (a text with `nonce`) to
-/// every process that connects. Other agents test with it whether they reach this host. Returns the
-/// port and the greeting, or `None` if the port or the thread is not available.
+/// Opens a TCP port in the range `ports`, and starts a thread that sends a text with `nonce` to
+/// every process that connects, so that other agents can test whether they reach this host. Returns
+/// the port and the text, or `None` if the port or the thread is not available.
 fn open_greeting_port(nonce: &str, ports: PortSelection) -> Option<(u16, String)> {
     let at_every_address = |port| {
         let v6 = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));
@@ -226,8 +226,8 @@ fn connect_and_check_greeting(peer: &PeerListener, timeout: Duration) -> diagnos
     Err(last_error.with_subject(&peer.name))
 }
 
-/// Connects to an address, and reads the greeting (the text that an agent sends) until the end of
-/// the stream. `timeout` limits the connection and each read.
+/// Connects to the address of another agent, and reads its greeting (a text that tests the
+/// connection) until the end of the stream. `timeout` limits the connection and each read.
 fn read_greeting(address: SocketAddr, timeout: Duration) -> io::Result<String> {
     let stream = TcpStream::connect_timeout(&address, timeout)?;
     stream.set_read_timeout(Some(timeout))?;

@@ -56,8 +56,7 @@ pub(crate) struct SpawnedWorker {
     pub(crate) attempts: Option<UnixStream>,
 }
 
-/// Forks this process. Returns the child's pid in the parent process, and `None` in the child
-/// process.
+/// Forks this process, and returns the pid of the child in the parent and `None` in the child.
 ///
 /// The process must have only one thread.
 pub(super) fn fork_process() -> io::Result<Option<Pid>> {
@@ -69,12 +68,14 @@ pub(super) fn fork_process() -> io::Result<Option<Pid>> {
 }
 
 /// Creates an empty memory file (memfd) through which the built-in workers of the host exchange
-/// data. The workers set the size of the file, and seal the file so that no process can shrink it.
+/// data with each other. The workers set the size of the file, and seal the file so that no process
+/// can shrink it.
 pub(super) fn create_shared_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?)
 }
 
-/// The memory files (memfds) that built-in workers inherit from their agent.
+/// The memory files (memfds) that built-in workers inherit from their agent, for their data
+/// exchange, their status and copies of their training state.
 #[derive(Clone, Copy, Default)]
 pub(super) struct WorkerMemoryFiles<'a> {
     /// The memory that the workers of the host share during an attempt.
@@ -96,8 +97,8 @@ pub(super) fn create_copy_memory() -> io::Result<OwnedFd> {
     Ok(memfd_create(c"launch-copies", MFdFlags::MFD_CLOEXEC)?)
 }
 
-/// Sends the file descriptor `fd` over a Unix socket, without blocking. The receiver gets it with
-/// one byte.
+/// Sends the file descriptor `fd` to another process over a Unix socket, without blocking. The
+/// receiver gets it with one byte.
 pub(super) fn pass_descriptor(socket: &UnixStream, fd: BorrowedFd<'_>) -> io::Result<()> {
     let fds = [fd.as_raw_fd()];
     let message = [ControlMessage::ScmRights(&fds)];
@@ -229,8 +230,8 @@ pub(super) fn spawn_worker_process(
     Ok(SpawnedWorker { pid: child.id(), stdout, stderr, control, terminal, attempts })
 }
 
-/// Makes a command use the terminal as its stdin, stdout and stderr, and run in the foreground of
-/// the terminal.
+/// Makes the worker's command use the terminal (`run.terminal`) as its stdin, stdout and stderr, in
+/// the foreground.
 fn use_terminal(command: &mut Command, terminal: &BorrowedTerminal) -> io::Result<()> {
     let file = || terminal.file().try_clone();
     command.stdin(file()?).stdout(file()?).stderr(file()?);
@@ -275,7 +276,8 @@ fn build_worker_command(plan: &WorkerPlan, inherited: &InheritedEnvironment) -> 
     command
 }
 
-/// Changes the environment variables that a command inherits from the agent, as `inherited` states.
+/// Sets and removes the environment variables of `command`, a worker's or user's command, in which
+/// the environment `inherited` of workers differs from that of the agent.
 fn apply_inherited_environment(command: &mut Command, inherited: &InheritedEnvironment) {
     for (name, value) in inherited.changes.assignments() {
         match value {
@@ -295,8 +297,8 @@ fn apply_inherited_environment(command: &mut Command, inherited: &InheritedEnvir
     inherited.hidden.iter().for_each(|name| _ = command.env_remove(name));
 }
 
-/// Converts the CPUs to which the plan binds a worker to a CPU set of the kernel. Returns `None` if
-/// the plan does not bind the worker to CPUs.
+/// Converts the CPUs to which the worker's plan `plan` binds the worker to a CPU set in the form
+/// that the kernel takes. Returns `None` if the plan does not bind the worker to CPUs.
 ///
 /// Fails if the agent may not run on one of the CPUs.
 fn build_cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::CpuSet>> {
@@ -324,8 +326,8 @@ fn build_cpu_set(plan: &WorkerPlan) -> diagnostic::Result<Option<nix::sched::Cpu
 struct NumaNodeMask([libc::c_ulong; 16]);
 
 impl NumaNodeMask {
-    /// Returns the set that contains one NUMA node. Returns `None` if the number of the node is
-    /// 1024 or more.
+    /// Returns the set that contains only the NUMA node with this number. Returns `None` if the
+    /// number of the node is 1024 or more.
     fn from_node(node: u32) -> Option<NumaNodeMask> {
         let mut mask = NumaNodeMask([0; 16]);
         *mask.0.get_mut(node as usize / 64)? |= 1 << (node % 64);
@@ -333,8 +335,8 @@ impl NumaNodeMask {
     }
 }
 
-/// Makes the calling process prefer memory of the NUMA nodes `nodes`. Async-signal-safe. Ignores
-/// errors.
+/// Makes the kernel allocate the memory of the calling process on the NUMA nodes `nodes` as long as
+/// they have free memory. Async-signal-safe. Ignores errors.
 ///
 /// If a container forbids the system call, memory comes from the node of the thread that touches
 /// the memory first. If the threads are bound to the CPUs of one node, this is the preferred node.
@@ -344,9 +346,8 @@ fn prefer_numa_memory(nodes: &NumaNodeMask) {
     unsafe { libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_PREFERRED, nodes.0.as_ptr(), bits) };
 }
 
-/// Converts the error of starting a worker's process to a diagnostic whose code names the likely
-/// reason, such as a missing program. The code of the diagnostic names the likely reason, such as a
-/// missing program.
+/// Converts the I/O error of starting a worker's process to a diagnostic whose code names the
+/// likely reason, such as a missing program.
 fn build_worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic {
     let words = plan.wrapper.iter().chain(plan.command.iter().flatten());
     let program = words.map(String::as_str).next().unwrap_or("launch worker");
@@ -378,8 +379,7 @@ fn build_worker_start_error(plan: &WorkerPlan, error: &io::Error) -> Diagnostic 
         .with_remedy()
 }
 
-/// Sends a signal that ends processes to the process group of the worker with this pid. Ignores
-/// errors.
+/// Sends SIGTERM or SIGKILL to the process group of the worker with this pid. Ignores errors.
 ///
 /// The worker must not have been reaped, because the pid of a reaped worker may belong to another
 /// process.
@@ -414,8 +414,9 @@ fn has_handler(status: &str, signal: i32) -> bool {
     (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }
 
-/// Runs a command that removes a container, and waits up to `limit` until the command has ended.
-/// Then kills the command. Ignores errors, such as those of a container that has ended.
+/// Runs the command that removes the container of a killed worker, and waits up to `limit` until
+/// the command has ended. Then kills the command. Ignores errors, such as those of a container that
+/// has ended.
 pub(super) fn run_container_removal(words: &[String], limit: std::time::Duration) {
     let Some((program, arguments)) = words.split_first() else { return };
     let mut command = Command::new(program);

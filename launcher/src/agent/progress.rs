@@ -7,8 +7,8 @@ use std::time::Duration;
 /// clock ticks (10 ms on Linux). A process that waits in a poll loop uses less CPU time.
 const MIN_PROGRESS_TICKS: u64 = 2;
 
-/// When one worker last made progress, the values from which progress is detected, and whether a
-/// stall was reported since.
+/// When one worker last made progress, the values that show progress when they change, and whether
+/// a lack of progress was reported since.
 #[derive(Debug)]
 pub(super) struct WorkerProgress {
     /// The time at which the worker last made progress.
@@ -25,19 +25,21 @@ pub(super) struct WorkerProgress {
 }
 
 impl WorkerProgress {
-    /// Creates the progress state of a worker that starts at `now`. The start counts as progress.
+    /// Creates the record of the progress of a worker that starts at the time `now`. The start
+    /// counts as progress.
     pub(super) fn new(now: Duration) -> Self {
         WorkerProgress { last_at: now, reported: None, ticks: 0, collectives: None, stall_reported: None }
     }
 
-    /// Records the phase and step that a worker with the built-in runtime has reported. Returns
-    /// whether phase or step changed, which counts as progress.
+    /// Records the phase and step that a worker with the built-in training has reported, and
+    /// returns whether they differ from the previous report, which counts as progress.
     pub(super) fn record_runtime_report(&mut self, phase: WorkerPhase, step: u64) -> bool {
         self.reported.replace((phase, step)) != Some((phase, step))
     }
 
     /// Records the total CPU time, in clock ticks, that all processes of the worker have used so
-    /// far. Returns whether the change since the last call counts as progress.
+    /// far, to detect whether the worker makes progress. Returns whether the change since the last
+    /// call counts as progress.
     ///
     /// CPU time does not count for a program with `run.progress_pattern`, or for the built-in
     /// runtime during training. The pattern and the steps are better signs of progress.
@@ -49,22 +51,23 @@ impl WorkerProgress {
         used && if builtin { !training } else { !has_pattern }
     }
 
-    /// Records a new value of the counter of a program's collectives. Returns whether the value has
+    /// Records how many collectives a worker has entered and completed (a counter that changes with
+    /// each of them), to detect whether the worker makes progress. Returns whether the value has
     /// changed, which counts as progress. CPU time does not count for such a program, because a
     /// rank that waits in a collective may use CPU time.
     pub(super) fn record_collectives(&mut self, count: u64) -> bool {
         self.collectives.replace(count) != Some(count)
     }
 
-    /// Records that the worker made progress at `now`. Returns whether a stall was reported since
-    /// the progress before. Returns whether a stall was reported since the last progress.
+    /// Records that the worker made progress at the time `now`, and returns whether a lack of
+    /// progress was reported to the controller since the progress before.
     pub(super) fn record_progress(&mut self, now: Duration) -> bool {
         self.last_at = now;
         self.stall_reported.take().is_some()
     }
 
-    /// Decides, after a measurement, whether the agent must report now that the worker stalls. A
-    /// stall is a time without progress of at least `timeout`.
+    /// Decides, after a measurement, whether the agent must report now that the worker makes no
+    /// progress (stalls). A stall is a time without progress of at least `timeout`.
     ///
     /// If a stall must be reported now, records the report and returns the duration of the stall in
     /// milliseconds and `stopped`. Returns `None` if there is no stall, or if a stall with the same

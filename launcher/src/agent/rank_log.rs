@@ -28,8 +28,9 @@ pub(crate) struct RankLog {
 }
 
 impl RankLog {
-    /// Opens the log file of a rank at `path`, to append to it. Creates the file and its directory
-    /// if necessary. `max_size` is the maximum size of the log in bytes.
+    /// Opens or creates the log file of a rank at `path`, to append the output of the rank's
+    /// workers to it. Creates the file and its directory if necessary. `max_size` is the maximum
+    /// size of the log in bytes.
     pub(crate) fn open(path: &Path, max_size: u64) -> io::Result<RankLog> {
         if let Some(directory) = path.parent() {
             create_private_dir(directory)?;
@@ -90,10 +91,11 @@ impl RankLog {
     }
 }
 
-/// A function that shows the user a warning that a log cannot be written.
+/// A function that shows the user the warning that the log of a rank cannot be written.
 pub(crate) type WarningReporter = Arc<dyn Fn(Diagnostic) + Send + Sync>;
 
-/// Appends the output of a worker to the log of its rank without blocking.
+/// Appends the output of a worker to the log of its rank on a separate thread, so that a slow disk
+/// does not block the caller.
 pub(crate) struct RankLogWriter {
     log: Arc<Mutex<RankLog>>,
     path: String,
@@ -105,20 +107,20 @@ pub(crate) struct RankLogWriter {
 }
 
 impl RankLogWriter {
-    /// Creates a writer that appends to `log` on the thread `thread`, and calls `warn` if the log
-    /// cannot be written.
+    /// Creates a writer that appends a rank's output to `log` on the thread `thread`, and calls the
+    /// function `warn` if the log cannot be written.
     pub(crate) fn new(log: RankLog, thread: LogThread, warn: WarningReporter) -> RankLogWriter {
         let path = log.path.clone();
         RankLogWriter { log: Arc::new(Mutex::new(log)), path, thread, warn, dropped_bytes: 0 }
     }
 
-    /// Returns the path of the log file.
+    /// Returns the path of the rank's log file to which this writer appends.
     pub(crate) fn path(&self) -> &str {
         &self.path
     }
 
-    /// Queues `bytes`, output of a worker, to be appended to the log by the log thread. Drops and
-    /// counts them if too much output waits for the disk.
+    /// Queues `bytes`, output of a worker, to be appended to the log of its rank by the log thread.
+    /// Drops and counts them if too much output waits for the disk.
     pub(crate) fn append(&mut self, bytes: &[u8]) {
         let text = [self.format_dropped_bytes_notice().as_bytes(), bytes].concat();
         if self.queue_log_write(text.len(), text) {
@@ -128,8 +130,8 @@ impl RankLogWriter {
         }
     }
 
-    /// Writes a notice to the log with the number of bytes of output that were dropped, if any were
-    /// dropped.
+    /// Writes to the rank's log how many bytes of output are missing at this place, if output was
+    /// dropped because the disk was full or slow.
     pub(crate) fn write_dropped_bytes_notice(&mut self) {
         if self.dropped_bytes > 0 {
             self.queue_log_write(0, self.format_dropped_bytes_notice().into());
@@ -137,9 +139,9 @@ impl RankLogWriter {
         }
     }
 
-    /// Queues `text` to be appended to the log by the log thread, as `size` bytes of the queue's
-    /// capacity. Returns `false` if the text is too large for the queue, in which it counts as
-    /// `size` bytes.
+    /// Queues `text` to be appended to the log by the log thread; `size` is the number of bytes
+    /// that `text` counts for in the limit of the queue. Returns `false` if the queue has no space
+    /// for it.
     fn queue_log_write(&self, size: usize, text: Vec<u8>) -> bool {
         let (log, warn) = (self.log.clone(), self.warn.clone());
         self.thread.queue_write(size, move |retries| {
@@ -148,8 +150,8 @@ impl RankLogWriter {
         })
     }
 
-    /// Formats the notice that states in the log how many bytes of output were dropped. Returns an
-    /// empty text if no bytes were dropped.
+    /// Formats a line for the log of a rank which states how many bytes of output are missing at
+    /// this place. Returns an empty text if no bytes were dropped.
     fn format_dropped_bytes_notice(&self) -> String {
         match self.dropped_bytes {
             0 => String::new(),

@@ -1,6 +1,5 @@
 //! Writes the stacks of hanging workers to their logs: the state and kernel stack of every thread,
-//! and Python stacks if py-spy is installed. The stacks are the state and kernel stack of every
-//! thread from `/proc`, and the Python stack if py-spy is installed.
+//! and Python stacks if py-spy is installed.
 use super::{activity, process};
 use std::{
     fmt::Write as _,
@@ -88,14 +87,14 @@ fn describe_threads(pid: i32) -> String {
     text
 }
 
-/// Reads a file and truncates the text to [`MAX_TEXT_BYTES`]. Returns an empty text if the file
-/// cannot be read.
+/// Reads a file, such as one of a thread in `/proc`, and truncates the text to [`MAX_TEXT_BYTES`].
+/// Returns an empty text if the file cannot be read.
 fn read_truncated(path: &Path) -> String {
     let bytes = fs::read(path).unwrap_or_default();
     String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_TEXT_BYTES)]).trim_end().to_owned()
 }
 
-/// Appends text and a line end to an existing log with one write. Ignores errors.
+/// Appends a text and a line end to the existing log of a rank with one write. Ignores errors.
 fn append_to_log(log: &Path, text: &str) {
     // The output pump appends to the log, too. A single write keeps lines whole.
     let file = OpenOptions::new().append(true).open(log);

@@ -21,7 +21,8 @@ use tokio::{
     net::{TcpStream, unix::pipe},
 };
 
-/// The options of the internal command `launch agent`.
+/// The options with which the internal command `launch agent` starts an agent (launch's process on
+/// each host).
 #[derive(Clone)]
 pub struct AgentOptions {
     /// The text that the agent prints first, followed by ` agent` on the same line. The line
@@ -41,8 +42,8 @@ pub struct AgentOptions {
     pub preflight: &'static dyn Preflight,
 }
 
-/// Runs an agent until its controller ends the connection, and returns the exit code of the
-/// process. With a marker, forks first, and this process becomes the watchdog of the agent.
+/// Runs this process as an agent until the agent exits, and returns the exit code of the process.
+/// With a marker, forks first, and this process becomes the watchdog of the agent.
 pub fn main(options: AgentOptions) -> u8 {
     if options.remove_executable {
         connect_back::remove_own_executable();
@@ -69,8 +70,8 @@ pub fn main(options: AgentOptions) -> u8 {
     run_agent(&options).unwrap_or_else(|error| report_start_failure(&error))
 }
 
-/// Sets up the agent's control connection and runs the event loop. Returns the exit code of the
-/// agent.
+/// Connects this agent with its controller, in the way that `options` selects, and runs the agent's
+/// event loop until the agent exits. Returns the exit code of the agent.
 fn run_agent(options: &AgentOptions) -> diagnostic::Result<u8> {
     let cannot_start = |error: io::Error| {
         Diagnostic::error(host::AGENT_START_FAILED, "cannot start the agent").with_cause(&error)
@@ -142,9 +143,10 @@ fn take_standard_streams(marker: Option<&str>) -> io::Result<(OwnedFd, OwnedFd)>
     Ok((input, output))
 }
 
-/// Runs the event loop of the agent until the agent exits. `input` and `output` are the control
-/// connection to the controller. Returns the exit code. If the first message asks for the agent
-/// that is already alive on this host, relays the connection to that agent instead.
+/// Runs the event loop of the agent, which is controlled through `input` and `output`, until the
+/// agent exits. `input` and `output` are the control connection to the controller. Returns the exit
+/// code. If the first message asks for the agent that is already alive on this host, relays the
+/// connection to that agent instead.
 async fn run_agent_on_connection(
     mut input: impl AsyncRead + Send + Unpin + 'static,
     output: impl AsyncWrite + Send + Unpin + 'static,
@@ -163,7 +165,7 @@ async fn run_agent_on_connection(
     Ok(driver.run_event_loop().await)
 }
 
-/// Makes reads and writes of a file descriptor nonblocking.
+/// Makes reads and writes of a file descriptor, such as the agent's stdin, nonblocking.
 fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {
     use nix::fcntl::{FcntlArg, OFlag, fcntl};
     let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);

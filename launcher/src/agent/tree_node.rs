@@ -1,5 +1,6 @@
-//! The part of an agent that connects the agent with its neighbours in the tree of agents, and
-//! passes on the streams of the agents below it (see [`crate::connection::tree`]).
+//! The part of an agent that passes on the messages of other agents: connects the agent with its
+//! neighbours in the tree of agents, through which agents reach the controller (see
+//! [`crate::connection::tree`]).
 //!
 //! The node runs on a separate thread, so that the agents below do not depend on the agent's event
 //! loop. If the link to the neighbour above ends, the node connects to another agent that the
@@ -27,29 +28,31 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-/// The number of messages that fit into each channel between the tasks of an agent's tree node.
+/// The number of messages that fit into each channel between the tasks of a tree node (the part of
+/// an agent that passes on the messages of other agents).
 const CHANNEL_CAPACITY: usize = 64;
-/// The time limit for the controller's first message, which states the agent's place in the tree.
+/// The time limit for the controller's first message, which assigns the agent its place in the tree
+/// of agents.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The fraction of a link's lease (the time after which a silent link is closed) after which the
-/// controller counts as silent. The agents below then have the rest of `run.host_lease` to find
-/// another way to the controller.
+/// If no message of the controller arrives for this fraction of a link's lease (the time after
+/// which a silent link is closed), the controller counts as silent. The agents below then have the
+/// rest of `run.host_lease` to find another way to the controller.
 const SILENT_CONTROLLER_LEASE_FRACTION: (u32, u32) = (3, 5);
-/// The interval at which the tree node of an ended agent checks whether other agents still reach
-/// the controller through it.
+/// How often an agent that has ended its own work checks whether other agents still reach the
+/// controller through it.
 const END_CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// How long the tree node of an ended agent waits until the neighbour above has received the rest
-/// of the agent's messages.
+/// How long an agent that has ended its own work waits until its neighbour above in the tree of
+/// agents has received the agent's last messages.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the tree node of an ended agent continues to serve the agents below, before it asks
-/// them to connect to other agents.
+/// How long an agent that has ended its own work continues to pass on the messages of the agents
+/// below it, before it asks them to connect to other agents.
 const LEAVE_REQUEST_DELAY: Duration = Duration::from_secs(2);
-/// The longest time for which a tree node continues to serve the agents below, after its own agent
-/// has ended.
+/// The longest time for which an agent that has ended its own work continues to pass on the
+/// messages of the agents below it in the tree of agents.
 const MAX_LINGER_TIME: Duration = Duration::from_secs(10);
 
-/// The handle of the thread that runs the tree node of an agent, which passes on messages in the
-/// tree of agents.
+/// The handle of the thread on which an agent passes on messages between the agents below it and
+/// the controller, as a node of the tree of agents.
 pub(super) struct TreeNodeHandle {
     /// Dropping the sender asks the node to end.
     end: oneshot::Sender<()>,
@@ -57,8 +60,8 @@ pub(super) struct TreeNodeHandle {
 }
 
 impl TreeNodeHandle {
-    /// Waits until everything that the ended agent has written was passed on, and no agent below
-    /// needs this tree node any more.
+    /// Waits until everything that the ended agent has written was passed on, and until no agent
+    /// below needs it any more to reach the controller.
     pub(super) fn finish(self) {
         drop(self.end);
         // A node that has panicked has ended, too.
@@ -66,10 +69,10 @@ impl TreeNodeHandle {
     }
 }
 
-/// Connects this agent with the tree of agents, and starts the thread that passes on the messages
-/// of the agents below. `input` and `output` are the agent's standard streams. Returns the control
-/// stream to the controller. Blocks until the agent is connected. Fails if no agent of the tree can
-/// be reached.
+/// Connects this agent with its neighbours in the tree of agents, through which agents reach the
+/// controller, and starts the thread that passes on the messages of the agents below. `input` and
+/// `output` are the agent's standard streams. Returns the control stream to the controller. Blocks
+/// until the agent is connected. Fails if no agent of the tree can be reached.
 pub(super) fn join_tree(
     input: OwnedFd,
     output: OwnedFd,
@@ -106,8 +109,8 @@ pub(super) fn join_tree(
     result.map(|halves| (halves, TreeNodeHandle { end, thread }))
 }
 
-/// Receives the agent's place in the tree of agents from the controller, and connects the agent
-/// with its neighbours.
+/// Receives from the controller the agent's place in the tree of agents, and connects the agent
+/// with its neighbour above, through which it reaches the controller.
 async fn connect_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(TreeNode, StreamHalves)> {
     let cannot_start = |error: io::Error| {
         Diagnostic::error(host::AGENT_START_FAILED, "cannot start the agent's node of the tree")
@@ -176,11 +179,12 @@ async fn connect_node(input: OwnedFd, output: OwnedFd) -> diagnostic::Result<(Tr
     Ok((node, far))
 }
 
-/// The sender and the receiver of a channel between the tasks of a tree node.
+/// The sender and the receiver of a channel between the tasks by which an agent passes on the
+/// messages of other agents.
 type ChannelEnds<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 
-/// The part of an agent that passes on messages between the controller and the agents below it in
-/// the tree of agents.
+/// The part of an agent that passes on messages between the controller and those agents that are
+/// connected to the controller through this agent.
 struct TreeNode {
     setup: Arc<TreeSetup>,
     router: TreeRouter,
@@ -209,8 +213,8 @@ struct TreeNode {
 }
 
 impl TreeNode {
-    /// Passes on messages between the neighbours in the tree until this agent has ended and no
-    /// agent below needs this node, or until the controller is lost.
+    /// Passes on messages between the controller and the agents below, until this agent has ended
+    /// and no agent below needs it any more, or until the controller is lost.
     async fn pass_on_until_unneeded(mut self, mut ending: oneshot::Receiver<()>) {
         let lease = Duration::from_millis(self.setup.link_lease_ms);
         let interval = lease / HEARTBEATS_PER_LEASE;
@@ -260,10 +264,10 @@ impl TreeNode {
         self.links.flush_and_close_all().await;
     }
 
-    /// Sends heartbeats to all neighbours in the tree, and closes the links on which nothing has
-    /// arrived for the time `lease`. The time for which this process did not run (`lateness`) does
-    /// not count as silence, because frames may be waiting. While too many frames wait for the
-    /// uplink, the links to the agents below are not read, and not closed.
+    /// Sends heartbeats to all neighbours in the tree of agents, and closes the links over which no
+    /// message has arrived for the time `lease`. The time for which this process did not run
+    /// (`lateness`) does not count as silence, because frames may be waiting. While too many frames
+    /// wait for the uplink, the links to the agents below are not read, and not closed.
     fn send_heartbeats_and_close_silent(&mut self, lease: Duration, lateness: Duration) {
         self.links.exclude_pause_from_silence(lateness);
         if self.links.is_congested(self.uplink) {
@@ -289,9 +293,10 @@ impl TreeNode {
         self.listener.set_child_count(self.links.list_links_except(self.uplink).len());
     }
 
-    /// Informs the agents below in the tree whether messages arrive from the controller, which may
-    /// be suspended or unreachable. The agent waits. The agents below are asked at each heartbeat
-    /// to connect to another agent. If the controller is suspended, no other one accepts them.
+    /// Informs the agents below this one in the tree whether messages arrive from the controller,
+    /// which may be suspended or unreachable. The agent waits. The agents below are asked at each
+    /// heartbeat to connect to another agent. If the controller is suspended, no other one accepts
+    /// them.
     fn report_controller_silence_below(&mut self, is_silent: bool) {
         if is_silent != self.reports_silence {
             tracing::info!(target: "tree", stream = self.setup.stream, is_silent, "controller");
@@ -305,9 +310,9 @@ impl TreeNode {
         }
     }
 
-    /// Executes all actions that the tree node's router (its state machine) requests, including
-    /// those that result from other actions. Handles links that were closed because their queues
-    /// were full.
+    /// Executes all actions that the router (the state machine that decides how messages are passed
+    /// on in the tree) requests, including those that result from other actions. Handles links that
+    /// were closed because their queues were full.
     fn execute_actions(&mut self) {
         loop {
             let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
@@ -319,8 +324,8 @@ impl TreeNode {
         }
     }
 
-    /// Executes one action that the tree node's router (its state machine) requests, such as
-    /// sending a frame to a neighbour.
+    /// Executes one action that the router (the state machine that decides how messages are passed
+    /// on in the tree) requests, such as sending a message to a neighbour.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
             RouterAction::Send(link, frame) => self.links.send_frame(link, frame),
@@ -350,7 +355,8 @@ impl TreeNode {
         }
     }
 
-    /// Handles a link to a neighbour that this node has closed, such as a silent one.
+    /// Handles a link that this agent has closed, such as a silent one: searches for another
+    /// neighbour above, or forgets the neighbour below.
     fn handle_closed_link(&mut self, link: LinkId) {
         match self.uplink == Some(link) {
             true => self.on_uplink_lost(),
@@ -358,7 +364,8 @@ impl TreeNode {
         }
     }
 
-    /// Makes `link` the link over which this tree node reaches the controller.
+    /// Makes `link` the link over which this agent, and the agents below it in the tree, reach the
+    /// controller.
     fn set_uplink(&mut self, link: LinkId) {
         self.uplink = Some(link);
         self.listener.set_connected(true);
@@ -366,8 +373,8 @@ impl TreeNode {
         self.router.report_accepting_addresses(self.setup.stream, self.listener.addresses().to_vec());
     }
 
-    /// Makes a new connection to another agent the link over which this tree node reaches the
-    /// controller, and closes the previous one.
+    /// Makes a new connection to another agent the link over which this agent and those below reach
+    /// the controller, and closes the previous link.
     fn replace_uplink(&mut self, stream: NeighbourLink) {
         if let Some(earlier) = self.uplink.take() {
             tracing::info!(target: "tree", stream = self.setup.stream, "left an agent without a controller");
@@ -379,15 +386,15 @@ impl TreeNode {
         self.set_uplink(link);
     }
 
-    /// Adds the connection of an agent below in the tree as a link, and sends that agent a welcome
-    /// message.
+    /// Adds the connection of an agent that is now below this one in the tree, and confirms to that
+    /// agent that it is accepted.
     fn add_child(&mut self, stream: NeighbourLink) {
         let link = self.links.add_link(stream.input, stream.output, self.from_children.0.clone());
         self.links.send_frame(link, TreeFrame::Welcome { stream: self.setup.stream });
     }
 
-    /// Handles a frame (message) from the neighbour above in the tree, or the end of the link to
-    /// that neighbour.
+    /// Handles a frame (message) from the neighbour above in the tree, through which this agent
+    /// reaches the controller, or the end of the link to that neighbour.
     fn on_uplink_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if self.uplink != Some(link) {
             return;
@@ -400,8 +407,8 @@ impl TreeNode {
         }
     }
 
-    /// Handles a frame (message) from a neighbour below in the tree, or the end of the link to that
-    /// neighbour.
+    /// Handles a frame (message) from an agent that reaches the controller through this agent, or
+    /// the end of the link to that agent.
     fn on_child_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_frame_arrival(link) {
             return;
@@ -415,8 +422,8 @@ impl TreeNode {
         }
     }
 
-    /// Handles an event of the agent's own connection to the controller: written bytes, read bytes,
-    /// or its end.
+    /// Handles an event of this agent's own control connection, which the tree passes on to the
+    /// controller: written bytes, read bytes, or its end.
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
             LocalStreamEvent::Written(stream, bytes) => self.router.write_to_stream(stream, &bytes),
@@ -425,8 +432,9 @@ impl TreeNode {
         }
     }
 
-    /// Handles the end of the link to the neighbour above, by connecting to another agent in the
-    /// background. An agent that was connected with the controller itself has lost the controller.
+    /// Handles the end of the link through which this agent reaches the controller, by connecting
+    /// to another agent of the tree in the background. An agent that was connected with the
+    /// controller itself has lost the controller.
     fn on_uplink_lost(&mut self) {
         let Some(link) = self.uplink.take() else { return };
         self.links.close_link(link);
@@ -445,9 +453,10 @@ impl TreeNode {
         });
     }
 
-    /// Begins to search for another agent that accepts this one, because the neighbour above
-    /// reports that the controller is silent. Stops when an agent accepts this one, or when the
-    /// neighbour above hears the controller again. The present link is used until then.
+    /// Begins to search for another agent through which this one can reach the controller, because
+    /// the neighbour above reports that the controller is silent. Stops when an agent accepts this
+    /// one, or when the neighbour above hears the controller again. The present link is used until
+    /// then.
     fn start_parent_search(&mut self) {
         self.silence_heard_at = Some(Instant::now());
         if self.attempt.as_ref().is_some_and(|attempt| !attempt.is_finished()) {
@@ -462,8 +471,8 @@ impl TreeNode {
         });
     }
 
-    /// Stops the search for another agent, because the neighbour above receives messages of the
-    /// controller again.
+    /// Stops the search for another agent through which this one can reach the controller, because
+    /// the neighbour above receives messages of the controller again.
     fn end_parent_search(&mut self) {
         self.silence_heard_at = None;
         if let Some(attempt) = self.attempt.take() {
@@ -471,16 +480,16 @@ impl TreeNode {
         }
     }
 
-    /// Starts `attempt`, the task that connects to another agent of the tree, and aborts an earlier
-    /// one.
+    /// Starts `attempt`, the task that connects this agent to another agent of the tree, and aborts
+    /// an earlier such task.
     fn start_connecting_to_parent(&mut self, attempt: impl Future<Output = ()> + Send + 'static) {
         if let Some(earlier) = self.attempt.replace(tokio::spawn(attempt)) {
             earlier.abort();
         }
     }
 
-    /// Ends the connection of this node's own agent to the controller, because no agent of the tree
-    /// provides a way to the controller.
+    /// Ends the control connection of this agent itself, because no agent of the tree provides a
+    /// way to the controller.
     fn end_stream_of_own_agent(&mut self, reason: &str) {
         tracing::info!(target: "tree", stream = self.setup.stream, reason, "lost the controller");
         if let Some(local) = self.local.take() {
@@ -488,7 +497,8 @@ impl TreeNode {
         }
     }
 
-    /// Asks the agents below in the tree to connect to other agents, because this node ends.
+    /// Asks the agents below this one in the tree to connect to other agents, because this agent
+    /// ends.
     fn send_leave_requests(&mut self) {
         self.listener.set_connected(false);
         for link in self.links.list_links_except(self.uplink) {

@@ -23,9 +23,9 @@ use std::{
 use tokio::sync::mpsc;
 use worker_counters::WorkerUsageMeter;
 
-/// The time between two measurements of resource usage.
+/// The time between two measurements of the resource usage of a host, its GPUs and its workers.
 const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
-/// After how many measurements of resource usage the GPUs, whose driver is slow, are read again.
+/// In every how many measurements of resource usage the GPUs are read, too; their driver is slow.
 const SAMPLES_PER_GPU_READING: u32 = 3;
 
 /// The workers whose resource usage is measured, and the attempt (start of all workers) to which
@@ -36,8 +36,8 @@ struct SampledWorkers {
     workers: Vec<SampledWorker>,
 }
 
-/// The thread that measures the resource usage of this host while workers run, and the channel with
-/// its results.
+/// The handle of the thread that measures the resource usage of this host while workers run, with
+/// the channel for the results.
 #[derive(Debug)]
 pub(super) struct UsageSampler {
     workers: Arc<Mutex<SampledWorkers>>,
@@ -45,8 +45,8 @@ pub(super) struct UsageSampler {
 }
 
 impl UsageSampler {
-    /// Starts the thread that measures resource usage, which does nothing as long as there are no
-    /// workers. The thread ends with the process.
+    /// Starts the thread that measures the resource usage of the host and its workers, and that
+    /// does nothing as long as there are no workers. The thread ends with the process.
     pub(super) fn start() -> io::Result<UsageSampler> {
         let workers: Arc<Mutex<SampledWorkers>> = Arc::default();
         let (sender, measured) = mpsc::channel(1);
@@ -61,8 +61,8 @@ impl UsageSampler {
         *lock_workers(&self.workers) = SampledWorkers { attempt, workers };
     }
 
-    /// Waits for the next measurement of resource usage. Returns it with the attempt of the
-    /// workers.
+    /// Waits for the next measurement of the resource usage of the host and its workers. Returns it
+    /// with the attempt of the workers.
     pub(super) async fn receive_measurement(&mut self) -> (u32, HostUsage) {
         match self.measured.recv().await {
             Some(measured) => measured,
@@ -75,7 +75,8 @@ fn lock_workers(workers: &Mutex<SampledWorkers>) -> MutexGuard<'_, SampledWorker
     workers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Measures the resource usage periodically and sends the results, until the receiver is gone.
+/// Measures the resource usage of the host periodically and sends the results to the agent's event
+/// loop, until the receiver is gone.
 fn run_sampler(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostUsage)>) {
     let mut meter = HostUsageMeter::new(Path::new("/"));
     loop {
@@ -91,7 +92,8 @@ fn run_sampler(shared: &Mutex<SampledWorkers>, sender: &mpsc::Sender<(u32, HostU
     }
 }
 
-/// Computes the resource usage of a host from the differences between counters at two times.
+/// Computes the resource usage of a host, its GPUs and its workers between two measurements, from
+/// the differences between the kernel's counters.
 struct HostUsageMeter<'r> {
     root: &'r Path,
     /// The counters of the host, and the time at which they were read; `None` while no worker runs.
@@ -104,7 +106,8 @@ struct HostUsageMeter<'r> {
 }
 
 impl<'r> HostUsageMeter<'r> {
-    /// Creates a meter that reads the kernel's files `/proc` and `/sys` below the directory `root`.
+    /// Creates a meter that reads the kernel's `proc` and `sys` file systems below the directory
+    /// `root`, which is `/` except in tests.
     fn new(root: &'r Path) -> HostUsageMeter<'r> {
         HostUsageMeter {
             root,
@@ -116,8 +119,8 @@ impl<'r> HostUsageMeter<'r> {
         }
     }
 
-    /// Measures the resource usage of the host, its GPUs and workers since the previous call.
-    /// Returns `None` at the first call, and if no worker runs.
+    /// Measures the resource usage of the host, its GPUs and its workers in the time since the
+    /// previous call. Returns `None` at the first call, and if no worker runs.
     fn measure(&mut self, workers: &[SampledWorker], now: Instant) -> Option<HostUsage> {
         if workers.is_empty() {
             (self.host, self.workers, self.count) = (None, WorkerUsageMeter::default(), 0);

@@ -1,5 +1,5 @@
 //! The watchdog is the parent process of an agent that was started over SSH, and kills the
-//! processes that the agent leaves.
+//! processes that the agent leaves behind when it ends.
 //!
 //! If the agent is killed, its workers are killed, too, but processes that the workers started in
 //! other sessions survive. Therefore the process that sshd started is a watchdog, and the agent is
@@ -22,15 +22,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time limit for killing the processes that the agent left and waiting for their end.
+/// The time limit for killing the processes that the watchdog's agent has left behind, and for
+/// waiting for their end.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The pause between two searches for remaining processes, after the watchdog's agent has ended.
+/// The pause between two searches for processes that the watchdog's agent has left behind.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(2);
 /// The signals that the watchdog ignores, because a terminal, a batch system or an operator may
 /// send them to the whole process group.
 const IGNORED_SIGNALS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
 
-/// Forks this process, which becomes the watchdog, and continues as the agent in the child.
+/// Forks this process: the parent becomes the watchdog, which kills what the agent leaves behind,
+/// and the child continues as the agent.
 ///
 /// In the agent, returns `None` immediately. In the watchdog, blocks until the agent has ended and
 /// the remaining processes are killed, and returns the agent's exit code. The process must have
@@ -44,8 +46,8 @@ pub(super) fn fork_agent_below_watchdog() -> io::Result<Option<u8>> {
     }
 }
 
-/// Blocks until the agent has ended, and then kills the processes that the agent left. Returns the
-/// agent's exit code. Replaces the standard streams of this process by `/dev/null`.
+/// Blocks until the agent has ended, and then kills the processes that the agent has left behind.
+/// Returns the agent's exit code. Replaces the standard streams of this process by `/dev/null`.
 fn watch_agent(agent: Pid) -> io::Result<u8> {
     for number in IGNORED_SIGNALS {
         // SAFETY: ignoring a signal installs no handler.
@@ -84,9 +86,9 @@ fn kill_all_descendants() {
     }
 }
 
-/// Returns the exit code with which the watchdog ends, after its agent has ended with `status`. If
-/// a signal killed the agent, sends the same signal to this process instead, so that sshd reports
-/// the signal.
+/// Returns the exit code with which the watchdog process ends, so that it equals the exit code of
+/// its agent, which has ended with `status`. If a signal killed the agent, sends the same signal to
+/// this process instead, so that sshd reports the signal.
 fn mirror_agent_exit(status: WaitStatus) -> u8 {
     match status {
         WaitStatus::Exited(_, code) => code as u8,

@@ -4,15 +4,16 @@ use diagnostic::{Diagnostic, codes::host};
 use jobspec::env;
 use protocol::control::BatchJobRecord;
 
-/// The longest value of `LAUNCH_BATCH_JOB`, in bytes.
+/// The longest name of a batch job, in bytes, that the variable `LAUNCH_BATCH_JOB` may contain.
 const MAX_VALUE_BYTES: usize = 128;
-/// The number of hexadecimal digits of the hash of a command line.
+/// The number of hexadecimal digits of the hash of a command line, by which commands of one batch
+/// job are distinguished.
 const COMMAND_HASH_DIGITS: usize = 16;
 
-/// Reads the batch job from the variable `LAUNCH_BATCH_JOB`, whose value `get` returns. The
-/// scheduler does not report how often it has started the job again. Returns `None` if the variable
-/// is not set or empty. Kubernetes sets it to an empty value if the pod does not have the label
-/// that contains the id.
+/// Reads the name that the user has given to the batch job from the environment variable
+/// `LAUNCH_BATCH_JOB`; the function `get` looks up variables. The name does not contain how often
+/// the scheduler has started the job again. Returns `None` if the variable is not set or empty.
+/// Kubernetes sets it to an empty value if the pod does not have the label that could name the job.
 pub(super) fn read_batch_job_variable(
     get: &dyn Fn(&str) -> Option<String>,
 ) -> diagnostic::Result<Option<BatchJobRecord>> {
@@ -29,8 +30,9 @@ pub(super) fn read_batch_job_variable(
     Ok(Some(BatchJobRecord { id: format!("job:{value}"), label, restarts: None }))
 }
 
-/// Adds the hash of a command line to the id of a batch job, because a batch job may run several
-/// commands. `command_line` begins with the name of the executable, which is ignored.
+/// Adds the hash of a command line to the identity of a batch job, because a batch job may run
+/// several commands that have different checkpoints. `command_line` begins with the name of the
+/// executable, which is ignored.
 pub(super) fn identify_command(batch_job: BatchJobRecord, command_line: &[String]) -> BatchJobRecord {
     let mut hasher = blake3::Hasher::new();
     for word in command_line.iter().skip(1) {

@@ -3,8 +3,8 @@
 use jobspec::JobSpec;
 use std::{path::Path, time::Duration};
 
-/// A scheduler's batch job in which launch runs, with its number of restarts and the function that
-/// queues it again.
+/// The batch job of a scheduler in which launch runs: how often the scheduler has restarted it, and
+/// the function that asks the scheduler to queue it again.
 #[derive(Clone, Debug)]
 pub(crate) struct BatchJob {
     /// The batch job as messages name it, with the name of the scheduler.
@@ -21,7 +21,7 @@ pub(crate) struct BatchJob {
     pub(crate) requeue: fn(&str) -> diagnostic::Result<()>,
 }
 
-/// The information that a scheduler is preempting the batch job in which launch runs, and how much
+/// What a scheduler reports when it preempts the batch job in which launch runs, such as how much
 /// time is left.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Preemption {
@@ -31,7 +31,8 @@ pub(crate) struct Preemption {
     pub(crate) time_left: Duration,
 }
 
-/// A request to submit a job of launch to a scheduler as a batch job.
+/// A request to submit a job of launch to a scheduler, such as Slurm, as a batch job (`launch
+/// sbatch`).
 pub(crate) struct SubmitRequest<'a> {
     pub(crate) job: JobSpec,
     /// The path of the job file.

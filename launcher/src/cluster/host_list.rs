@@ -20,12 +20,13 @@ pub(crate) struct ClusterHost {
     pub(crate) slots: HostSlots,
 }
 
-/// The largest number of errors that are reported for one hostfile.
+/// The largest number of errors in one hostfile that are reported to the user.
 const MAX_REPORTED_ERRORS: usize = 5;
 
-/// Returns the hosts that `cluster.hosts` names and the filters `include` and `exclude` select, in
-/// the order of `cluster.hosts`. Returns `None` if the job names no hosts. Fails if a job that
-/// names no hosts has filters. The path of a hostfile is relative to `base`.
+/// Returns the hosts of the job: those that `cluster.hosts` names, in that order, as far as the
+/// filters `cluster.include` and `cluster.exclude` select them. Returns `None` if the job names no
+/// hosts. Fails if a job that names no hosts has filters. The path of a hostfile is relative to
+/// `base`.
 pub(crate) fn resolve_hosts(
     cluster: &ClusterSpec,
     base: &Path,
@@ -52,8 +53,8 @@ pub(crate) fn resolve_hosts(
     apply_filters(cluster, &named).map(Some)
 }
 
-/// Parses the text of a hostfile, and returns its hosts that the filters `include` and `exclude`
-/// select. Messages name the path `file`.
+/// Parses the text of a hostfile, and returns those of its hosts that the filters `include` and
+/// `exclude` select. Messages name the path `file`.
 pub(crate) fn resolve_hostfile_text(
     cluster: &ClusterSpec,
     file: &Path,
@@ -62,8 +63,8 @@ pub(crate) fn resolve_hostfile_text(
     apply_filters(cluster, &parse_hostfile_entries(file, text)?)
 }
 
-/// Applies the filters `cluster.include` and `cluster.exclude` to the hosts `named`. Returns the
-/// hosts that remain.
+/// Applies the filters `cluster.include` and `cluster.exclude` to `named`, the hosts that
+/// `cluster.hosts` names, and returns the remaining hosts.
 fn apply_filters(cluster: &ClusterSpec, named: &[ClusterHost]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let names: Vec<(String, HostSlots)> =
         named.iter().map(|h| (h.host.name_with_port(), h.slots.clone())).collect();
@@ -79,8 +80,8 @@ fn apply_filters(cluster: &ClusterSpec, named: &[ClusterHost]) -> Result<Vec<Clu
     Ok(selected.into_iter().filter_map(host).collect())
 }
 
-/// Parses the host names and ranges in `texts`, the items of `cluster.hosts`. Fails if they name
-/// more than [`MAX_HOSTS`] hosts.
+/// Parses `texts`, the items of `cluster.hosts`, each of which is a host name or a range of host
+/// names such as `node[1-4]`. Fails if they name more than [`MAX_HOSTS`] hosts.
 fn parse_host_list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>> {
     let mut hosts = Vec::new();
     for (item, text) in texts.iter().enumerate() {
@@ -98,7 +99,8 @@ fn parse_host_list(texts: &[String]) -> Result<Vec<ClusterHost>, Vec<Diagnostic>
     Ok(hosts)
 }
 
-/// Reads the text of a hostfile. Fails if the file is larger than [`MAX_HOSTFILE_BYTES`] bytes.
+/// Reads the text of the hostfile `file`, which lists the hosts of a job, without parsing it. Fails
+/// if the file is larger than [`MAX_HOSTFILE_BYTES`] bytes.
 pub(crate) fn read_hostfile(file: &Path) -> diagnostic::Result<String> {
     let path = file.display().to_string();
     let unreadable = |message: String| {

@@ -4,8 +4,8 @@ use super::host_list::ClusterHost;
 use jobspec::hosts::HostSlots;
 use serde::{Deserialize, Serialize};
 
-/// A host of a job, with the name under which the transport (local, SSH, Slurm or joined nodes)
-/// reaches it, and its slots.
+/// A host of a job, with the name under which agents are started on it (locally, over SSH, with
+/// Slurm, or after it has joined), and its slots (places for workers).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct HostTarget {
     /// The host's name in the job, by which the transport finds the host.
@@ -21,8 +21,8 @@ pub(crate) struct HostTarget {
 }
 
 impl HostTarget {
-    /// Creates the description of a host that `cluster.hosts` or a hostfile names, for starting an
-    /// agent on it. The host counts as another machine (`local` is `false`).
+    /// Creates the target for starting an agent on a host that `cluster.hosts` or a hostfile names.
+    /// The host counts as another machine (`local` is `false`).
     pub(crate) fn from_cluster_host(host: &ClusterHost) -> HostTarget {
         let selected_slots =
             if let HostSlots::Selected(list) = &host.slots { Some(list.clone()) } else { None };

@@ -15,15 +15,15 @@ use std::{
 };
 use tokio::net::unix::pipe;
 
-/// The largest permitted value of `LAUNCH_LOCAL_AGENTS`, the number of agents that a test starts on
-/// this machine.
+/// The largest permitted value of `LAUNCH_LOCAL_AGENTS`, with which a test starts several agents on
+/// this machine as if they were hosts.
 const MAX_LOCAL_AGENTS: usize = 64;
 
 /// The provider of hosts for jobs that run on this machine only.
 pub(super) struct LocalCluster;
 
 impl Cluster for LocalCluster {
-    /// Accepts every job, so that jobs without other hosts run on this machine.
+    /// Accepts every job, so that a job whose hosts no other provider knows runs on this machine.
     fn detect(&self, _job: &JobSpec) -> Result<bool, ClusterError> {
         Ok(true)
     }
@@ -60,8 +60,8 @@ impl Transport for LocalTransport {
     }
 }
 
-/// Starts an agent as a child process in a separate process group. The controller has to reap the
-/// child.
+/// Starts an agent on this machine as a child process of the controller, in a separate process
+/// group. The controller has to reap the child.
 pub(super) fn start_local_agent() -> io::Result<AgentProcess> {
     // This is the file that this process runs, even if its path was replaced meanwhile. So the
     // versions of controller and agent cannot differ.

@@ -10,7 +10,8 @@ const MAX_CONNECTIONS_PER_ADDRESS: usize = 2 * protocol::control::MAX_ADDRESSES;
 /// the job's key, in addition to one for each agent.
 const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 256;
 
-/// The connections whose other side has not yet proved that it has the job's key.
+/// The open connections whose other side has not yet proved that it has the job's key, with the
+/// tasks that perform the handshakes.
 ///
 /// A new connection always gets a place. If its address or the listener has no place left, an older
 /// connection is closed: the oldest one of the address with the most connections. Idle connections
@@ -22,8 +23,8 @@ pub(super) struct UnauthenticatedConnections {
 }
 
 impl UnauthenticatedConnections {
-    /// Creates an empty set of unauthenticated connections, with space for one from each of
-    /// `agents` agents and for [`MAX_UNAUTHENTICATED_CONNECTIONS`] more.
+    /// Creates an empty set of unauthenticated connections that has space for one from each of
+    /// `agents` agents and for some others ([`MAX_UNAUTHENTICATED_CONNECTIONS`]).
     pub(super) fn new(agents: usize) -> UnauthenticatedConnections {
         UnauthenticatedConnections {
             connections: VecDeque::new(),
@@ -31,8 +32,9 @@ impl UnauthenticatedConnections {
         }
     }
 
-    /// Makes space for a new unauthenticated connection from `peer`, by closing another such
-    /// connection if there are too many. Returns the address of the closed connection.
+    /// Makes space for a new unauthenticated connection from the address `peer`, by closing another
+    /// unauthenticated connection if there are too many. Returns the address of the closed
+    /// connection.
     pub(super) fn close_one_if_full(&mut self, peer: IpAddr) -> Option<IpAddr> {
         self.connections.retain(|(_, task)| !task.is_finished());
         let address = if self.count_connections_from(peer) >= MAX_CONNECTIONS_PER_ADDRESS {
@@ -50,7 +52,8 @@ impl UnauthenticatedConnections {
         Some(address)
     }
 
-    /// Adds an unauthenticated connection from `peer`, whose handshake the task `task` performs.
+    /// Adds an unauthenticated connection from the address `peer`, for which the task `task`
+    /// performs the handshake.
     pub(super) fn add_connection(&mut self, peer: IpAddr, task: AbortHandle) {
         self.connections.push_back((peer, task));
     }

@@ -37,7 +37,7 @@ pub(super) struct AgentConnection {
 }
 
 impl AgentConnection {
-    /// Splits the encrypted connection of an agent into its two directions.
+    /// Splits the encrypted connection of an agent into a half that reads and a half that writes.
     pub(super) fn new(stream: EncryptedStream<TcpStream>) -> io::Result<AgentConnection> {
         let socket = stream.transport().as_fd().try_clone_to_owned()?;
         let (reader, writer) = stream.into_halves(TcpStream::into_split);
@@ -45,8 +45,8 @@ impl AgentConnection {
     }
 }
 
-/// The controller's byte streams to and from an agent that may not have connected yet, and the slot
-/// that receives the agent's TCP connection.
+/// The controller's byte streams to and from an agent that may not have connected yet, with the
+/// slot that will receive the agent's TCP connection.
 pub(super) struct PendingAgent {
     pub(super) input: PendingAgentWriter,
     pub(super) output: PendingAgentReader,
@@ -54,8 +54,8 @@ pub(super) struct PendingAgent {
 }
 
 impl PendingAgent {
-    /// Creates the streams to and from the agent of the host `name`, and the slot for the agent's
-    /// connection.
+    /// Creates the streams to and from the agent of the host `name`, and the slot that will receive
+    /// the agent's connection.
     pub(super) fn new(name: &str) -> PendingAgent {
         let (send_read_half, read_half) = oneshot::channel();
         let (send_write_half, write_half) = oneshot::channel();
@@ -70,7 +70,8 @@ impl PendingAgent {
     }
 }
 
-/// Whether the agent for which the controller waits has connected.
+/// Whether the agent for which the controller waits has connected, can still connect, or cannot
+/// connect any more.
 enum AgentArrivalState {
     /// The agent has not connected. Holds the channels that pass the two halves of the connection
     /// to the controller's streams.
@@ -81,17 +82,17 @@ enum AgentArrivalState {
     Closed,
 }
 
-/// The state that all clones of an [`AgentConnectionSlot`] share: whether the agent has connected,
-/// and how often bytes arrived.
+/// What all clones of an [`AgentConnectionSlot`] share: whether the agent has connected, and how
+/// many reads have returned bytes of the agent.
 struct SharedSlotState {
     state: Mutex<AgentArrivalState>,
     /// The number of reads that returned bytes of the agent.
     received: Arc<AtomicU64>,
 }
 
-/// Receives the TCP connection of one agent when the agent connects.
-/// [`AgentConnectionSlot::connect`] passes the connection to the streams of the [`PendingAgent`].
-/// Clones are the same slot.
+/// The place that receives the TCP connection of one agent as soon as the agent connects, while the
+/// controller already uses streams to the agent. [`AgentConnectionSlot::connect`] passes the
+/// connection to the streams of the [`PendingAgent`]. Clones are the same slot.
 #[derive(Clone)]
 pub(super) struct AgentConnectionSlot {
     pub(super) name: String,
@@ -99,14 +100,14 @@ pub(super) struct AgentConnectionSlot {
 }
 
 impl AgentConnectionSlot {
-    /// Locks the mutex of the state that records whether the agent has connected.
+    /// Locks the state of this slot, which records whether the agent has connected.
     fn lock_state(&self) -> MutexGuard<'_, AgentArrivalState> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Passes the TCP connection of the agent that has connected to the streams of the
-    /// [`PendingAgent`]. Returns `false` if the slot does not wait for the agent, because the agent
-    /// has connected before or the slot is closed.
+    /// Puts the TCP connection of an agent that has connected behind the streams with which the
+    /// controller already reads from and writes to the agent. Returns `false` if the slot does not
+    /// wait for the agent, because the agent has connected before or the slot is closed.
     pub(super) fn connect(&self, connection: AgentConnection) -> bool {
         let mut state = self.lock_state();
         if !matches!(*state, AgentArrivalState::Waiting(..)) {
@@ -125,13 +126,14 @@ impl AgentConnectionSlot {
         matches!(*self.lock_state(), AgentArrivalState::Waiting(..))
     }
 
-    /// Returns whether the agent has connected and the connection was not aborted. The connection
-    /// may have ended by itself.
+    /// Returns whether the agent has connected and its connection was not aborted since. The
+    /// connection may have ended by itself.
     pub(super) fn is_connected(&self) -> bool {
         matches!(*self.lock_state(), AgentArrivalState::Connected(_))
     }
 
-    /// Returns how many reads from the agent's connection have returned bytes so far.
+    /// Returns how many reads from the agent's connection have returned bytes so far, by which node
+    /// 0 notices that the agent is alive.
     pub(super) fn count_reads(&self) -> u64 {
         self.shared.received.load(Ordering::Relaxed)
     }
@@ -145,7 +147,7 @@ impl AgentConnectionSlot {
         }
     }
 
-    /// Stops waiting for the agent to connect or, if it has connected, shuts down its connection.
+    /// Stops waiting for the agent to connect or, if it has connected, closes its connection.
     pub(super) fn abort(&self) {
         let previous = std::mem::replace(&mut *self.lock_state(), AgentArrivalState::Closed);
         if let AgentArrivalState::Connected(socket) = previous {
@@ -156,7 +158,8 @@ impl AgentConnectionSlot {
     }
 }
 
-/// One direction of an agent's TCP connection that may not exist yet.
+/// One direction of an agent's TCP connection: not connected yet, connected, or closed because the
+/// agent can no longer connect.
 enum PendingStream<S> {
     Pending(oneshot::Receiver<S>),
     Connected(S),
@@ -164,8 +167,8 @@ enum PendingStream<S> {
 }
 
 impl<S: Unpin> PendingStream<S> {
-    /// Returns the stream once the agent has connected, or `None` if the agent can no longer
-    /// connect.
+    /// Returns one direction of the agent's connection once the agent has connected, or `None` if
+    /// the agent can no longer connect.
     fn poll_connected(&mut self, cx: &mut Context<'_>) -> Poll<Option<Pin<&mut S>>> {
         if let PendingStream::Pending(receiver) = self {
             *self = ready!(pin!(receiver).poll(cx)).map_or(PendingStream::Closed, PendingStream::Connected);

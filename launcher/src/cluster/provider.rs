@@ -12,57 +12,59 @@ use std::time::Duration;
 /// A provider of hosts, such as Slurm, which finds the hosts of a job and starts agents on them. A
 /// provider has no state: it reads the job and the environment of the process.
 pub(crate) trait Cluster: Sync {
-    /// Returns whether this provider, such as Slurm, provides the hosts of the job. Fails if the
+    /// Returns whether the hosts of the job come from this provider, such as Slurm. Fails if the
     /// job requires this provider, but the provider has no hosts.
     fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError>;
 
-    /// Returns the hosts of a job that this provider serves, in the order of their ranks.
-    /// `local_host` is the host name of this machine.
+    /// Returns the hosts of a job that come from this provider, such as Slurm, in the order of
+    /// their ranks. `local_host` is the host name of this machine.
     fn hosts(&self, job: &JobSpec, local_host: &str) -> Result<Vec<HostTarget>, ClusterError>;
 
-    /// Creates the transport that starts agents on the hosts of a job that this provider serves.
+    /// Creates the transport (such as SSH) that starts agents on the hosts of a job that come from
+    /// this provider.
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError>;
 
-    /// Returns the names of the connection checks and other settings with which `launch check`
-    /// checks the hosts of this provider.
+    /// Returns settings by which `launch check` checks the hosts of this provider, such as the
+    /// names of the checks for the stages of a connection.
     fn preflight(&self) -> ClusterCheckSettings {
         ClusterCheckSettings { stages: &[(ConnectionStage::Agent, "agent")], declares_slots: false }
     }
 
-    /// Returns the batch job in which launch runs, so that `--requeue` can queue it again. Returns
-    /// `None` if the provider has no queue. Fails if launch does not run in a batch job.
+    /// Returns the batch job in which launch runs, with the function by which `--requeue` queues it
+    /// again. Returns `None` if the provider has no queue. Fails if launch does not run in a batch
+    /// job.
     fn requeue(&self, _job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
         Ok(None)
     }
 
-    /// Returns the batch job of this provider in which launch runs, whether or not the hosts of the
-    /// job come from the provider. The id identifies the batch job, but no command of it. Returns
-    /// `None` if launch does not run in a batch job.
+    /// Returns the identity of the batch job of this provider's scheduler in which launch runs,
+    /// even if the hosts of the job do not come from this provider. The id identifies the batch
+    /// job, but no command of it. Returns `None` if launch does not run in a batch job.
     fn identify_batch_job(&self) -> Option<BatchJobRecord> {
         None
     }
 
-    /// Returns the subcommand of launch that submits jobs to this provider's scheduler, such as
-    /// `sbatch`. Returns `None` if the provider has no queue.
+    /// Returns the name of launch's subcommand that submits jobs to the scheduler of this provider,
+    /// such as `sbatch`. Returns `None` if the provider has no queue.
     fn submit_command(&self) -> Option<&'static str> {
         None
     }
 
-    /// Submits a job to the queue of this provider's scheduler. Called only if
+    /// Submits a job as a batch job to the queue of this provider's scheduler. Called only if
     /// [`Cluster::submit_command`] returns a name.
     fn submit(&self, _request: SubmitRequest<'_>) -> Result<Submission, ClusterError> {
         let message = "the provider of the hosts has no queue";
         Err(Diagnostic::error(diagnostic::codes::run::INTERNAL, message).into())
     }
 
-    /// Returns what agents of this provider do by default when the controller of a run is lost,
-    /// such as to continue.
+    /// Returns what agents do by default when the controller of a run on hosts of this provider is
+    /// lost, such as to continue without it.
     fn on_controller_loss(&self) -> ControllerLossAction {
         ControllerLossAction::Stop
     }
 
-    /// Returns the name by which the provider knows the host on which this process runs. Returns
-    /// `None` if the provider did not start this process.
+    /// Returns the name that the provider, such as Slurm, gives the host on which this process
+    /// runs. Returns `None` if the provider did not start this process.
     fn host_name(&self) -> Option<String> {
         None
     }
@@ -73,15 +75,14 @@ pub(crate) trait Cluster: Sync {
         false
     }
 
-    /// Returns the information about the preemption of the batch job in which launch runs, or
-    /// `None` if the scheduler is not preempting it. Blocks. Fails if the batch system does not
-    /// answer.
+    /// Returns how much time is left to the batch job in which launch runs if the scheduler is
+    /// preempting it, and `None` otherwise. Blocks. Fails if the batch system does not answer.
     fn find_preemption(&self) -> diagnostic::Result<Option<Preemption>> {
         Ok(None)
     }
 
     /// Returns how long an agent must wait before it reports that a worker died of SIGKILL or
-    /// SIGTERM.
+    /// SIGTERM, because the scheduler may be ending the whole job.
     ///
     /// Some schedulers end a job by signalling workers and agent in any order. If the agent is
     /// signalled within the delay, the controller reports the end of the job instead of the end of
@@ -97,7 +98,8 @@ pub(crate) trait Cluster: Sync {
     }
 }
 
-/// The settings by which `launch check` checks the hosts of a provider.
+/// The settings by which `launch check` checks the hosts of a provider: the names of its connection
+/// checks, and whether slots (places for workers) are checked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ClusterCheckSettings {
     /// The stages of the connection to a host, from the first to the last, each with the name of
@@ -118,9 +120,8 @@ pub(crate) enum ClusterError {
 }
 
 impl ClusterError {
-    /// Converts the error to a diagnostic. If the job contains mistakes, `combine` makes one
-    /// diagnostic of them. The function `combine` combines the mistakes in a job into one
-    /// diagnostic.
+    /// Converts the error to a diagnostic, after combining several mistakes in a job into one with
+    /// the function `combine`.
     pub(crate) fn into_diagnostic(self, combine: impl FnOnce(Vec<Diagnostic>) -> Diagnostic) -> Diagnostic {
         match self {
             ClusterError::Job(mistakes) => combine(mistakes),

@@ -29,7 +29,8 @@ use slurm_transport::SlurmTransport;
 use std::time::Duration;
 
 /// How long an agent in a Slurm step waits before it reports that a worker died of SIGKILL or
-/// SIGTERM. Slurm ends a step by signalling workers and agent in any order.
+/// SIGTERM, because Slurm may be ending the whole step. Slurm ends a step by signalling workers and
+/// agent in any order.
 const STEP_KILL_REPORT_DELAY: Duration = Duration::from_millis(300);
 
 /// The provider of hosts that runs jobs on the nodes of the Slurm allocation in which launch runs.

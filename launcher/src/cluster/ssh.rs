@@ -43,7 +43,8 @@ const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
     (ConnectionStage::Agent, "agent"),
 ];
 
-/// Returns the hosts that `cluster.hosts` names and the filters of the job select.
+/// Returns the hosts that `cluster.hosts` names, as far as the filters `cluster.include` and
+/// `cluster.exclude` select them.
 fn find_named_hosts(job: &JobSpec) -> Result<Vec<ClusterHost>, ClusterError> {
     Ok(resolve_hosts(&job.cluster, &job.run.workdir)?.unwrap_or_default())
 }

@@ -14,7 +14,7 @@ use tokio::{
 
 /// The stream on which the controller writes to an agent.
 pub(crate) type AgentInput = Box<dyn AsyncWrite + Send + Unpin>;
-/// A stream on which the controller reads from an agent.
+/// A stream, the control stream or the standard error, on which the controller reads from an agent.
 pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
 
 /// The number of file descriptors that the controller needs for its connection with one agent.
@@ -22,16 +22,18 @@ pub(crate) type AgentOutput = Box<dyn AsyncRead + Send + Unpin>;
 /// with one in reserve.
 pub(crate) const DESCRIPTORS_PER_CONNECTION: u64 = 6;
 
-/// Starts the agents of one job on its hosts in a particular way, such as over SSH or with `srun`.
+/// The way in which the agents of a job are started on its hosts, such as over SSH or with `srun`.
 pub(crate) trait Transport {
-    /// Starts one agent on each host in `hosts`, which are names of hosts of the job.
+    /// Starts one agent on each of `hosts`, which are names of hosts of the job, without waiting
+    /// for the agents.
     ///
     /// Returns one result for each host, in the order of `hosts`, and does not wait until the
     /// agents run. Only the hello of an agent proves that it runs. If an agent on another host ends
     /// without a hello, [`RemoteConnection::failure`] returns the reason.
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
-    /// Returns the time limits for agents to connect, and how often a lost agent may return.
+    /// Returns how long the controller waits for agents to connect, when it uses a lost host again,
+    /// and how often a lost agent may return.
     fn arrival_limits(&self) -> ArrivalLimits {
         ArrivalLimits::default()
     }
@@ -41,8 +43,8 @@ pub(crate) trait Transport {
     /// list keep their addresses. A transport that finds hosts without addresses ignores the call.
     fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
 
-    /// Returns the number of file descriptors that the controller needs for the agents of `hosts`
-    /// other hosts.
+    /// Returns how many file descriptors the controller needs for its connections with the agents
+    /// of `hosts` other hosts.
     fn count_descriptors(&self, hosts: usize) -> u64 {
         DESCRIPTORS_PER_CONNECTION * hosts as u64
     }
@@ -56,19 +58,20 @@ pub(crate) trait Transport {
         Vec::new()
     }
 
-    /// Returns the pids of those child processes of the transport whose whole process group is
-    /// killed when the process has ended. `srun` is not among them, because its second process ends
-    /// the tasks of a killed `srun`.
+    /// Returns the pids of those child processes, such as `ssh`, after whose end the controller
+    /// must kill the rest of their process group. `srun` is not among them, because its second
+    /// process ends the tasks of a killed `srun`.
     fn children_with_killed_groups(&self) -> Vec<u32> {
         Vec::new()
     }
 
-    /// Records that the child process `_pid`, which is not an agent, has ended with `_status`. The
-    /// caller has reaped the process.
+    /// Informs the transport that its child process `_pid`, such as `srun` or `ssh`, has ended with
+    /// the status `_status`. The caller has reaped the process.
     fn record_child_exit(&mut self, _pid: u32, _status: ExitStatus) {}
 }
 
-/// The time limits for agents to connect, and how often a lost agent may return.
+/// How long the controller waits for agents to connect, when it uses a lost host again, and how
+/// often a lost agent may return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ArrivalLimits {
     /// The time limit from the request for an agent to its hello, which is its first message.
@@ -83,7 +86,8 @@ pub(crate) struct ArrivalLimits {
 }
 
 impl Default for ArrivalLimits {
-    /// Returns the limits for transports that start the agents themselves, such as SSH.
+    /// Returns the limits for the usual case that launch itself starts the agents, for example over
+    /// SSH.
     fn default() -> ArrivalLimits {
         ArrivalLimits {
             hello_timeout: HELLO_TIMEOUT,
@@ -94,7 +98,8 @@ impl Default for ArrivalLimits {
     }
 }
 
-/// An agent that is being started or runs, with the streams that connect the controller with it.
+/// The controller's view of an agent that is being started or runs: a handle, the streams to and
+/// from the agent, and its standard error.
 pub(crate) struct AgentProcess {
     pub(crate) handle: AgentHandle,
     /// The control stream to the agent. When the stream is closed, the agent ends its workers and
@@ -109,8 +114,8 @@ pub(crate) struct AgentProcess {
     pub(crate) start_steps: Option<mpsc::Receiver<AgentStartStep>>,
 }
 
-/// A step of starting an agent of which the transport informs the controller, because it changes
-/// how long the controller waits for the agent.
+/// A step of starting an agent that changes how long the controller waits for the agent, and that
+/// the transport therefore reports to the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AgentStartStep {
     /// The start waits for its turn, because too many other agents are being started. The wait has
@@ -123,8 +128,8 @@ pub(crate) enum AgentStartStep {
     Copying(Duration),
 }
 
-/// The controller's handle of an agent: the pid of a child process, or a connection to another
-/// host.
+/// How the controller refers to an agent that was started: by the pid of a child process, or by a
+/// connection to another host.
 pub(crate) enum AgentHandle {
     /// The pid of a child process. The controller reaps it and the orphans that it leaves.
     Child(u32),
@@ -132,47 +137,50 @@ pub(crate) enum AgentHandle {
     Connection(Box<dyn RemoteConnection>),
 }
 
-/// The controller's connection to an agent on another host.
+/// The controller's connection to an agent on another host, through which the connection is closed
+/// and its state is queried.
 pub(crate) trait RemoteConnection: Send + fmt::Debug {
-    /// Closes the connection immediately. The streams end on both sides, and the agent then ends
-    /// its workers.
+    /// Closes the connection to the agent immediately, so that the streams end on both sides and
+    /// the agent ends its workers.
     fn abort(&self);
 
-    /// Returns the error that ended the connection, or `None` if no error is known. The error
-    /// message names the host. The caller must wait until the agent's streams have ended; an
-    /// earlier result is not final.
+    /// Returns the error that ended the connection to the agent, or `None` if no error is known.
+    /// The error message names the host. The caller must wait until the agent's streams have ended;
+    /// an earlier result is not final.
     fn failure(&self) -> Option<Diagnostic>;
 
-    /// Returns the exit status of the agent, or `None` if the transport does not know the status.
-    /// The caller must wait until the agent's streams have ended; an earlier result is not final.
+    /// Returns the exit status of the agent's process, or `None` if the transport does not know the
+    /// status. The caller must wait until the agent's streams have ended; an earlier result is not
+    /// final.
     fn exit_status(&self) -> Option<ExitStatus>;
 
-    /// Returns the stage of connecting and starting the agent that was reached or, if
-    /// [`Self::failure`] is set, the stage that failed.
+    /// Returns which stage of connecting to the host and starting the agent was reached, or in
+    /// which stage this has failed.
     fn stage(&self) -> ConnectionStage {
         ConnectionStage::Agent
     }
 
-    /// Returns the text that the login shell of the host printed before the agent answered.
+    /// Returns what the login shell of the host printed before the agent answered, such as messages
+    /// of startup files.
     fn shell_output(&self) -> String {
         String::new()
     }
 
-    /// Returns a description of the external SSH client that carries the connection, and why that
-    /// client was chosen. Returns `None` without such a program.
+    /// Describes the external SSH client (OpenSSH) that carries the connection, and why that client
+    /// was chosen. Returns `None` without such a program.
     fn client(&self) -> Option<String> {
         None
     }
 
-    /// Returns the route of the connection through the tree of agents. Returns `None` if there is
-    /// no tree.
+    /// Returns the route of the connection through the tree of agents, in which agents pass on each
+    /// other's messages. Returns `None` if there is no tree.
     fn tree_route(&self) -> Option<TreeRoute> {
         None
     }
 }
 
-/// The route of the control connection of an agent through the tree of agents. Agents are
-/// identified by the numbers of their streams.
+/// Through which agents the control connection of an agent passes in the tree of agents: the first
+/// agent on the way, and the agent itself. Agents are identified by the numbers of their streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TreeRoute {
     /// The agent at the end of the connection.

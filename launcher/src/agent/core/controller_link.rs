@@ -13,13 +13,14 @@ use protocol::control::{
 };
 use std::time::Duration;
 
-/// The minimum time that built-in workers have to save and stop when no controller has returned for
-/// `run.controller_timeout`. The time begins when the workers may not train any longer. If
-/// `run.controller_timeout` is longer, it applies instead.
+/// The minimum time that built-in workers have to save a checkpoint and stop, after their agent has
+/// waited in vain (`run.controller_timeout`) for a new controller. The time begins when the workers
+/// may not train any longer. If `run.controller_timeout` is longer, it applies instead.
 pub(super) const MIN_UNATTENDED_SAVE_TIME: Duration = Duration::from_secs(600);
 
 impl AgentCore {
-    /// Handles a message of the controller. Ignores messages for an attempt that has ended.
+    /// Handles a message of the controller, such as to start, stop or kill the workers, or to save
+    /// a checkpoint. Ignores messages for an attempt that has ended.
     pub(super) fn on_controller_message(&mut self, now: Duration, message: ToAgent) {
         if self.state == AgentState::AwaitingHello {
             return match message {
@@ -71,8 +72,8 @@ impl AgentCore {
     }
 
     /// Decides what happens to the workers after the controller was lost: they continue without a
-    /// controller, or they are ended. The loss is the end of the connection or, with `silent_for`,
-    /// silence of this length.
+    /// controller, or the agent ends them. The loss is the end of the connection or, with
+    /// `silent_for`, silence of this length.
     pub(super) fn on_controller_lost(&mut self, now: Duration, silent_for: Option<Duration>) {
         if self.is_ending || self.unattended_since.is_some() || self.state == AgentState::Exiting {
             return;
@@ -102,15 +103,15 @@ impl AgentCore {
         self.kill_workers_and_end_agent();
     }
 
-    /// Ends this agent, which has just started, because an older agent on the host obeys a
-    /// controller that is newer than this agent's.
+    /// Ends this agent, which has just started, because an older agent on its host obeys a
+    /// controller that is newer than the one that has started this agent.
     pub(super) fn exit_for_newer_controller(&mut self, token: ControllerToken) {
         self.send_if_connected(FromAgent::Released { token: Some(token), silent_ms: None });
         self.request_exit(0);
     }
 
-    /// Makes the agent obey its previous controller again, because the new controller was lost
-    /// before it took over the run.
+    /// Makes the agent continue with its previous controller, from which it accepts requests again,
+    /// because the new controller was lost before it took over the run.
     fn return_to_previous_controller(&mut self, previous: PreviousController) {
         if let Some(terms) = &mut self.terms {
             terms.token = previous.token;
@@ -119,7 +120,7 @@ impl AgentCore {
         (self.unattended_since, self.controller_heard_at) = (Some(previous.unattended_since), None);
     }
 
-    /// Kills the workers, and requests the exit of the agent as soon as no worker is left.
+    /// Kills the workers of this host, and ends the agent as soon as no worker is left.
     fn kill_workers_and_end_agent(&mut self) {
         self.is_ending = true;
         match self.state {
@@ -129,8 +130,8 @@ impl AgentCore {
         }
     }
 
-    /// Detects that the controller has been silent for longer than its lease, and ends workers that
-    /// have continued without a controller for too long.
+    /// Detects that the controller has been silent for so long (its lease) that it counts as lost,
+    /// and ends workers that have continued without a controller for too long.
     pub(super) fn check_controller_deadlines(&mut self, now: Duration) {
         let Some(terms) = &self.terms else { return };
         let lease = Duration::from_millis(terms.controller_lease_ms);
@@ -165,8 +166,9 @@ impl AgentCore {
         self.stop_workers(now, Some(grace_ms));
     }
 
-    /// Handles the SIGTERM by which a batch system announces the end of the job, and reports it to
-    /// the controller. Without a controller, lets the workers save and stop.
+    /// Handles the SIGTERM by which a batch system, such as Slurm, announces that it will end the
+    /// job, by reporting the signal to the controller. Without a controller, lets the workers save
+    /// and stop.
     pub(super) fn on_batch_system_sigterm(&mut self, now: Duration) {
         match self.unattended_since {
             Some(_) if !self.is_ending => self.end_unattended_workers(now),
@@ -205,8 +207,8 @@ impl AgentCore {
         }
     }
 
-    /// Returns the reason why this agent may not obey the new controller that has sent `token`, or
-    /// `None` if it may.
+    /// Returns the reason why this agent may not obey the new controller with the token `token`
+    /// (numbers that distinguish newer from older controllers), or `None` if it may.
     fn find_adoption_conflict(
         &self,
         now: Duration,
@@ -226,7 +228,8 @@ impl AgentCore {
         (token <= terms.token).then_some(AttachRejection::Stale { token: terms.token })
     }
 
-    /// Makes the agent obey the new controller that has sent `token`. Releases the previous one,
+    /// Makes the agent obey a new controller, whose token `token` (numbers that distinguish newer
+    /// from older controllers) replaces that of the previous one. Releases the previous controller,
     /// reports the state of this agent, and repeats the kept reports.
     fn obey_new_controller(&mut self, now: Duration, token: ControllerToken) {
         let since = self.unattended_since.or(self.controller_heard_at).unwrap_or(now);

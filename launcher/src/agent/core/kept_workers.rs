@@ -13,8 +13,8 @@ use std::{collections::BTreeMap, time::Duration};
 /// attempt, before its process is killed. The controller may wait this long for a lost host, and a
 /// host may be a spare host from now on.
 pub(super) const MAX_WAIT_FOR_NEXT_ATTEMPT: Duration = Duration::from_secs(600);
-/// The largest age of the last message of a worker that waits for the next attempt (start of all
-/// workers), with which its process may take part in that attempt. Workers send a heartbeat every
+/// A waiting worker that has sent no message for longer than this time may not take part in the
+/// next attempt (start of all workers), and its process is killed. Workers send a heartbeat every
 /// second, so an older message means that the process is stopped or its connection does not work.
 const MAX_REJOIN_MESSAGE_AGE: Duration = Duration::from_secs(4);
 /// The environment variables whose values differ between attempts (starts of all workers), and that
@@ -30,8 +30,8 @@ impl AgentCore {
         })
     }
 
-    /// Returns the ranks of the workers that have left an attempt and whose processes wait for the
-    /// next attempt, in ascending order.
+    /// Returns the ranks of the workers that have left an attempt (start of all workers) and whose
+    /// processes wait for the next one, in ascending order.
     pub(super) fn waiting_ranks(&self) -> Vec<Rank> {
         self.workers.iter().filter(|(_, w)| w.is_waiting_for_next_attempt()).map(|(r, _)| *r).collect()
     }
@@ -50,15 +50,16 @@ impl AgentCore {
         }
     }
 
-    /// Kills the processes that wait for the next attempt (start of all workers) and whose rank
-    /// `selects` accepts.
+    /// Kills those processes of workers waiting for the next attempt (start of all workers) whose
+    /// rank the function `selects` accepts.
     pub(super) fn kill_waiting_workers(&mut self, selects: impl Fn(Rank) -> bool) {
         let ranks = self.waiting_ranks().into_iter().filter(|rank| selects(*rank));
         self.out.extend(ranks.map(|rank| AgentAction::Signal(rank, ProcessGroupSignal::Kill)));
     }
 
-    /// Selects the processes of earlier workers that take part in the next attempt, which the plan
-    /// `next` describes. Kills the others.
+    /// Selects the waiting processes of earlier workers that can take part in the next attempt
+    /// (start of all workers), which the controller's plan `next` for this host describes. Kills
+    /// the other waiting processes.
     pub(super) fn select_rejoining_and_kill_others(&mut self, now: Duration, next: &HostPlan) {
         let can_rejoin = |rank: &Rank| {
             let worker = &self.workers[rank];
@@ -74,8 +75,8 @@ impl AgentCore {
     }
 }
 
-/// Returns whether two plans of this host describe the worker of a rank equally, apart from values
-/// that differ in every attempt (start of all workers).
+/// Returns whether two plans for this host describe the worker with a rank equally, apart from
+/// values that differ in every attempt (start of all workers).
 fn is_worker_unchanged(last: &HostPlan, next: &HostPlan, rank: Rank) -> bool {
     let find =
         |plan: &HostPlan| plan.workers.iter().find(|w| w.rank == rank).cloned().map(remove_attempt_values);

@@ -1,7 +1,7 @@
 //! [`KillRequest`]: how the controller wants the workers of an attempt to end.
 
-/// A request of the controller to end the workers of an attempt, with the reason and the grace
-/// period.
+/// A request of the controller to end all workers of an attempt (start of all workers), with the
+/// reason and the time between the request and SIGKILL.
 pub(super) struct KillRequest {
     /// The reason, which is written to the logs of the workers.
     pub(super) reason: String,

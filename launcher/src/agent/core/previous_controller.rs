@@ -3,8 +3,8 @@
 use protocol::control::ControllerToken;
 use std::time::Duration;
 
-/// The controller that an agent obeyed before a new controller took control of the agent. Kept
-/// until the new controller has taken over the run.
+/// What the agent remembers about its previous controller until a new controller has taken over the
+/// run: the token that identifies the controller, and since when it was silent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PreviousController {
     pub(super) token: ControllerToken,

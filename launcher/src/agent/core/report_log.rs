@@ -9,9 +9,9 @@ use std::{collections::VecDeque, time::Duration};
 /// workers.
 pub(crate) const MAX_UNACKNOWLEDGED_BYTES: usize = 64 << 20;
 
-/// The numbered reports of an agent, some of which are kept for a later controller. Events are kept
-/// until the controller acknowledges them, and the other reports of an attempt until the next
-/// attempt starts.
+/// The numbered reports of an agent (messages that must reach a controller), some of which are kept
+/// so that they can be repeated for a later controller. Events are kept until the controller
+/// acknowledges them, and the other reports of an attempt until the next attempt starts.
 #[derive(Debug, Default)]
 pub(crate) struct ReportLog {
     /// The kept reports, by ascending number.
@@ -24,7 +24,8 @@ pub(crate) struct ReportLog {
     event_bytes: usize,
 }
 
-/// A report of an agent that is kept after it was sent, because a later controller may need it.
+/// A report of an agent (message that must reach a controller) that is kept after it was sent,
+/// because a later controller may need it.
 #[derive(Debug)]
 struct KeptReport {
     seq: u64,
@@ -36,8 +37,8 @@ struct KeptReport {
 }
 
 impl KeptReport {
-    /// Returns whether the report states that the worker `rank` makes no progress, or makes
-    /// progress again.
+    /// Returns whether this report states that the worker with the rank `rank` makes no progress,
+    /// or that it makes progress again.
     fn is_stall_report_of(&self, rank: Rank) -> bool {
         matches!(&self.message,
             FromAgent::Stalled { rank: r, .. } | FromAgent::Recovered { rank: r, .. } if *r == rank)
@@ -45,8 +46,8 @@ impl KeptReport {
 }
 
 impl ReportLog {
-    /// Appends `message`, a report that the agent makes at the time `now`, and gives it the next
-    /// number.
+    /// Adds `message`, a report (message that must reach a controller), with the next number and
+    /// the time `now` to the reports of this agent.
     pub(crate) fn append_report(&mut self, now: Duration, message: FromAgent) {
         if let FromAgent::Stalled { rank, .. } | FromAgent::Recovered { rank, .. } = message {
             // Only the newest state of a rank matters to a later controller.
@@ -60,8 +61,8 @@ impl ReportLog {
         self.reports.push_back(KeptReport { seq: self.last, at: now, message, event_bytes });
     }
 
-    /// Returns the oldest report that was not yet sent to the present controller, and marks it as
-    /// sent. Returns `None` if there is none.
+    /// Returns the oldest report (message that must reach a controller) that was not yet sent to
+    /// the present controller, and marks it as sent. Returns `None` if there is none.
     pub(crate) fn take_unsent(&mut self, now: Duration) -> Option<FromAgent> {
         let next = self.reports.get(self.reports.partition_point(|report| report.seq <= self.sent))?;
         self.sent = next.seq;
@@ -69,45 +70,45 @@ impl ReportLog {
         Some(FromAgent::Report { seq: next.seq, age_ms, message: Box::new(next.message.clone()) })
     }
 
-    /// Forgets the reported events with numbers up to `seq`, because the controller has stored
-    /// them.
+    /// Forgets the workers' events with report numbers up to `seq`, because the controller has
+    /// acknowledged that it has stored them.
     pub(crate) fn acknowledge(&mut self, seq: u64) {
         let seq = seq.min(self.sent);
         self.drop_reports(|report| report.seq <= seq && matches!(report.message, FromAgent::Event { .. }));
     }
 
-    /// Forgets all reports of previous attempts except workers' events, because a new attempt
-    /// (start of all workers) begins.
+    /// Forgets all reports of this agent except workers' events, because they concern earlier
+    /// attempts and a new attempt (start of all workers) begins.
     pub(crate) fn drop_reports_of_earlier_attempts(&mut self) {
         self.drop_reports(|report| !matches!(report.message, FromAgent::Event { .. }));
     }
 
-    /// Makes [`ReportLog::take_unsent`] begin again with the oldest kept report, so that a new
-    /// controller gets all kept reports.
+    /// Causes all kept reports of the agent to be sent again, from the oldest one on, because a new
+    /// controller has not received them.
     pub(crate) fn resend_kept_reports(&mut self) {
         self.sent = 0;
     }
 
-    /// Returns the number of the newest report that is kept for later controllers; 0 if no report
-    /// is kept.
+    /// Returns the number of the newest report (message that must reach a controller) that is kept
+    /// for later controllers; 0 if no report is kept.
     pub(crate) fn last_kept_number(&self) -> u64 {
         self.reports.back().map_or(0, |report| report.seq)
     }
 
-    /// Returns whether so many events wait for the controller's acknowledgement that the agent must
-    /// read no further message of its workers.
+    /// Returns whether so many workers' events wait for the controller's acknowledgement that the
+    /// agent must read no further messages of its workers.
     pub(crate) fn is_full(&self) -> bool {
         self.event_bytes >= MAX_UNACKNOWLEDGED_BYTES
     }
 
-    /// Returns whether there is a report of the agent that was not yet sent to the present
-    /// controller.
+    /// Returns whether the agent has a report (message that must reach a controller) that was not
+    /// yet sent to the present controller.
     pub(crate) fn has_unsent(&self) -> bool {
         self.last_kept_number() > self.sent
     }
 
-    /// Drops the kept reports for which `is_dropped` returns `true`, so that no later controller
-    /// gets them.
+    /// Drops those kept reports (messages that must reach a controller) for which the function
+    /// `is_dropped` returns `true`.
     fn drop_reports(&mut self, is_dropped: impl Fn(&KeptReport) -> bool) {
         let mut dropped_bytes = 0;
         self.reports.retain(|report| {

@@ -10,7 +10,8 @@ use protocol::{
 use std::time::Duration;
 
 impl AgentCore {
-    /// Ends all workers of this host within the grace period of the controller's request.
+    /// Ends all workers of this host within the grace period that the controller's request to end
+    /// them contains.
     ///
     /// With `stacks`, first writes the stacks of the workers to their logs. The grace period then
     /// begins after the stacks were written. A second request in this time ends the workers
@@ -27,10 +28,10 @@ impl AgentCore {
         self.end_workers_with_grace_period(now, request);
     }
 
-    /// Sends the evidence about hanging workers to the controller, after their stacks were written
-    /// to their logs. The workers then continue until the controller repeats its kill request,
-    /// because their end would end ranks on other hosts, about which there may be no evidence yet.
-    /// Without evidence, executes the kill request.
+    /// Sends the collected evidence about a hang (what each hanging worker does) to the controller,
+    /// after the stacks of the workers were written to their logs. The workers then continue until
+    /// the controller repeats its kill request, because their end would end ranks on other hosts,
+    /// about which there may be no evidence yet. Without evidence, executes the kill request.
     pub(super) fn on_stacks_written(&mut self, now: Duration, evidence: Vec<RankEvidence>) {
         if evidence.is_empty() {
             return self.execute_postponed_kill(now);
@@ -53,8 +54,8 @@ impl AgentCore {
         }
     }
 
-    /// Asks all workers to end now, and schedules a kill of those that still run after the grace
-    /// period of `request`.
+    /// Asks all workers of this host to end now, and schedules a kill of those that still run after
+    /// the grace period in `request`.
     ///
     /// Initialized built-in workers get an abort message, and all others get SIGTERM. With a grace
     /// period of 0, all workers are killed immediately instead.
@@ -84,8 +85,8 @@ impl AgentCore {
         }
     }
 
-    /// Schedules a kill of the workers at the time `at`. Keeps an earlier time that is already
-    /// scheduled.
+    /// Schedules SIGKILL for all workers of this host at the time `at`. Keeps an earlier time that
+    /// is already scheduled.
     pub(super) fn schedule_kill(&mut self, at: Duration) {
         if self.state == AgentState::Running {
             self.kill_at = Some(self.kill_at.map_or(at, |before| before.min(at)));

@@ -26,8 +26,8 @@ impl AgentCore {
         self.workers.iter().filter(|(_, w)| w.is_alive()).map(|(r, _)| *r).collect()
     }
 
-    /// Sends a message to the built-in worker `rank`. Before the worker is initialized, holds the
-    /// message back until the initialization.
+    /// Sends a message to the built-in worker with the rank `rank`. Before the worker is
+    /// initialized, holds the message back until the initialization.
     pub(super) fn send_to_worker(&mut self, rank: Rank, message: ToWorker) {
         match self.workers.get_mut(&rank) {
             Some(worker) if worker.init.is_some() => worker.after_init.push(message),
@@ -35,9 +35,9 @@ impl AgentCore {
         }
     }
 
-    /// Records that the process of a worker was started or, with `rejoins`, that a process of an
-    /// earlier attempt takes part in the current one. Reports the start to the controller, and
-    /// requests the start of the next worker.
+    /// Records that the process of a worker was started or, with `rejoins`, that a process from an
+    /// earlier attempt (start of all workers) takes part in the current one. Reports the start to
+    /// the controller, and requests the start of the next worker.
     pub(super) fn on_spawned(&mut self, now: Duration, rank: Rank, pid: u32, rejoins: bool) {
         let Some(plan) = self.plan.clone() else { return };
         let Some(worker) = plan.workers.iter().find(|w| w.rank == rank) else { return };
@@ -95,9 +95,9 @@ impl AgentCore {
         self.spawn_next_worker();
     }
 
-    /// Handles a message of a built-in worker, such as its first message, an event or a sign of
-    /// progress. Answers the hello with the first message to the worker, and reports events and
-    /// progress to the controller.
+    /// Handles a message of a built-in worker, such as its first message, an event for the
+    /// controller or a sign of progress. Answers the hello with the first message to the worker,
+    /// and reports events and progress to the controller.
     pub(super) fn on_worker_message(&mut self, now: Duration, rank: Rank, message: FromWorker) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.last_message_at = now;
@@ -154,8 +154,8 @@ impl AgentCore {
         self.send_to_controller(FromAgent::Fatal { attempt: self.attempt, rank, exit, diagnostic, gpu });
     }
 
-    /// Records that the control connection of a worker has ended. Reports an error of the
-    /// connection to the controller if the worker is alive.
+    /// Records that a worker, or its end, has closed the worker's control connection to the agent.
+    /// Reports an error of the connection to the controller if the worker is alive.
     pub(super) fn on_worker_connection_ended(&mut self, rank: Rank, error: Option<Diagnostic>) {
         let Some(worker) = self.workers.get_mut(&rank) else { return };
         worker.connection_open = false;
@@ -192,8 +192,8 @@ impl AgentCore {
         }
     }
 
-    /// Returns the time at which the agent must report the end of the process of `worker` to the
-    /// controller.
+    /// Returns when the agent must report the end of the process of `worker`: later if more output
+    /// may arrive, or if the signal may come from a batch system that ends the whole job.
     ///
     /// This is the end of the worker if all output and messages of the worker have arrived, else
     /// [`FINAL_OUTPUT_TIMEOUT`] later. After a SIGKILL or SIGTERM that the agent did not send, it
@@ -231,8 +231,8 @@ impl AgentCore {
         }
     }
 
-    /// Requests that the driver kill the processes that workers have left, once all workers have
-    /// ended and the controller was informed of all ends.
+    /// Requests that the driver, which does the agent's I/O, kill the processes that workers have
+    /// left behind, once all workers have ended and the controller was informed of all ends.
     pub(super) fn sweep_if_all_ended(&mut self) {
         let all_ended = self.running_ranks().is_empty() && self.unreported.is_empty() && !self.spawning;
         if self.state == AgentState::Running && all_ended {
@@ -244,8 +244,8 @@ impl AgentCore {
     }
 
     /// Reports to the controller that the workers of the attempt have ended, after the processes
-    /// that they left were killed. Ends the agent with an error if processes `left` did not end
-    /// after SIGKILL.
+    /// that they left behind were killed. Ends the agent with an error if processes `left` did not
+    /// end after SIGKILL.
     pub(super) fn on_sweep_finished(&mut self, left: &[i32]) {
         if self.state != AgentState::Sweeping {
             return;

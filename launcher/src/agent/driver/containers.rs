@@ -5,9 +5,9 @@ use crate::agent::core::AgentInput;
 use protocol::control::ExitStatus;
 
 impl AgentDriver {
-    /// Starts the command that removes the container of the process `pid`, if that process has
-    /// ended with an error or signal (`status`). Docker's containers continue if their client is
-    /// killed.
+    /// Starts the command that removes the container of the process with the pid `pid`, if `status`
+    /// shows that the process has ended with an error or signal. Docker's containers continue if
+    /// their client is killed.
     pub(super) fn remove_container_of_failed_process(&mut self, pid: u32, status: ExitStatus) {
         let Some(words) = self.container_removals.remove(&pid) else { return };
         if status != ExitStatus::Code(0) {
@@ -16,8 +16,8 @@ impl AgentDriver {
         }
     }
 
-    /// Records that a command that removes a worker's container has ended. The search for processes
-    /// that the workers left begins once no such command is left.
+    /// Records that the command has ended which removes the container of an abnormally ended
+    /// process. The search for processes that the workers left begins once no such command is left.
     pub(super) fn on_container_removed(&mut self) -> AgentInput {
         self.running_removals = self.running_removals.saturating_sub(1);
         if self.sweep_started_at.is_some() {

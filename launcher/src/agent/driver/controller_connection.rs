@@ -7,8 +7,8 @@ use tokio::{task::JoinHandle, time::timeout};
 /// The number of one of the agent's successive connections to controllers, counted from 1.
 pub(super) type ConnectionNumber = u64;
 
-/// How long the agent waits for queued messages to be written before it closes its connection to a
-/// controller. Then they are dropped.
+/// How long the agent waits until its queued messages are written, before it closes its connection
+/// to a controller. Then they are dropped.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The agent's connection to its controller, with the queue of messages and the tasks that read and
@@ -21,8 +21,8 @@ pub(super) struct ControllerConnection {
 }
 
 impl ControllerConnection {
-    /// Creates a connection from its number, its queue of messages, and the tasks that read and
-    /// write the connection.
+    /// Creates the record of a connection to a controller from its number, its queue of messages,
+    /// and the tasks that read and write it.
     pub(super) fn new(
         number: ConnectionNumber,
         outbox: Outbox<FromAgent>,
@@ -32,8 +32,9 @@ impl ControllerConnection {
         ControllerConnection { number, outbox, reader, writer }
     }
 
-    /// Closes the connection to the controller after the queued messages were written. Does not
-    /// wait longer than [`FLUSH_TIMEOUT`] for a controller that does not read.
+    /// Closes the connection to the controller after the queued messages were written or a time
+    /// limit has passed. Does not wait longer than [`FLUSH_TIMEOUT`] for a controller that does not
+    /// read.
     pub(super) async fn close(self) {
         self.reader.abort();
         drop(self.outbox);

@@ -19,8 +19,8 @@ use std::{
 use tokio::io::{AsyncRead, AsyncWrite};
 
 impl AgentDriver {
-    /// Makes the streams `input` and `output` the agent's connection to its controller, and starts
-    /// the tasks that read and write them.
+    /// Makes the byte streams `input` and `output` the agent's connection to its controller, and
+    /// starts the tasks that read and write messages on them.
     pub(in crate::agent) fn set_controller_connection(
         &mut self,
         input: impl AsyncRead + Send + Unpin + 'static,
@@ -43,8 +43,8 @@ impl AgentDriver {
         _ = sender.send((self.connections, Ok(message))).await;
     }
 
-    /// Closes the connection to the controller in the background. The agent has no controller
-    /// afterwards.
+    /// Closes the connection to the controller in a separate task, which first writes the queued
+    /// messages. The agent has no controller afterwards.
     pub(super) fn close_connection_in_background(&mut self) {
         if let Some(connection) = self.take_connection() {
             tokio::spawn(connection.close());
@@ -71,17 +71,18 @@ impl AgentDriver {
         self.connection.take()
     }
 
-    /// Accepts the request of another controller to control this agent, and uses its connection as
-    /// the connection to the controller.
+    /// Makes this agent obey the controller whose request to control it is pending, and uses the
+    /// connection of that request as the connection to the controller.
     pub(super) fn accept_pending_controller(&mut self) {
         if let Some(AttachConnection { input, output, .. }) = self.undecided.take() {
             self.set_controller_connection(input, output);
         }
     }
 
-    /// Converts a message of a controller, or the end of its connection, to an input of the agent's
-    /// state machine. A hello, the first message, is held back until this agent is the only agent
-    /// of the run on its host.
+    /// Executes a message of the controller that concerns `launch check` or `launch exec`, and
+    /// converts any other message, or the end of the connection, to an input of the agent's state
+    /// machine. A hello, the first message, is held back until this agent is the only agent of the
+    /// run on its host.
     pub(super) fn on_controller_message(&mut self, (number, message): ControllerMessage) -> AgentInput {
         if self.connection.as_ref().is_none_or(|connection| connection.number != number) {
             return AgentInput::Tick;
@@ -128,8 +129,8 @@ impl AgentDriver {
         }
     }
 
-    /// Handles the controller's first message once `lock` states whether this agent is the only
-    /// agent of the run on its host.
+    /// Handles the controller's first message, once it is known (`lock`) whether this agent could
+    /// become the only agent of the run on its host.
     pub(super) fn on_host_locked(&mut self, lock: Result<Option<UnixListener>, HostLockError>) -> AgentInput {
         let Some(hello) = self.waiting_hello.take() else { return AgentInput::Tick };
         match (lock, self.terms.clone()) {
@@ -148,16 +149,17 @@ impl AgentDriver {
         }
     }
 
-    /// Converts the request of another controller to control this agent, or of a later agent of
-    /// this host to end it, to an input of the state machine.
+    /// Converts a request on the agent's Unix socket, by which another controller wants to control
+    /// this agent or a later agent wants it to end, to an input of the agent's state machine.
     pub(super) fn on_attach_request(&mut self, connection: AttachConnection) -> AgentInput {
         let (token, purpose) = (connection.request.token, connection.request.purpose);
         self.undecided = Some(connection);
         AgentInput::AttachRequested { token, purpose }
     }
 
-    /// Queues a message to the controller, if there is one. Does not block. If the queue is full,
-    /// drops messages that a newer one replaces, such as heartbeats.
+    /// Adds a message to the queue of messages to the controller, or drops the message if there is
+    /// no controller. Does not block. If the queue is full, drops messages that a newer one
+    /// replaces, such as heartbeats.
     pub(super) fn send_to_controller(&mut self, message: FromAgent) {
         let priority = if message.is_transient() { MessagePriority::Low } else { MessagePriority::Critical };
         if let Some(connection) = &mut self.connection {
@@ -165,8 +167,8 @@ impl AgentDriver {
         }
     }
 
-    /// Sends the reports that the agent's state machine has ready to the controller, until the
-    /// queue of the connection is full.
+    /// Sends the reports (messages that must reach a controller) that the agent's state machine has
+    /// ready, until the queue of messages to the controller is full.
     pub(super) fn send_reports(&mut self) {
         let Some(connection) = &mut self.connection else { return };
         connection.outbox.flush_overflow();

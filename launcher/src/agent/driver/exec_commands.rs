@@ -46,8 +46,8 @@ impl AgentDriver {
         }
     }
 
-    /// Begins to start the command `words` of `launch exec` next to the worker of a rank. Does not
-    /// wait until it has started.
+    /// Begins to start `words`, a command that a user runs with `launch exec` next to the worker of
+    /// a rank. Does not wait until it has started.
     fn start_exec_command(&mut self, id: ExecId, rank: Rank, words: Vec<String>) -> diagnostic::Result<()> {
         let (Some(plan), Some(pid)) = (self.plan.clone(), self.find_unreaped_pid(rank)) else {
             let message = format!("rank {rank} does not run at present");
@@ -145,7 +145,8 @@ impl AgentDriver {
         AgentInput::Tick
     }
 
-    /// Handles an event of a command of `launch exec`, such as output or its end.
+    /// Handles an event of a `launch exec` command, such as that it has written output or that its
+    /// output has ended.
     pub(super) fn on_exec_event(&mut self, (id, event): (ExecId, ExecEvent)) -> AgentInput {
         match event {
             ExecEvent::Output { stderr, bytes } => {
@@ -166,8 +167,8 @@ impl AgentDriver {
         AgentInput::Tick
     }
 
-    /// Records how the process `pid` ended, if it is a command of `launch exec`. Does nothing for
-    /// other processes.
+    /// Records how the process with the pid `pid` ended, if the process is a `launch exec` command.
+    /// Does nothing for other processes.
     pub(super) fn on_exec_exited(&mut self, pid: u32, status: ExitStatus) {
         let Some(id) = self.exec.leaders.remove(&pid) else { return };
         if let Some(command) = self.exec.commands.get_mut(&id) {
@@ -214,8 +215,8 @@ impl AgentDriver {
         ids.into_iter().for_each(|id| self.cancel_exec_command(id));
     }
 
-    /// Sends a reply about the `launch exec` command `id`, such as output or an exit status, to the
-    /// controller.
+    /// Sends a reply about the `launch exec` command with the number `id`, such as output or an
+    /// exit status, to the controller.
     fn send_exec_reply(&mut self, id: ExecId, reply: ExecReply) {
         self.send_to_controller(FromAgent::Exec { id, reply });
     }

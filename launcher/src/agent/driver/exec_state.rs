@@ -20,7 +20,8 @@ use tokio::{
 /// event loop.
 const EXEC_EVENT_QUEUE_CAPACITY: usize = 16;
 
-/// A command of `launch exec` that runs next to a worker on this host.
+/// A command that the user runs with `launch exec` next to a worker on this host: its process, its
+/// output pipes, and how it ended.
 pub(super) struct ExecCommand {
     /// The pid of the command; `None` before its start and after it was reaped.
     pub(super) pid: Option<u32>,
@@ -36,7 +37,8 @@ pub(super) struct ExecCommand {
     pub(super) removal: Option<Vec<String>>,
 }
 
-/// An event of a command of `launch exec`, such as output or the end of the command.
+/// An event of a `launch exec` command that its reader threads or timers report to the agent's
+/// event loop, such as output or the end of the output.
 pub(super) enum ExecEvent {
     /// The command has printed `bytes`.
     Output { stderr: bool, bytes: Vec<u8> },
@@ -49,7 +51,8 @@ pub(super) enum ExecEvent {
 /// The sender and the receiver of the events of all `launch exec` commands of the host.
 type ExecEventChannel = (mpsc::Sender<(ExecId, ExecEvent)>, mpsc::Receiver<(ExecId, ExecEvent)>);
 
-/// The commands of `launch exec` on the host, with the channel for their events.
+/// The `launch exec` commands that run on this host next to workers, with the channel for their
+/// events.
 pub(super) struct ExecCommands {
     pub(super) commands: HashMap<ExecId, ExecCommand>,
     /// The pids of the commands that have not been reaped.
@@ -58,7 +61,7 @@ pub(super) struct ExecCommands {
 }
 
 impl ExecCommands {
-    /// Creates an empty list of `launch exec` commands.
+    /// Creates the state of `launch exec` on a host on which no such command runs yet.
     pub(super) fn new() -> ExecCommands {
         ExecCommands {
             commands: HashMap::new(),
@@ -120,8 +123,8 @@ impl ExecOutputReader {
         _ = self.events.send((self.id, ExecEvent::PipeEnded)).await;
     }
 
-    /// Waits for output of a `launch exec` command, and reads the available bytes into `chunk`.
-    /// Returns `None` at the end.
+    /// Waits until the `launch exec` command writes output to the pipe, and reads the available
+    /// bytes into `chunk`. Returns `None` at the end.
     async fn read_chunk(&mut self, pipe: &mut pipe::Receiver, chunk: &mut [u8]) -> Option<usize> {
         if !*self.has_ended.borrow() {
             tokio::select! {
@@ -133,7 +136,8 @@ impl ExecOutputReader {
     }
 }
 
-/// Makes a pipe nonblocking, and wraps it in a reader of the async runtime.
+/// Makes the output pipe of a `launch exec` command nonblocking, and wraps it in a reader of the
+/// async runtime.
 pub(super) fn into_async_pipe(pipe: OwnedFd) -> io::Result<pipe::Receiver> {
     let flags = OFlag::from_bits_retain(fcntl(pipe.as_fd(), FcntlArg::F_GETFL)?);
     fcntl(pipe.as_fd(), FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;

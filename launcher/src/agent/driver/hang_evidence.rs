@@ -21,13 +21,13 @@ use std::{
 /// How long the agent waits until the stacks of hanging workers and other evidence about the hang
 /// are collected. The stacks are left out if the kernel takes longer to describe the processes.
 const COLLECTION_TIMEOUT: Duration = Duration::from_secs(7);
-/// The longest time between a GPU error that the GPU driver logs without a pid and a worker's hang
-/// that the error may explain.
+/// The longest time by which a GPU error that the driver has logged without a pid may precede a
+/// worker's hang and still be reported as its possible reason.
 const MAX_GPU_FAULT_AGE: Duration = Duration::from_secs(120);
 
 impl AgentDriver {
-    /// Measures the CPU time and the counter of collectives of each worker, and reports each
-    /// measurement to the agent's state machine.
+    /// Measures the CPU time of each worker and how many collectives it has entered and completed,
+    /// and reports the values to the agent's state machine.
     pub(super) fn measure_activity(&mut self) {
         let living: Vec<(u32, Rank)> = self.leaders.iter().map(|(pid, rank)| (*pid, *rank)).collect();
         let pids: Vec<u32> = living.iter().map(|(pid, _)| *pid).collect();
@@ -41,8 +41,8 @@ impl AgentDriver {
         }
     }
 
-    /// Returns a counter of the worker `rank` that changes whenever the worker enters or completes
-    /// a collective. Returns `None` if the worker has reported no collectives.
+    /// Returns a counter that changes whenever the worker `rank` enters or completes a collective,
+    /// from which a hang is detected. Returns `None` if the worker has reported no collectives.
     fn read_collective_counter(&self, rank: Rank) -> Option<u64> {
         let plan = self.plan.as_ref()?;
         let worker = plan.workers.iter().find(|worker| worker.rank == rank)?;
@@ -92,8 +92,8 @@ impl AgentDriver {
         _ = thread::Builder::new().name("hang-evidence".into()).spawn(work);
     }
 
-    /// Builds the request that lists hanging workers, each with its pid, and the sources of
-    /// evidence about them.
+    /// Builds the request to collect evidence about hanging workers: their pids, and where the
+    /// evidence is found.
     fn build_evidence_request(&mut self, plan: &HostPlan, workers: &[(&WorkerPlan, u32)]) -> EvidenceRequest {
         let window = Duration::from_millis(plan.job.run.hang_timeout_ms.unwrap_or(0)) + MAX_GPU_FAULT_AGE;
         let pids: Vec<u32> = workers.iter().map(|(_, pid)| *pid).collect();
@@ -117,9 +117,9 @@ impl AgentDriver {
         }
     }
 
-    /// Returns the input that informs the agent's state machine that the stacks of the hanging
-    /// workers of `attempt` were written to their logs. For an earlier attempt, the input is a
-    /// tick.
+    /// Returns the input by which the agent's state machine learns that the stacks of the hanging
+    /// workers of the attempt `attempt` were written to their logs. For an earlier attempt, the
+    /// input is a tick.
     pub(super) fn on_stacks_written(&self, (attempt, evidence): (u32, Vec<RankEvidence>)) -> AgentInput {
         let now = self.plan.as_ref().map(|plan| plan.attempt);
         if now == Some(attempt) { AgentInput::StacksWritten { evidence } } else { AgentInput::Tick }

@@ -26,7 +26,7 @@ use tokio::sync::mpsc;
 /// The time limit of the command that removes the container of a killed worker.
 const CONTAINER_REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The process of a worker that was started, or the error of the start.
+/// The result of starting a worker: its process, or the error that prevented the start.
 pub(super) struct SpawnResult {
     /// The attempt of the worker.
     pub(super) attempt: u32,
@@ -67,7 +67,8 @@ pub(super) struct SpawnRequest {
     pub(super) uses_terminal: bool,
 }
 
-/// The request to start a command of `launch exec`.
+/// The request to start a `launch exec` command next to a worker: the command, and the environment
+/// that its process gets.
 pub(super) struct ExecSpawnRequest {
     pub(super) id: ExecId,
     /// The plan of the rank's worker, with the command instead of the worker's program.
@@ -76,7 +77,8 @@ pub(super) struct ExecSpawnRequest {
     pub(super) file_limit: OpenFileLimits,
 }
 
-/// The process of a command of `launch exec`, or the error of its start.
+/// The result of starting a `launch exec` command: its process, or the error that prevented the
+/// start.
 pub(super) struct ExecSpawnResult {
     pub(super) id: ExecId,
     pub(super) spawned: diagnostic::Result<SpawnedWorker>,
@@ -93,14 +95,15 @@ pub(super) struct WorkerSpawner {
 }
 
 impl WorkerSpawner {
-    /// Starts the separate thread on which worker processes are started.
+    /// Starts the thread that starts worker processes, so that a slow start does not block the
+    /// agent's event loop.
     pub(super) fn start() -> io::Result<WorkerSpawner> {
         let thread = BackgroundThread::start("start-workers", 0)?;
         Ok(WorkerSpawner { thread, results: mpsc::channel(1), pending: 0 })
     }
 
-    /// Begins to start a worker's process on the separate thread. The earlier start must have
-    /// ended. Does not block.
+    /// Begins to start a worker's process on this spawner's separate thread, without waiting for
+    /// the result. The earlier start must have ended. Does not block.
     pub(super) fn begin_worker_start(&mut self, request: SpawnRequest) {
         self.run_on_thread(move || {
             let SpawnRequest {
@@ -126,8 +129,9 @@ impl WorkerSpawner {
         });
     }
 
-    /// Begins to activate the environments of `run.activate` on the separate thread. `hidden` are
-    /// the variables that workers do not inherit. Does not block.
+    /// Begins to activate the environments of `run.activate` on this spawner's separate thread,
+    /// without waiting for the result. `hidden` are the variables that workers do not inherit. Does
+    /// not block.
     pub(super) fn begin_activation(&mut self, plan: &HostPlan, hidden: Vec<String>) {
         let (attempt, run, host) = (plan.attempt, plan.job.run.clone(), plan.host.clone());
         self.run_on_thread(move || {
@@ -136,8 +140,8 @@ impl WorkerSpawner {
         });
     }
 
-    /// Begins to run the command `words`, which removes the container of a process that was killed,
-    /// on the separate thread. Does not block.
+    /// Begins to run `words`, the command that removes the container of a killed process, on the
+    /// separate thread of this spawner. Does not block.
     pub(super) fn begin_container_removal(&mut self, words: Vec<String>) {
         self.run_on_thread(move || {
             let remove = || {
@@ -150,7 +154,8 @@ impl WorkerSpawner {
         });
     }
 
-    /// Begins to start a command of `launch exec` on the separate thread. Does not block.
+    /// Begins to start a `launch exec` command on this spawner's separate thread, without waiting
+    /// for the result. Does not block.
     pub(super) fn begin_exec_command_start(&mut self, request: ExecSpawnRequest) {
         self.run_on_thread(move || {
             let ExecSpawnRequest { id, worker, environment, file_limit } = request;
@@ -168,8 +173,8 @@ impl WorkerSpawner {
         });
     }
 
-    /// Calls `work` on the thread that starts processes, and sends its result to the agent's event
-    /// loop.
+    /// Calls the function `work` on the thread that starts processes, and sends the result of
+    /// `work` to the agent's event loop.
     fn run_on_thread(&mut self, work: impl FnOnce() -> SpawnerResult + Send + 'static) {
         self.pending += 1;
         let results = self.results.0.clone();
@@ -179,8 +184,9 @@ impl WorkerSpawner {
         });
     }
 
-    /// Waits for the next result of the thread that starts processes, such as a started worker.
-    /// Waits forever if the thread has nothing to do.
+    /// Waits until the thread that starts processes has finished its next task, and returns the
+    /// result: a started worker or command, an activated environment, or a removed container. Waits
+    /// forever if the thread has nothing to do.
     pub(super) async fn receive_result(&mut self) -> SpawnerResult {
         match self.results.1.recv().await {
             Some(result) => {
@@ -192,15 +198,16 @@ impl WorkerSpawner {
         }
     }
 
-    /// Returns whether the thread is starting a process, running a command or activating an
-    /// environment at present. Only the thread may then reap children that the agent does not know.
+    /// Returns whether the thread that starts processes is starting one, running a command or
+    /// activating an environment at present. Only the thread may then reap children that the agent
+    /// does not know.
     pub(super) fn is_busy(&self) -> bool {
         self.pending > 0
     }
 }
 
-/// Returns the result of `work`, or an error with `message` if the function panics. A panic would
-/// otherwise end the thread, and the agent would wait for the result forever.
+/// Calls the function `work` and returns its result, or an error with `message` if `work` panics. A
+/// panic would otherwise end the thread, and the agent would wait for the result forever.
 fn catch_panic<T>(work: impl FnOnce() -> diagnostic::Result<T>, message: &str) -> diagnostic::Result<T> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(Diagnostic::error(codes::run::INTERNAL, message)))

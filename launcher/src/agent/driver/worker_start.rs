@@ -26,9 +26,9 @@ use std::{io, os::fd::AsFd, rc::Rc, sync::Arc, thread, time::Duration};
 use tokio::{net::UnixStream, sync::mpsc};
 
 impl AgentDriver {
-    /// Sets up what the workers of a plan share before they start: the rendezvous, their shared
-    /// memory, and their logs, which open on a separate thread. The logs are opened on a separate
-    /// thread, because their disk may stall.
+    /// Sets up what the workers of a plan share before they start: the port at which programs meet
+    /// (the rendezvous), shared memory, and the logs, which open on a separate thread. The logs are
+    /// opened on a separate thread, because their disk may stall.
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the shared memory or the thread is not available.
     /// Keeps the connections to the processes of the ranks `kept`.
@@ -69,8 +69,8 @@ impl AgentDriver {
         }
     }
 
-    /// Creates the shared memory of an attempt (start of all workers) and, in the first attempt,
-    /// the memory for the status and the state copies of workers.
+    /// Creates the memory through which the built-in workers of the host exchange data and, in the
+    /// first attempt, the memory for their status and for copies of their training state.
     fn create_shared_memories(&mut self, plan: &HostPlan) -> io::Result<()> {
         self.shm = Some(Arc::new(process::create_shared_memory()?));
         let status = match self.status_memory.take() {
@@ -138,7 +138,8 @@ impl AgentDriver {
         }
     }
 
-    /// Begins to start the process of the worker at index `index` of this host's current plan.
+    /// Begins to start the process of the worker with the index `index` in the controller's plan
+    /// for this host.
     ///
     /// Returns [`AgentInput::SpawnFailed`] if the log of the worker is not open.
     pub(super) fn spawn_worker(&mut self, index: usize) -> Option<AgentInput> {
@@ -177,9 +178,9 @@ impl AgentDriver {
         None
     }
 
-    /// Adds the environment variables that load the hang hook (a Python module that reports the
-    /// rank's collectives) and torch's flight recorder to a program's plan. Without the hook, the
-    /// state of the threads is the only evidence.
+    /// Adds to a program's plan the environment variables that load the hang hook (a Python module
+    /// that reports the rank's collectives) and switch on torch's flight recorder. Without the
+    /// hook, the state of the threads is the only evidence.
     fn add_hang_hook(&mut self, plan: &HostPlan, worker: &mut WorkerPlan, changes: &EnvironmentChanges) {
         let Some(timeout) = plan.job.run.hang_timeout_ms.filter(|_| worker.command.is_some()) else { return };
         if self.hang_hook.is_none() && !self.hang_hook_failed {
@@ -211,8 +212,8 @@ impl AgentDriver {
     }
 
     /// Makes a process that was kept from an earlier attempt (start of all workers) take part in
-    /// the current attempt, as the worker at index `index` of the plan. Passes the shared memory of
-    /// the attempt to the process. If that fails, kills the process.
+    /// the current one, as the worker with the index `index` in the plan for this host. Passes the
+    /// shared memory of the attempt to the process. If that fails, kills the process.
     pub(super) fn rejoin_worker(&mut self, index: usize) -> Option<AgentInput> {
         let rank = self.plan.as_ref()?.workers.get(index)?.rank;
         let pass = |handle: &WorkerHandle| {
@@ -233,9 +234,9 @@ impl AgentDriver {
         Some(AgentInput::SpawnFailed { rank, diagnostic })
     }
 
-    /// Sets up the output pump and the control connection of a worker's process that was just
-    /// started. Returns the answer for the agent's state machine: [`AgentInput::Spawned`] or
-    /// [`AgentInput::SpawnFailed`].
+    /// Starts the thread that copies a worker's output and the tasks of its control connection,
+    /// after the worker's process was started. Returns the answer for the agent's state machine:
+    /// [`AgentInput::Spawned`] or [`AgentInput::SpawnFailed`].
     fn on_worker_spawned(&mut self, result: SpawnResult) -> AgentInput {
         let SpawnResult { attempt, index, spawned } = result;
         let plan = self.plan.clone().filter(|plan| plan.attempt == attempt);
@@ -256,8 +257,8 @@ impl AgentDriver {
         }
     }
 
-    /// Starts the output pump and the control connection of a worker's process. Returns the pid of
-    /// the process.
+    /// Starts the thread that copies a worker's output to its log, and the tasks that serve the
+    /// worker's control connection. Returns the pid of the process.
     ///
     /// Kills the process if one of them cannot be started.
     fn connect_worker(
@@ -319,8 +320,8 @@ impl AgentDriver {
     }
 }
 
-/// Removes from the plan of a worker the default environment variables of launch that an activated
-/// environment (`run.activate`) sets, too.
+/// Removes those default environment variables of launch from the plan of a worker that the
+/// activated environment (`run.activate`) sets itself.
 pub(super) fn remove_replaced_defaults(
     worker: &WorkerPlan,
     run: &RunSpec,
@@ -350,8 +351,9 @@ fn build_pump_options(plan: &HostPlan, worker: &WorkerPlan) -> PumpOptions {
     }
 }
 
-/// Starts the tasks that read and write the control connection `stream` of a worker. Received
-/// messages are sent to `inbox`. Returns the queue of messages to the worker.
+/// Starts the tasks that read and write messages on `stream`, the control connection between the
+/// agent and a worker. Received messages are sent to `inbox`. Returns the queue of messages to the
+/// worker.
 fn start_worker_connection(
     id: WorkerId,
     stream: std::os::unix::net::UnixStream,

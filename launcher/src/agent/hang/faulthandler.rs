@@ -11,15 +11,15 @@ use std::{
 
 /// How long the agent waits for Python stacks after it has sent the signal that requests them.
 const FAULTHANDLER_TIMEOUT: Duration = Duration::from_millis(500);
-/// The largest number of frames of a stack that are read.
+/// The largest number of frames that are read of a Python stack that faulthandler has written.
 const MAX_FRAMES: usize = 64;
 /// The text with which Python's faulthandler begins the stack of the thread that has received the
 /// signal. The kernel delivers the signal to the main thread unless that thread blocks the signal.
 const CURRENT_THREAD_MARKER: &str = "Current thread ";
 
-/// Makes Python's faulthandler write the stacks of these processes, and returns the stack of each
-/// main thread, innermost frame first. A process without a handler of the signal gets no signal,
-/// because the signal would kill it, and has an empty stack.
+/// Makes Python's faulthandler write the stacks of the given processes, and returns the stack of
+/// each process's main thread, innermost frame first. A process without a handler of the signal
+/// gets no signal, because the signal would kill it, and has an empty stack.
 pub(super) fn request_stacks(directory: &Path, processes: &[(Rank, u32)]) -> Vec<Vec<StackFrame>> {
     let signalled: Vec<Option<(PathBuf, usize)>> = processes
         .iter()
@@ -44,8 +44,8 @@ pub(super) fn request_stacks(directory: &Path, processes: &[(Rank, u32)]) -> Vec
     signalled.iter().map(|request| read(request).unwrap_or_default()).collect()
 }
 
-/// Returns whether the process `pid` has a handler of [`STACKS_SIGNAL`], the signal that requests
-/// Python stacks.
+/// Returns whether the process with the pid `pid` has a handler of [`STACKS_SIGNAL`], the signal
+/// that requests Python stacks.
 fn handles_stacks_signal(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
@@ -60,8 +60,8 @@ fn parse_current_thread(text: &str) -> Vec<StackFrame> {
     lines.map_while(parse_frame).take(MAX_FRAMES).collect()
 }
 
-/// Parses one stack frame from a line of faulthandler's output, `  File "PATH", line NUMBER in
-/// FUNCTION`.
+/// Parses the file, line and function of one stack frame from a line that Python's faulthandler has
+/// written.
 fn parse_frame(line: &str) -> Option<StackFrame> {
     let (file, rest) = line.strip_prefix("  File \"")?.split_once("\", line ")?;
     let (number, function) = rest.split_once(" in ")?;

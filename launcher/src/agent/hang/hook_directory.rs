@@ -19,32 +19,37 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// The real-time signal at which a process with the hang hook writes its Python stacks, through
-/// Python's faulthandler.
+/// The real-time signal at which a process that has loaded the hang hook (a Python module) writes
+/// its Python stacks, through Python's faulthandler.
 pub(super) const STACKS_SIGNAL: i32 = 51;
-/// The Python source code of the hang hook, which a worker loads to publish its collectives and
-/// stacks.
+/// The Python source code of the hang hook, a module that workers load so that the agent learns
+/// about their collectives and stacks.
 const HOOK_SOURCE: &str = include_str!("sitecustomize.py");
-/// The number of collectives that torch's flight recorder keeps, as the value of an environment
-/// variable.
+/// The number of collectives that torch's flight recorder keeps, as the text of the environment
+/// variable that sets it.
 const FLIGHT_RECORDER_ENTRIES: &str = "2000";
-/// The largest file, in bytes, that the agent reads from the hang hook of a rank.
+/// The largest file, in bytes, of a rank's hang hook (a Python module in the worker) that the agent
+/// reads.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The largest number of groups, of collectives and of stack frames that the agent keeps from one
-/// rank's hang hook.
+/// The largest number of process groups, of collectives and of stack frames in the answer of one
+/// rank's hang hook that the agent keeps.
 const MAX_ITEMS_PER_RANK: usize = 64;
-/// The longest text, in bytes, that the agent keeps from a rank's hang hook.
+/// The length, in bytes, to which the agent truncates each text in the answer of a rank's hang hook
+/// (a Python module in the worker).
 const MAX_TEXT_BYTES: usize = 400;
 /// The shortest and the longest interval at which the hang hook (a Python module in each worker)
 /// publishes the counters of collectives.
 const PUBLISH_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
 
-/// The prefix of the names of the temporary directories that contain agents' hang hooks.
+/// The prefix of the names of agents' temporary directories that contain the hang hook (a Python
+/// module for workers).
 const DIRECTORY_NAME_PREFIX: &str = "launch-hang-";
-/// The name of the file that an agent keeps locked to show that its hook directory is in use.
+/// The name of the file that an agent keeps locked to show that its directory with the hang hook (a
+/// Python module for workers) is in use.
 const LOCK_FILE: &str = "lock";
-/// The age from which a hook directory without a locked file counts as left by an agent that was
-/// killed. A younger one may have been created by an agent that has not yet locked the file.
+/// The age from which a directory with a hang hook whose lock file is not locked counts as left
+/// behind by a killed agent. A younger one may have been created by an agent that has not yet
+/// locked the file.
 const ABANDONED_AGE: Duration = Duration::from_secs(60);
 
 /// The private temporary directory of an agent that contains the hang hook (a Python module for
@@ -54,9 +59,9 @@ pub(in crate::agent) struct HookDirectory {
     _lock: File,
 }
 
-/// Returns the path of this agent's directory for the hang hook, which is chosen at the first call.
-/// If the watchdog calls this function before it forks, the watchdog and the agent know the same
-/// path.
+/// Returns the path of this agent's temporary directory for the hang hook (a Python module for
+/// workers), which is chosen at the first call. If the watchdog calls this function before it
+/// forks, the watchdog and the agent know the same path.
 pub(in crate::agent) fn choose_directory_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
@@ -68,7 +73,8 @@ pub(in crate::agent) fn choose_directory_path() -> &'static Path {
 }
 
 impl HookDirectory {
-    /// Creates the directory with the hang hook in the system's directory for temporary files.
+    /// Creates the directory with the hang hook (a Python module for workers) in the system's
+    /// directory for temporary files.
     pub(in crate::agent) fn create() -> io::Result<HookDirectory> {
         let path = choose_directory_path();
         remove_abandoned_directories(path.parent().unwrap_or(path), SystemTime::now());
@@ -111,9 +117,10 @@ impl HookDirectory {
         worker.extend(variables.map(|(name, value)| (name.to_owned(), value)));
     }
 
-    /// Adds the variables that switch on torch's flight recorder, except for those that `is_given`
-    /// reports as set by their present or earlier name. After a timeout, torch writes the recorded
-    /// collectives to a file next to the log of the worker.
+    /// Adds the environment variables that switch on torch's flight recorder to a worker's plan,
+    /// except for those that the user has set under their present or earlier name (`is_given`).
+    /// After a timeout, torch writes the recorded collectives to a file next to the log of the
+    /// worker.
     pub(in crate::agent) fn add_recorder_variables(worker: &mut WorkerPlan, is_given: impl Fn(&str) -> bool) {
         // Torch appends the rank.
         let dump = worker.log.with_file_name("flight-recorder-").display().to_string();
@@ -130,7 +137,7 @@ impl HookDirectory {
         worker.env.extend(missing.map(|((name, value), _)| (name.to_owned(), value)));
     }
 
-    /// Returns a counter of the rank `rank` that changes whenever one of its processes enters or
+    /// Returns a counter that changes whenever one of the processes of the rank `rank` enters or
     /// completes a collective. Returns `None` if no process of the rank has initialized torch's
     /// process groups.
     pub(in crate::agent) fn read_collective_counter(&self, rank: Rank) -> Option<u64> {
@@ -152,16 +159,16 @@ impl Drop for HookDirectory {
     }
 }
 
-/// Creates the lock file in the new hook directory `path`, and locks the file to show that an agent
-/// uses the directory.
+/// Creates and locks a file in the new directory `path` for the hang hook (a Python module for
+/// workers), which shows that an agent uses the directory.
 fn lock_directory(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().write(true).create_new(true).open(path.join(LOCK_FILE))?;
     file.try_lock()?;
     Ok(file)
 }
 
-/// Removes the hook directories in `parent` that killed agents of this user have left. Ignores
-/// errors.
+/// Removes the directories for hang hooks (Python modules for workers) that killed agents of this
+/// user have left behind in `parent`. Ignores errors.
 fn remove_abandoned_directories(parent: &Path, now: SystemTime) {
     let uid = nix::unistd::geteuid().as_raw();
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
@@ -178,7 +185,8 @@ fn remove_abandoned_directories(parent: &Path, now: SystemTime) {
     }
 }
 
-/// A process of a worker that has loaded the hang hook and initialized torch's process groups.
+/// A process of a worker that has loaded the hang hook (a Python module of launch) and has
+/// initialized torch's process groups.
 pub(super) struct HookProcess {
     pid: u32,
     /// The path of the files of the process without their ending.
@@ -186,8 +194,8 @@ pub(super) struct HookProcess {
 }
 
 impl HookProcess {
-    /// Finds the process of a rank that has loaded the hang hook. `tree` are the pids of the
-    /// processes of the worker.
+    /// Finds the process of a rank that has loaded the hang hook (a Python module of launch) and
+    /// uses torch's process groups. `tree` are the pids of the processes of the worker.
     pub(super) fn find_for_rank(directory: &Path, rank: Rank, tree: &[i32]) -> Option<HookProcess> {
         list_rank_processes(directory, rank).into_iter().find(|process| tree.contains(&(process.pid as i32)))
     }
@@ -197,8 +205,8 @@ impl HookProcess {
         self.pid
     }
 
-    /// Requests the hang hook in the process to write an answer with the process's stacks and
-    /// collectives. Does nothing if the process does not read requests.
+    /// Requests that the hang hook in the process write its answer, with the process's Python
+    /// stacks and collectives, to a file. Does nothing if the process does not read requests.
     pub(super) fn request_answer(&self) {
         let path = self.base.with_extension("request");
         let fifo =
@@ -221,15 +229,15 @@ impl HookProcess {
     }
 }
 
-/// The content of the status file in which the hang hook of a process publishes its counters of
-/// collectives.
+/// The content of the status file in which the hang hook (a Python module in a worker) publishes
+/// its counters of collectives.
 #[derive(Default, Deserialize)]
 struct HookStatus {
     groups: Vec<GroupCounters>,
 }
 
-/// The answer of the hang hook in a process to the agent's request for evidence: collectives and
-/// stacks.
+/// What the hang hook (a Python module in a worker) answers to the agent's request for evidence:
+/// the collectives and the stacks of its process.
 #[derive(Deserialize)]
 pub(super) struct HookAnswer {
     groups: Vec<GroupCounters>,
@@ -238,7 +246,8 @@ pub(super) struct HookAnswer {
     in_call: bool,
 }
 
-/// The Python stack of one thread, as the hang hook reports it.
+/// The Python stack of one thread of a worker, as the hang hook (a Python module in the worker)
+/// reports it.
 #[derive(Deserialize)]
 struct HookStack {
     main: bool,
@@ -246,8 +255,8 @@ struct HookStack {
 }
 
 impl HookAnswer {
-    /// Converts the answer of a process's hang hook to evidence about the hanging rank `rank`, and
-    /// limits its size.
+    /// Converts what the hang hook of a process has answered to evidence about the hanging rank
+    /// `rank`, and limits the size of the evidence.
     pub(super) fn into_evidence(self, rank: Rank, thread: Option<ThreadState>) -> RankEvidence {
         let skipped = self.entries.len().saturating_sub(MAX_ITEMS_PER_RANK);
         let mut entries: Vec<CollectiveEntry> = self.entries.into_iter().skip(skipped).collect();
@@ -286,7 +295,7 @@ fn limit_groups(mut groups: Vec<GroupCounters>) -> Vec<GroupCounters> {
     groups
 }
 
-/// Truncates a text from a hang hook to [`MAX_TEXT_BYTES`].
+/// Truncates a text that a hang hook has reported to [`MAX_TEXT_BYTES`].
 fn limit_text(text: &mut String) {
     text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
 }
@@ -306,8 +315,8 @@ fn list_rank_processes(directory: &Path, rank: Rank) -> Vec<HookProcess> {
     processes
 }
 
-/// Reads a file of this user up to [`MAX_FILE_BYTES`]. Returns `None` if there is no such file, or
-/// if the file is larger.
+/// Reads a file of a hang hook if the file belongs to this user, is no link and has at most
+/// [`MAX_FILE_BYTES`] bytes; returns `None` otherwise.
 pub(super) fn read_limited(path: &Path) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     let file = open_own_file_without_links(path).ok()?;

@@ -12,11 +12,11 @@ const SEARCHED_LOG_BYTES: u64 = 64 << 10;
 const MAX_WARNINGS: usize = 4;
 /// The longest NCCL warning that is kept, in bytes.
 const MAX_WARNING_BYTES: usize = 300;
-/// The text that NCCL prints before a warning.
+/// The text that precedes each warning which NCCL prints to a rank's output.
 const WARNING_MARKER: &str = " NCCL WARN ";
 
-/// Returns the newest warnings of NCCL at the end of the log file `log` of a rank. Returns no
-/// warnings if the log cannot be read.
+/// Returns the newest warnings that NCCL has written near the end of the log file `log` of a rank.
+/// Returns no warnings if the log cannot be read.
 pub(in crate::agent) fn read_nccl_warnings(log: &Path) -> Vec<String> {
     let read = || {
         let mut file = open_own_file_without_links(log)?;
@@ -29,7 +29,7 @@ pub(in crate::agent) fn read_nccl_warnings(log: &Path) -> Vec<String> {
     read().map_or_else(|_| Vec::new(), |bytes| find_warnings(&String::from_utf8_lossy(&bytes)))
 }
 
-/// Finds the newest warnings of NCCL in `text`, the end of a rank's log.
+/// Finds the newest warnings of NCCL in `text`, the last part of a rank's log.
 fn find_warnings(text: &str) -> Vec<String> {
     let warning = |line: &str| {
         let (_, warning) = line.split_once(WARNING_MARKER)?;

@@ -17,13 +17,15 @@ use std::{
     time::Duration,
 };
 
-/// The name that hang evidence of built-in workers gives to the group of all ranks.
+/// The name of the group of all ranks in the evidence about hanging built-in workers.
 const WORLD_GROUP_NAME: &str = "world";
-/// The name that hang evidence of built-in workers gives to their communication backend.
+/// The name of launch's own communication backend in the evidence about hanging built-in workers.
 const BACKEND_NAME: &str = "launch";
-/// How many times the agent tries to read a worker's status, which the worker may be changing.
+/// How many times the agent tries to read a worker's status, because the worker may be changing the
+/// status at that moment.
 const MAX_READ_TRIES: usize = 5;
-/// The pause between two tries of the agent to read a worker's status.
+/// The pause between two attempts of the agent to read a worker's status, which the worker may be
+/// changing at that moment.
 const READ_PAUSE: Duration = Duration::from_millis(1);
 
 /// The memory in which the built-in workers of a host publish their status (what they do, and their
@@ -36,14 +38,16 @@ impl StatusMemory {
         process::create_status_memory().map(|memory| StatusMemory(memory.into()))
     }
 
-    /// Enlarges the memory file so that `workers` built-in workers can publish their status in it.
+    /// Enlarges the memory file so that each of `workers` built-in workers of the host can publish
+    /// its status in it.
     pub(in crate::agent) fn reserve(&self, workers: usize) -> io::Result<()> {
         let bytes = (workers * STATUS_BYTES) as u64;
         if self.0.metadata()?.len() < bytes { self.0.set_len(bytes) } else { Ok(()) }
     }
 
-    /// Reads the status that the built-in worker with this local rank has published in the attempt
-    /// `attempt`. Returns `None` if the worker has written none in this attempt.
+    /// Reads what the built-in worker with this local rank has published about its collectives and
+    /// its current work in the attempt `attempt`. Returns `None` if the worker has written none in
+    /// this attempt.
     pub(in crate::agent) fn read(&self, local_rank: u32, attempt: u32) -> Option<WorkerStatus> {
         let mut bytes = [0; STATUS_BYTES];
         for _ in 0..MAX_READ_TRIES {

@@ -8,8 +8,8 @@ const MAX_PATH_BYTES: usize = 400;
 /// The size of a page of memory, in bytes. A path may end just before a page that does not exist.
 const PAGE_BYTES: u64 = 4096;
 
-/// The numbers of the system calls that wait for data or a disk and have a file descriptor as their
-/// first argument.
+/// The numbers of the system calls, such as `read`, that wait for data or a disk and have a file
+/// descriptor as their first argument.
 const DESCRIPTOR_SYSTEM_CALLS: [i64; 17] = [
     libc::SYS_read,
     libc::SYS_write,
@@ -29,7 +29,7 @@ const DESCRIPTOR_SYSTEM_CALLS: [i64; 17] = [
     libc::SYS_getdents64,
     libc::SYS_flock,
 ];
-/// The numbers of the system calls that have a path as their second argument.
+/// The numbers of the system calls that have a path as their second argument, such as `openat`.
 const PATH_CALLS: [i64; 7] = [
     libc::SYS_openat,
     libc::SYS_newfstatat,
@@ -39,26 +39,27 @@ const PATH_CALLS: [i64; 7] = [
     libc::SYS_unlinkat,
     libc::SYS_readlinkat,
 ];
-/// The numbers of the system calls that have a path as their first argument, which exist only on
-/// x86-64.
+/// The numbers of the system calls that have a path as their first argument, such as `open`, which
+/// exist only on x86-64.
 #[cfg(target_arch = "x86_64")]
 const OLD_PATH_CALLS: [i64; 6] =
     [libc::SYS_open, libc::SYS_stat, libc::SYS_lstat, libc::SYS_access, libc::SYS_mkdir, libc::SYS_unlink];
 #[cfg(not(target_arch = "x86_64"))]
 const OLD_PATH_CALLS: [i64; 0] = [];
-/// The numbers of the system calls with which a thread sleeps.
+/// The numbers of the system calls with which a thread sleeps, such as `nanosleep`.
 const SLEEP_CALLS: [i64; 2] = [libc::SYS_nanosleep, libc::SYS_clock_nanosleep];
 /// The numbers of the system calls with which a thread waits for events of several file
-/// descriptors.
+/// descriptors, such as `ppoll`.
 const POLL_CALLS: [i64; 3] = [libc::SYS_ppoll, libc::SYS_pselect6, libc::SYS_epoll_pwait];
-/// The numbers of older system calls that wait for events of several file descriptors, which exist
-/// only on x86-64.
+/// The numbers of older system calls that wait for events of several file descriptors, such as
+/// `poll`, which exist only on x86-64.
 #[cfg(target_arch = "x86_64")]
 const OLD_POLL_CALLS: [i64; 3] = [libc::SYS_poll, libc::SYS_select, libc::SYS_epoll_wait];
 #[cfg(not(target_arch = "x86_64"))]
 const OLD_POLL_CALLS: [i64; 0] = [];
 
-/// The system call in which a thread of another process waits, with the call's first two arguments.
+/// The system call in which a thread of a hanging worker waits, with the first two arguments of the
+/// call.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct SystemCall {
     number: i64,
@@ -76,7 +77,8 @@ impl SystemCall {
         Some(SystemCall { number, arguments: [argument()?, argument()?] })
     }
 
-    /// Returns whether the system call waits for data of a file, pipe or socket, or for a disk.
+    /// Returns whether this system call is one that waits for data of a file, pipe or socket, or
+    /// for a disk.
     fn waits_for_io(&self) -> bool {
         let number = &self.number;
         DESCRIPTOR_SYSTEM_CALLS.contains(number)
@@ -84,8 +86,8 @@ impl SystemCall {
             || OLD_PATH_CALLS.contains(number)
     }
 
-    /// Returns the path of the file on which this system call of the process `pid` operates.
-    /// Returns `None` if the call uses no file, or if this process may not read the path.
+    /// Returns the path of the file on which this system call of the process with the pid `pid`
+    /// operates. Returns `None` if the call uses no file, or if this process may not read the path.
     pub(super) fn find_file(&self, pid: u32) -> Option<String> {
         let [first, second] = self.arguments;
         if DESCRIPTOR_SYSTEM_CALLS.contains(&self.number) {
@@ -101,8 +103,8 @@ impl SystemCall {
     }
 }
 
-/// Classifies what a thread waits for, such as a lock or I/O, by its system call or, if the call is
-/// unknown, by the kernel function in which it waits.
+/// Classifies what a thread waits for, such as a lock or I/O, by its system call or, if the system
+/// call is unknown, by the name of the kernel function in which it waits.
 pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKind {
     match call {
         Some(call) if call.number == libc::SYS_futex => WaitKind::Futex,
@@ -121,8 +123,8 @@ pub(super) fn classify_wait(call: Option<&SystemCall>, channel: &str) -> WaitKin
     }
 }
 
-/// Reads a zero-terminated text from the memory of another process. Returns `None` if the text is
-/// empty, or if this process may not read it.
+/// Reads a zero-terminated text, such as a path argument of a system call, from the memory of
+/// another process. Returns `None` if the text is empty, or if this process may not read it.
 fn read_process_text(pid: u32, address: u64) -> Option<String> {
     let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
     let mut text = Vec::new();
@@ -140,7 +142,7 @@ fn read_process_text(pid: u32, address: u64) -> Option<String> {
     Some(truncate_path(&String::from_utf8_lossy(&text))).filter(|text| !text.is_empty())
 }
 
-/// Truncates a path to [`MAX_PATH_BYTES`].
+/// Truncates a path to [`MAX_PATH_BYTES`] (the size limit of paths in evidence about a hang).
 fn truncate_path(path: &str) -> String {
     path[..path.floor_char_boundary(MAX_PATH_BYTES)].to_owned()
 }

@@ -6,18 +6,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The shortest time over which the CPU time of a thread is measured.
+/// The shortest period over which the CPU time of a hanging worker's main thread is measured, to
+/// determine whether the thread is busy.
 pub(super) const CPU_TIME_WINDOW: Duration = Duration::from_millis(500);
-/// The share of a CPU core that a thread must use to count as busy.
+/// The share of a CPU core that the main thread of a hanging worker must use to count as busy
+/// instead of waiting.
 const MIN_BUSY_CPU_SHARE: f64 = 0.1;
-/// The duration of a clock tick of `/proc` on Linux.
+/// The duration of a clock tick, the unit of CPU times in `/proc` on Linux.
 const TICK: Duration = Duration::from_millis(10);
-/// The largest number of threads of a process that are examined for one that is blocked in the
-/// kernel.
+/// The largest number of threads of a hanging worker that are examined for one that is blocked in
+/// the kernel.
 const MAX_THREADS: usize = 256;
 
-/// The main thread of a process under observation, with the state and CPU time that it had when the
-/// observation began.
+/// The main thread of a process that is observed for a short time, with the state and CPU time that
+/// the thread had at the beginning.
 pub(super) struct MainThread {
     pid: u32,
     observed: Option<(char, u64)>,
@@ -25,7 +27,7 @@ pub(super) struct MainThread {
 }
 
 impl MainThread {
-    /// Starts to observe the main thread of a process.
+    /// Starts to observe the main thread of a process, by reading its present state and CPU time.
     pub(super) fn observe(pid: u32) -> MainThread {
         MainThread { pid, observed: read_stat(pid, pid), begin: Instant::now() }
     }
@@ -50,9 +52,8 @@ impl MainThread {
         Some(describe_thread(self.pid, self.pid, state, busy))
     }
 
-    /// Ends the observation of the main thread, and returns its state, whether it was busy, and
-    /// what it waits for. If the main thread waits while another thread is blocked in the kernel
-    /// and cannot be interrupted, describes that thread instead.
+    /// Ends the observation and describes the main thread or, if the main thread only waits while
+    /// another thread is blocked in the kernel and cannot be interrupted, that other thread.
     pub(super) fn finish_observation_of_any_thread(self) -> Option<ThreadState> {
         let pid = self.pid;
         let main = self.finish_observation()?;
@@ -67,8 +68,8 @@ impl MainThread {
     }
 }
 
-/// Describes a thread with the state `state`, and determines from its files in `/proc` what it
-/// waits for.
+/// Describes the thread `thread`, whose state in `/proc` is the letter `state`, and determines from
+/// its other files in `/proc` what it waits for.
 fn describe_thread(pid: u32, thread: u32, state: char, busy: bool) -> ThreadState {
     let directory = format!("/proc/{pid}/task/{thread}");
     let wait_channel = fs::read_to_string(format!("{directory}/wchan")).unwrap_or_default();

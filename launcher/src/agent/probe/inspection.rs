@@ -51,16 +51,17 @@ pub(super) fn inspect_host(dirs: &[PathBuf]) -> HostInspection {
     report
 }
 
-/// Finds the value `name`, such as `MemTotal:`, in the content of `/proc/meminfo`, and returns it
-/// in bytes, or 0 if it is missing.
+/// Finds the value called `name`, such as `MemTotal:`, in the content of `/proc/meminfo`, and
+/// returns it in bytes, or 0 if it is missing.
 fn parse_meminfo_bytes(meminfo: &str, name: &str) -> u64 {
     let line = meminfo.lines().find_map(|l| l.strip_prefix(name));
     let number = line.and_then(|l| l.trim().strip_suffix("kB")).and_then(|n| n.trim().parse::<u64>().ok());
     number.unwrap_or(0).saturating_mul(1024)
 }
 
-/// Tests whether the home directory is writable and, if this executable is a cached copy, whether
-/// the directory of the copy is. Returns each directory with the result.
+/// Tests whether the home directory is writable, and also the cache directory that contains this
+/// executable, if launch has copied the executable to the host. Returns each directory with the
+/// result.
 fn check_home_directories() -> Vec<(PathBuf, diagnostic::Result<()>)> {
     let Some(home) = std::env::home_dir() else { return Vec::new() };
     let cache = fs::read_link("/proc/self/exe").ok().and_then(|exe| exe.parent().map(Path::to_owned));
@@ -68,8 +69,8 @@ fn check_home_directories() -> Vec<(PathBuf, diagnostic::Result<()>)> {
     std::iter::once(home).chain(cache).map(|dir| (dir.clone(), check_writable(&dir))).collect()
 }
 
-/// Creates, writes and removes a temporary file in a directory. Fails if the file cannot be created
-/// or written.
+/// Tests whether a directory is writable, by creating, writing and removing a temporary file in it.
+/// Fails if the file cannot be created or written.
 fn check_writable(dir: &Path) -> diagnostic::Result<()> {
     let file = dir.join(format!(".launch-write-{}", std::process::id()));
     let created = fs::OpenOptions::new().write(true).create_new(true).open(&file);
@@ -81,8 +82,9 @@ fn check_writable(dir: &Path) -> diagnostic::Result<()> {
     })
 }
 
-/// Inspects a directory or, if the directory does not exist, its nearest existing parent.
-/// Determines the file system, the free space, and whether the directory is writable.
+/// Inspects a directory or, if the directory does not exist, its nearest existing parent, for
+/// `launch check`. Determines the file system, the free space, and whether the directory is
+/// writable.
 fn inspect_directory(dir: &Path) -> DirectoryInspection {
     let path = dir.ancestors().find(|a| a.is_dir()).unwrap_or(Path::new("/")).to_owned();
     DirectoryInspection {

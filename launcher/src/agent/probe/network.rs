@@ -25,11 +25,12 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// The context string of the key derivation for the key with which agents authenticate connections
-/// for measurements.
+/// The context string with which agents derive the key that authenticates connections for
+/// measurements (`launch check --network`) from a secret key.
 const MEASUREMENT_KEY_CONTEXT: &str = "launch check --network";
 
-/// Measures the network connections between this host and other hosts for `launch check --network`.
+/// Measures the network connections between this host and other hosts for `launch check --network`,
+/// and accepts the measurements of other hosts' agents.
 #[derive(Debug, Default)]
 pub(super) struct NetworkProber {
     end: Mutex<Option<MeasurementEndpoint>>,
@@ -78,8 +79,8 @@ impl NetworkProber {
     }
 }
 
-/// Opens listeners, for measurements of other agents, on up to [`MAX_MEASURED_PORTS`] ports that
-/// are spread over the requested port range. Fails if no port is free.
+/// Opens TCP listeners for the measurements of other agents, on up to [`MAX_MEASURED_PORTS`] ports
+/// that are spread over the requested port range. Fails if no port is free.
 fn open_listeners(
     request: &NetworkRequest,
     address: IpAddr,
@@ -96,7 +97,8 @@ fn open_listeners(
     if opened.is_empty() { Err(last_error) } else { Ok(opened.into_iter().unzip()) }
 }
 
-/// Builds the error for a host without an address that other hosts can reach.
+/// Builds the error that this host has no address that other hosts can reach, so that its
+/// connections cannot be measured.
 fn build_address_error(addresses: &[InterfaceAddress]) -> Diagnostic {
     let known: Vec<String> = addresses.iter().map(|a| format!("{} {}", a.interface, a.address)).collect();
     let message = "the host has no address on the selected interface that other hosts can reach";

@@ -75,12 +75,13 @@ impl From<NvmlError> for Diagnostic {
     }
 }
 
-/// The handle of a shared library that was loaded at run time. The library is never unloaded.
+/// The handle of a shared library, such as NVML, that this process has loaded at run time. The
+/// library is never unloaded.
 pub(super) struct SharedLibrary(*mut c_void);
 
 impl SharedLibrary {
-    /// Loads the library that the dynamic loader finds under the file name `name`. Fails if there
-    /// is no such library.
+    /// Loads the shared library that the dynamic loader finds under the file name `name`. Fails if
+    /// there is no such library.
     pub(super) fn open(name: &str) -> Result<SharedLibrary, NvmlError> {
         let text = CString::new(name).map_err(|_| NvmlError::Library(name.to_owned()))?;
         // SAFETY: the name is a C string; the initializers of the libraries that are loaded here
@@ -89,8 +90,8 @@ impl SharedLibrary {
         if handle.is_null() { Err(NvmlError::Library(name.to_owned())) } else { Ok(SharedLibrary(handle)) }
     }
 
-    /// Returns a pointer to the function `name` of the library. Fails if the library does not have
-    /// the function.
+    /// Returns a pointer to the function `name` of the loaded shared library. Fails if the library
+    /// does not have the function.
     ///
     /// # Safety
     ///
@@ -110,7 +111,8 @@ impl SharedLibrary {
 /// The handle by which NVML identifies a GPU (`nvmlDevice_t`).
 type DeviceHandle = *mut c_void;
 
-/// The sizes of a GPU's total, free and used memory, in bytes (`nvmlMemory_t`).
+/// The sizes of a GPU's total, free and used memory in bytes, in the layout in which NVML returns
+/// them (`nvmlMemory_t`).
 #[repr(C)]
 #[derive(Default)]
 struct NvmlMemory {
@@ -130,7 +132,7 @@ struct NvmlProcess {
     compute_instance: c_uint,
 }
 
-/// The PCI address of a GPU (`nvmlPciInfo_t`).
+/// The PCI address of a GPU, in the layout in which NVML returns it (`nvmlPciInfo_t`).
 #[repr(C)]
 #[derive(Default)]
 struct NvmlPciInfo {
@@ -139,7 +141,8 @@ struct NvmlPciInfo {
     bus: [u8; 32],
 }
 
-/// The loaded and initialized NVML library. Dropping the value shuts NVML down.
+/// The loaded and initialized management library of the NVIDIA driver (NVML), through which GPUs
+/// are queried. Dropping the value shuts NVML down.
 pub(in crate::agent) struct Nvml(SharedLibrary);
 
 /// Calls the NVML function with the given name. Each argument is written as `value => type`.
@@ -164,9 +167,9 @@ impl Nvml {
         if code == 0 { Ok(nvml) } else { Err(NvmlError::Code(code)) }
     }
 
-    /// Queries the driver version and the status of all GPUs, and stores the results in `report`.
-    /// If the number of GPUs cannot be read, stores the error in `report`. Omits GPUs whose status
-    /// cannot be read.
+    /// Queries the driver version and the status of all GPUs of this host through NVML, and stores
+    /// the results in `report`. If the number of GPUs cannot be read, stores the error in `report`.
+    /// Omits GPUs whose status cannot be read.
     pub(super) fn fill_report(&self, report: &mut GpuReport) {
         report.driver = self.query_driver_version().ok();
         match self.query_device_count() {
@@ -208,8 +211,8 @@ impl Nvml {
         Ok(device)
     }
 
-    /// Queries the status of the GPU `device`, including which GPUs of `devices` it can access
-    /// directly.
+    /// Queries the status of the GPU `device`, and which of the other GPUs in `devices` it can
+    /// access directly (peer to peer).
     ///
     /// Fails if the name or the memory size cannot be read. Leaves other values empty that the GPU
     /// does not report.
@@ -358,8 +361,8 @@ impl Nvml {
         Ok(shares[0].min(100))
     }
 
-    /// Calls the NVML function `name`, which returns one integer, for a GPU. The function must have
-    /// exactly two parameters: the GPU and a pointer to the `int` result.
+    /// Calls the NVML function `name`, which returns one integer about a GPU, for the GPU `device`.
+    /// The function must have exactly two parameters: the GPU and a pointer to the `int` result.
     fn call_integer_query(&self, device: DeviceHandle, name: &CStr) -> Result<c_int, NvmlError> {
         type IntQuery = unsafe extern "C" fn(DeviceHandle, *mut c_int) -> c_int;
         let mut number = 0;
@@ -436,7 +439,7 @@ fn check_return_code(code: c_int) -> Result<(), NvmlError> {
     if code == 0 { Ok(()) } else { Err(NvmlError::Code(code)) }
 }
 
-/// Decodes the C string in a buffer as UTF-8, up to the first NUL. Replaces invalid UTF-8.
+/// Decodes the zero-terminated UTF-8 text in a buffer that NVML has filled. Replaces invalid UTF-8.
 fn decode_c_text(text: &[u8]) -> String {
     let end = text.iter().position(|b| *b == 0).unwrap_or(text.len());
     String::from_utf8_lossy(&text[..end]).into_owned()

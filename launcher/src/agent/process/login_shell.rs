@@ -24,7 +24,7 @@ use std::{
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The number of bytes of the login shell's output that are read at once.
 const CHUNK_BYTES: usize = 16 << 10;
-/// The number of bytes that are kept from the end of the script's stderr.
+/// The number of bytes at the end of the stderr of a script in a login shell that are kept.
 const MAX_STDERR_BYTES: usize = 8 << 10;
 
 /// The limits on the run time and the output size of a script in a login shell.
@@ -62,9 +62,10 @@ impl From<io::Error> for ShellError {
     }
 }
 
-/// Runs `script` in a login shell (bash or, without bash, sh) with the working directory `workdir`.
-/// The shell has the environment of this process without the variables `hidden`. Blocks until the
-/// shell has ended, but not until processes that the script leaves have ended.
+/// Runs the shell script `script` in a login shell (bash or, without bash, sh) in the directory
+/// `workdir`, and returns its output. The shell has the environment of this process without the
+/// variables `hidden`. Blocks until the shell has ended, but not until processes that the script
+/// leaves have ended.
 ///
 /// The shell leads a separate session without a terminal. If the script exceeds a limit, its
 /// process group is killed. No other thread may reap the shell.
@@ -89,7 +90,7 @@ pub(in crate::agent) fn run_login_shell(
     output
 }
 
-/// Starts a login shell that runs `script`, as the leader of a separate session.
+/// Starts a login shell that runs the shell script `script`, as the leader of a separate session.
 fn start_shell(shell: &str, script: &str, workdir: &Path, hidden: &[String]) -> io::Result<Child> {
     let mut command = Command::new(shell);
     command.args(["-l", "-c", script]).current_dir(workdir);
@@ -158,8 +159,8 @@ fn read_until_shell_end(child: &mut Child, limits: ShellLimits) -> Result<ShellO
     }
 }
 
-/// Appends the available output in a nonblocking pipe to `text`, until no more is available or
-/// `keeps_reading` returns `false`. Returns whether the pipe is still open.
+/// Appends the available output in a nonblocking pipe to `text`, until no more is available or the
+/// function `keeps_reading` returns `false`. Returns whether the pipe is still open.
 fn read_available(
     pipe: &mut impl Read,
     text: &mut Vec<u8>,
@@ -180,7 +181,7 @@ fn read_available(
     }
 }
 
-/// Makes reads of a pipe return immediately if there is no data.
+/// Makes reads of an output pipe of the login shell return immediately if the pipe is empty.
 fn set_nonblocking(pipe: BorrowedFd<'_>) -> io::Result<()> {
     use nix::fcntl::{FcntlArg, OFlag, fcntl};
     let flags = OFlag::from_bits_retain(fcntl(pipe, FcntlArg::F_GETFL)?);

@@ -16,9 +16,9 @@ use std::{
     os::fd::{AsFd, BorrowedFd},
 };
 
-/// The controlling terminal of this process, which a worker uses until this value is dropped.
-/// Dropping the value gives the terminal back, with its previous foreground process group and
-/// settings.
+/// The controlling terminal of this process, which the worker of one rank (`run.terminal`) uses
+/// until this value is dropped. Dropping the value gives the terminal back, with its previous
+/// foreground process group and settings.
 pub(crate) struct BorrowedTerminal {
     file: File,
     group: Pid,
@@ -60,7 +60,8 @@ impl BorrowedTerminal {
         &self.file
     }
 
-    /// Changes the settings of the terminal. Ignores errors, because the terminal may be gone.
+    /// Sets the settings of the terminal (termios) to `settings`, for example to restore those from
+    /// before the worker has used the terminal. Ignores errors, because the terminal may be gone.
     fn apply_settings(&self, settings: &Termios) {
         with_sigttou_blocked(|| _ = tcsetattr(&self.file, SetArg::TCSANOW, settings));
     }
@@ -78,7 +79,7 @@ impl Drop for BorrowedTerminal {
     }
 }
 
-/// Makes the process group of the calling process the foreground group of a terminal.
+/// Makes the process group of the calling process the foreground process group of a terminal.
 /// Async-signal-safe.
 pub(super) fn take_foreground(terminal: BorrowedFd<'_>) -> io::Result<()> {
     let mut result = Ok(());
@@ -86,8 +87,8 @@ pub(super) fn take_foreground(terminal: BorrowedFd<'_>) -> io::Result<()> {
     Ok(result?)
 }
 
-/// Calls `change` while SIGTTOU is blocked in this thread, because the signal would stop a
-/// background process that changes the settings of its terminal. Async-signal-safe.
+/// Calls the function `change` while SIGTTOU is blocked in this thread, because the signal would
+/// stop a background process that changes the settings of its terminal. Async-signal-safe.
 fn with_sigttou_blocked(change: impl FnOnce()) {
     let (mut stop, mut before) = (SigSet::empty(), SigSet::empty());
     stop.add(Signal::SIGTTOU);

@@ -26,20 +26,22 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The largest number of connections that perform the handshake, or fetch the executable of launch,
-/// at the same time. Further ones wait.
+/// The largest number of incoming connections from other agents and hosts that perform the
+/// handshake, or fetch the executable of launch, at the same time. Further ones wait.
 const MAX_HANDSHAKES: usize = 64;
-/// The pause after a failed accept, for example because no file descriptor is free.
+/// The pause after the agent has failed to accept a connection, for example because no file
+/// descriptor is free.
 const FAILED_ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Accepts the connections of the agents below this one in the tree of agents. The task ends with
-/// the runtime.
+/// Accepts the connections of agents that want to reach the controller through this agent, below it
+/// in the tree of agents. The task ends with the runtime.
 pub(super) struct ChildListener {
     addresses: Vec<SocketAddr>,
     state: Arc<ListenerState>,
 }
 
-/// The state that an agent's tree node shares with the task that accepts agents below it.
+/// The state that decides whether this agent accepts another agent below it in the tree: whether
+/// the controller can be reached, and how many agents are below already.
 struct ListenerState {
     /// Whether the node has a way to the controller and accepts agents.
     is_connected: AtomicBool,
@@ -52,7 +54,8 @@ struct ListenerState {
 
 impl ChildListener {
     /// Opens a port at the addresses of this host, and starts to accept agents that have the key of
-    /// the job. Sends their connections to `accepted`.
+    /// the job and want to reach the controller through this agent. Sends their connections to
+    /// `accepted`.
     pub(super) fn open(
         setup: &TreeSetup,
         accepted: mpsc::Sender<NeighbourLink>,
@@ -75,25 +78,27 @@ impl ChildListener {
         Ok(ChildListener { addresses, state })
     }
 
-    /// Returns the addresses at which this agent accepts agents below it in the tree.
+    /// Returns the addresses at which other agents can connect to this one, to reach the controller
+    /// through it.
     pub(super) fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
 
-    /// Sets whether this node of the tree is connected with the controller. While it is not, the
-    /// listener accepts no agents.
+    /// Sets whether this agent can reach the controller; while it cannot, it accepts no agents
+    /// below it in the tree.
     pub(super) fn set_connected(&self, is_connected: bool) {
         self.state.is_connected.store(is_connected, Ordering::Relaxed);
     }
 
-    /// Sets how many agents are connected below this node, of which the listener accepts a limited
-    /// number.
+    /// Sets how many agents are connected below this one in the tree, because the agent accepts
+    /// only a limited number.
     pub(super) fn set_child_count(&self, count: usize) {
         self.state.children.store(count, Ordering::Relaxed);
     }
 }
 
-/// Accepts connections of agents below this one in the tree, until the async runtime ends.
+/// Accepts connections of agents that want to reach the controller through this agent, until the
+/// async runtime ends.
 async fn accept_children(
     mut listeners: Vec<TcpListener>,
     state: Arc<ListenerState>,
@@ -125,8 +130,9 @@ async fn accept_children(
     }
 }
 
-/// Authenticates an agent that wants to be below this one in the tree, and decides whether to
-/// accept it. Returns `None` if the node accepts no agents, after the agent was informed.
+/// Authenticates an agent that wants to reach the controller through this agent, and decides
+/// whether to accept it. Returns `None` if the node accepts no agents, after the agent was
+/// informed.
 async fn accept_child(
     stream: TcpStream,
     state: &ListenerState,

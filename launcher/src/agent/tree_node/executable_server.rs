@@ -15,22 +15,25 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The first bytes of a request for the executable. The token and a line end follow.
+/// The first bytes of another host's request for the executable of launch, which distinguish the
+/// request from an agent's handshake. The token and a line end follow.
 const REQUEST_PREFIX: &[u8; 6] = b"fetch ";
-/// The length of the longest request for the executable, in bytes.
+/// The length, in bytes, of the longest request of another host for the executable of launch.
 const MAX_REQUEST_BYTES: usize = 128;
-/// The time limit for the rest of a request for the executable, after its first bytes have arrived.
+/// The time limit for the rest of another host's request for the executable of launch, after the
+/// first bytes of the request have arrived.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long sending the executable to a host may make no progress before it fails.
+/// The time without progress after which sending the executable to another host fails.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The number of bytes of the executable that are read and sent at once.
+/// The number of bytes of launch's executable that are read from the file and sent to another host
+/// at once.
 const CHUNK_BYTES: usize = 256 << 10;
-/// The interval at which the server checks whether the first bytes of a request have arrived on a
-/// connection.
+/// The interval at which this agent checks whether the first bytes of a request for the executable
+/// have arrived on a connection.
 const PEEK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Returns whether a connection begins with a request for the executable. Takes no byte from the
-/// connection. The caller limits the time.
+/// Returns whether the first bytes on a connection are a request for the executable of launch
+/// rather than an agent's handshake. Takes no byte from the connection. The caller limits the time.
 pub(super) async fn is_fetch_request(stream: &TcpStream) -> io::Result<bool> {
     let mut first = [0; REQUEST_PREFIX.len()];
     loop {
@@ -45,7 +48,8 @@ pub(super) async fn is_fetch_request(stream: &TcpStream) -> io::Result<bool> {
 }
 
 /// Reads a request for the executable from a connection, and sends the executable if the request
-/// contains `token`. Closes the connection without an answer if the token is wrong.
+/// contains `token`, the secret of the run. Closes the connection without an answer if the token is
+/// wrong.
 pub(super) async fn send_executable(mut stream: TcpStream, token: &str) {
     let read = timeout(REQUEST_TIMEOUT, read_request(&mut stream)).await;
     let Ok(Ok(request)) = read else { return };
@@ -57,7 +61,7 @@ pub(super) async fn send_executable(mut stream: TcpStream, token: &str) {
     _ = tokio::task::spawn_blocking(move || write_executable(stream)).await;
 }
 
-/// Reads a request for the executable up to the end of its line, without the line end.
+/// Reads another host's request for the executable of launch, which is one line, from a connection.
 async fn read_request(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let mut request = Vec::new();
     loop {
@@ -69,7 +73,8 @@ async fn read_request(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Writes the executable of this process to a connection, and closes the connection. Blocks.
+/// Sends the executable file of this process over a connection to another host, and closes the
+/// connection. Blocks.
 fn write_executable(mut stream: StdStream) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;

@@ -2,7 +2,8 @@
 use crate::connection::{EncryptedReader, EncryptedWriter};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
-/// An encrypted connection with a neighbour in the tree of agents, as its two directions.
+/// An encrypted connection with a neighbour in the tree of agents, split into the half that reads
+/// and the half that writes.
 pub(super) struct NeighbourLink {
     pub(super) input: EncryptedReader<OwnedReadHalf>,
     pub(super) output: EncryptedWriter<OwnedWriteHalf>,

@@ -21,21 +21,24 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The delay between the starts of attempts to connect to two possible parents in the tree, or to
-/// two addresses of one (RFC 8305).
+/// How long after an attempt to connect to one possible parent in the tree, or to one address of a
+/// parent, the agent tries the next one in parallel (RFC 8305).
 const NEXT_ATTEMPT_DELAY: Duration = Duration::from_millis(200);
-/// The time limit of one attempt to connect to a possible parent in the tree of agents.
+/// The time limit of one attempt to connect to a possible parent in the tree of agents, through
+/// which the agent would reach the controller.
 const CONNECT_ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
-/// The pause before an agent tries the same parent in the tree for the second time. It doubles
-/// after each attempt.
+/// The pause before an agent tries for the second time to connect to the same possible parent in
+/// the tree of agents. It doubles after each attempt.
 const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause before an agent tries the same parent in the tree again.
+/// The longest pause before an agent tries again to connect to the same possible parent in the tree
+/// of agents.
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
-/// How long an agent that has just started repeats its attempts if all possible parents in the tree
-/// reject it.
+/// How long an agent that has just started repeats its attempts to connect, if all possible parents
+/// in the tree of agents reject it.
 const MAX_FIRST_CONNECT_TIME: Duration = Duration::from_secs(20);
 
-/// Which kinds of failed attempts to connect to a parent in the tree of agents are repeated.
+/// After which kinds of failures an agent repeats its attempt to connect to a possible parent in
+/// the tree of agents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RetryPolicy {
     /// Attempts that the other agent has rejected, because it has no way to the controller at this
@@ -45,7 +48,8 @@ enum RetryPolicy {
     AllFailures,
 }
 
-/// Why an attempt to connect to a parent in the tree of agents has failed.
+/// Why an attempt to connect to a possible parent in the tree of agents, through which the agent
+/// would reach the controller, has failed.
 enum AttemptFailure {
     /// The other agent has the key, and does not accept the connection.
     Rejected,
@@ -76,24 +80,24 @@ impl fmt::Display for AttemptFailure {
     }
 }
 
-/// Connects an agent that has just started to the first of its possible parents in the tree of
-/// agents that accepts it. Fails if none can be reached, or if those that can be reached reject the
-/// agent for too long.
+/// Connects an agent that has just started to one of its possible parents in the tree of agents,
+/// through which it then reaches the controller. Fails if none can be reached, or if those that can
+/// be reached reject the agent for too long.
 pub(super) async fn connect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
     let limit = Duration::from_millis(setup.reconnect_ms).min(MAX_FIRST_CONNECT_TIME);
     race_possible_parents(setup, limit, RetryPolicy::Rejections).await
 }
 
-/// Connects an agent whose link to its parent in the tree has ended to another of its possible
-/// parents. Tries them repeatedly, for the time that the controller has set.
+/// Connects an agent that has lost its parent in the tree of agents, through which it reached the
+/// controller, to another possible parent. Tries them repeatedly, for the time that the controller
+/// has set.
 pub(super) async fn reconnect_to_parent(setup: &TreeSetup) -> diagnostic::Result<NeighbourLink> {
     race_possible_parents(setup, Duration::from_millis(setup.reconnect_ms), RetryPolicy::AllFailures).await
 }
 
 /// Tries to connect to all possible parents in the tree of agents, each attempt started a bit later
 /// than the one before, and returns the first connection that is accepted. A neighbour that does
-/// not answer delays no other one. Returns the first connection that is accepted. Fails if there is
-/// none after `limit`.
+/// not answer delays no other one. Fails if no connection is accepted within `limit`.
 async fn race_possible_parents(
     setup: &TreeSetup,
     limit: Duration,
@@ -134,8 +138,9 @@ async fn race_possible_parents(
     Err(build_unreachable_error(setup, &failures.values().cloned().collect::<Vec<_>>()))
 }
 
-/// Repeats `attempt`, which connects to one address, until it succeeds or until a failure that
-/// `repetition` does not repeat. Reports each failure to `record`.
+/// Calls `attempt`, which connects to one address, repeatedly until it succeeds or fails in a way
+/// after which the policy `repetition` permits no further attempt. Reports each failure to
+/// `record`.
 async fn retry_address<T, F>(
     attempt: impl Fn() -> F,
     repetition: RetryPolicy,
@@ -160,8 +165,9 @@ where
     }
 }
 
-/// Connects to one address, and asks the agent there to accept this agent below it in the tree.
-/// Fails if another process answers, or if the agent does not accept the connection.
+/// Connects to one address of another agent, and asks that agent to accept this one below it in the
+/// tree of agents. Fails if another process answers, or if the agent does not accept the
+/// connection.
 async fn try_address(
     stream: StreamId,
     address: SocketAddr,
@@ -185,7 +191,8 @@ async fn try_address(
     }
 }
 
-/// Builds the error that no agent of the tree accepts this agent, with the failure of each attempt.
+/// Builds the error that no possible parent in the tree of agents accepts this agent, with the
+/// failure of each connection attempt.
 fn build_unreachable_error(setup: &TreeSetup, failures: &[String]) -> Diagnostic {
     let name = &setup.host;
     let no_answer = ["no answer".to_owned()];

@@ -8,15 +8,17 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// The number of bytes of the agent's own output that are read at once, and the length at which
-/// long lines are split.
+/// The number of bytes of the agent's own stdout and stderr that are read at once, and the length
+/// at which long lines are split.
 const BUFFER_BYTES: usize = 4 << 10;
-/// The stack size, in bytes, of the thread that reads the agent's own output.
+/// The stack size, in bytes, of the thread that reads the agent's own stdout and stderr from a
+/// pipe.
 const STACK_BYTES: usize = 128 << 10;
 
-/// Redirects stdout and stderr of this process into a pipe, and starts a thread that sends the
-/// lines of the pipe to `lines`. The thread ends when the streams are redirected again. Lines that
-/// do not fit into the channel are dropped, because no process may wait for a terminal.
+/// Redirects stdout and stderr of this process into a pipe, and starts a thread that reads lines
+/// from the pipe and sends them to the channel `lines`. The thread ends when the streams are
+/// redirected again. Lines that do not fit into the channel are dropped, because no process may
+/// wait for a terminal.
 pub(super) fn redirect_output(lines: mpsc::Sender<String>) -> io::Result<()> {
     let (reader, writer) = pipe2(OFlag::O_CLOEXEC)?;
     nix::unistd::dup2_stdout(&writer)?;

@@ -5,11 +5,11 @@ use std::{fs, path::Path};
 /// The number of bytes of a disk sector in the counts of `/proc/diskstats`, independent of the
 /// disk.
 const SECTOR_BYTES: u64 = 512;
-/// The indices of the two columns of `/proc/stat` that count idle CPU time, one of them while
+/// The indices of the two columns of `/proc/stat` that count idle CPU time: idle, and idle while
 /// waiting for disks.
 const IDLE_COLUMNS: [usize; 2] = [3, 4];
-/// The number of first columns in the CPU line of `/proc/stat` whose sum is the total CPU time.
-/// Later columns are parts of them.
+/// How many of the first columns in the CPU line of `/proc/stat` are summed to get the total CPU
+/// time. Later columns are parts of them.
 const CPU_COLUMN_COUNT: usize = 8;
 /// The prefixes of the names of disks that are not counted, because they are in memory or store
 /// their data on another disk.
@@ -33,8 +33,8 @@ pub(super) struct HostCounters {
 }
 
 impl HostCounters {
-    /// Reads the counters of a host from the kernel's files in `/proc` below the directory `root`.
-    /// A counter that cannot be read is 0.
+    /// Reads the counters of the host's CPUs, memory, disks and network from the kernel's `proc`
+    /// file system below the directory `root`. A counter that cannot be read is 0.
     pub(super) fn read(root: &Path) -> HostCounters {
         let read = |file: &str| fs::read_to_string(root.join("proc").join(file)).unwrap_or_default();
         let mut counters = HostCounters::default();
@@ -46,8 +46,8 @@ impl HostCounters {
         counters
     }
 
-    /// Computes the usage of the host's resources between the time at which `before` was read and
-    /// the time of these counters.
+    /// Computes the usage of the host's CPUs, disks and network in the time between the counters
+    /// `before` and these counters.
     pub(super) fn compute_usage_since(&self, before: &HostCounters) -> HostUsage {
         let ticks = self.ticks.saturating_sub(before.ticks);
         let busy = self.busy_ticks.saturating_sub(before.busy_ticks);

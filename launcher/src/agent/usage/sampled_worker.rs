@@ -1,7 +1,8 @@
 //! [`SampledWorker`]: a worker whose resource usage is measured.
 use jobspec::ids::Rank;
 
-/// A worker whose resource usage is measured.
+/// A worker whose resource usage is measured: its rank, the pid of its first process, and whether
+/// it may have child processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::agent) struct SampledWorker {
     pub(in crate::agent) rank: Rank,

@@ -5,13 +5,13 @@ use crate::{agent::activity::list_process_trees, discover::read_throttled_us};
 use protocol::control::WorkerUsage;
 use std::{collections::HashMap, fs, path::Path};
 
-/// The largest number of threads of a process that are examined for the time that they wait for a
-/// CPU.
+/// The largest number of threads of a process for which the agent reads how long they have waited
+/// for a CPU.
 const MAX_THREADS: usize = 64;
 /// The largest number of processes of one worker whose resource usage is measured.
 const MAX_PROCESSES: usize = 64;
-/// After how many measurements of resource usage the agent searches again for new child processes
-/// of a worker's program.
+/// In every how many measurements of resource usage the agent searches for new child processes of a
+/// worker's program.
 const SAMPLES_PER_TREE_SEARCH: u32 = 5;
 /// The number of clock ticks per second, which is fixed on Linux (`USER_HZ`).
 const TICKS_PER_SECOND: u64 = 100;
@@ -28,8 +28,8 @@ struct WorkerProcessCounters {
     is_stopped: bool,
 }
 
-/// The counters of all workers at the previous measurement, with which the next measurement is
-/// compared.
+/// Measures the resource usage of workers, from the differences between the kernel's counters of
+/// their processes at two measurements.
 #[derive(Debug, Default)]
 pub(super) struct WorkerUsageMeter {
     /// By the pid of the worker's first process.
@@ -75,8 +75,8 @@ impl WorkerUsageMeter {
     }
 }
 
-/// Reads and sums the kernel's counters of the processes `pids` of one worker, whose first process
-/// is `leader`.
+/// Reads and sums the kernel's counters of the processes `pids`, which belong to one worker with
+/// the first process `leader`.
 fn read_counters(root: &Path, leader: u32, pids: &[i32]) -> WorkerProcessCounters {
     let mut sum = WorkerProcessCounters {
         throttled_us: read_throttled_us(root, leader).unwrap_or(0),
@@ -114,13 +114,13 @@ fn parse_stat(stat: &str) -> Option<WorkerProcessCounters> {
     })
 }
 
-/// Parses the time for which a thread has waited for a CPU, in microseconds, from the content of
-/// its `schedstat` file.
+/// Parses how long a thread has waited for a CPU, in microseconds, from the content of its file
+/// `schedstat` in `/proc`.
 fn parse_run_delay_us(schedstat: &str) -> u64 {
     schedstat.split_whitespace().nth(1).and_then(|text| text.parse::<u64>().ok()).unwrap_or(0) / 1000
 }
 
-/// Returns the size of a page of memory.
+/// Returns the size of a page of memory in bytes, as the kernel reports it.
 fn page_bytes() -> u64 {
     // SAFETY: sysconf only reads a constant of the system.
     let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };

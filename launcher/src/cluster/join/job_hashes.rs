@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 /// The keys and sections of job.yaml whose values may differ between the nodes of a run.
 const KEYS_THAT_MAY_DIFFER: [&str; 3] = ["cluster.hosts", "cluster.join", "run.workdir"];
 
-/// The text that replaces a key in a list of differences, if one node runs the job and the other
-/// one only checks hosts with `launch check`.
+/// The text that an error lists among the differing keys of job.yaml if one node runs the job while
+/// the other one only checks hosts with `launch check`.
 const CHECK_COMMAND_SUBJECT: &str = "launch check";
 
-/// Returns the path of each key of a job with a hash of its value, for the comparison with the job
-/// of another node. Keys whose values may differ between nodes are left out.
+/// Returns each key of a job with a hash of its value, so that two nodes can compare their jobs
+/// without sending the values. Keys whose values may differ between nodes are left out.
 pub(super) fn hash_job_settings(job: &JobSpec) -> Vec<JobSettingHash> {
     let is_local = |path: &str| {
         KEYS_THAT_MAY_DIFFER
@@ -35,8 +35,8 @@ pub(super) fn hash_job_settings(job: &JobSpec) -> Vec<JobSettingHash> {
     keys.chain(check).collect()
 }
 
-/// Returns the paths of the keys whose values differ between the jobs of two nodes, given by their
-/// hashes.
+/// Returns the keys of job.yaml whose values differ between two nodes, according to the hashes of
+/// the values.
 pub(super) fn find_differing_job_keys(first: &[JobSettingHash], second: &[JobSettingHash]) -> Vec<String> {
     let by_path = |keys: &[JobSettingHash]| -> BTreeMap<String, u64> {
         keys.iter().map(|key| (key.path.clone(), key.hash)).collect()

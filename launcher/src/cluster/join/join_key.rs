@@ -5,18 +5,21 @@ use diagnostic::{Diagnostic, codes::host};
 use jobspec::JoinSpec;
 use std::{io::Read, os::unix::fs::MetadataExt, path::Path};
 
-/// The context string of the key derivation for the key of nodes that have a key file.
+/// The context string with which the key of joining nodes is derived from the secret in a key file.
 const KEY_FILE_CONTEXT: &str = "launch 2026 join key file";
-/// The context string of the key derivation for the key of nodes without a key file, which protects
-/// from mistakes only. The key is not secret, because this text is public.
+/// The context string with which the key of joining nodes is derived if there is no key file; such
+/// a key protects from mistakes but not from attackers. The key is not secret, because this text is
+/// public.
 const INSECURE_KEY_CONTEXT: &str = "launch 2026 join without a key";
-/// The smallest permitted length of the secret in a key file of joining nodes, in bytes.
+/// The smallest permitted length, in bytes, of the secret in the key file that the nodes of a run
+/// share.
 const MIN_SECRET_BYTES: usize = 32;
-/// The largest permitted length of a key file of joining nodes, in bytes.
+/// The largest permitted length, in bytes, of the key file that the nodes of a run share.
 const MAX_FILE_BYTES: u64 = 4096;
 
-/// Returns the key by which the nodes of a job authenticate each other. It is derived from the
-/// job's key file or, in a job with `insecure`, from a constant that everyone knows.
+/// Returns the secret key by which the nodes that join one run authenticate each other. It is
+/// derived from the job's key file or, in a job with `insecure`, from a constant that everyone
+/// knows.
 pub(super) fn read_join_key(join: &JoinSpec) -> diagnostic::Result<HandshakeKey> {
     match &join.key_file {
         _ if join.insecure => Ok(HandshakeKey::derive_from_secret(INSECURE_KEY_CONTEXT, &[])),
@@ -27,9 +30,9 @@ pub(super) fn read_join_key(join: &JoinSpec) -> diagnostic::Result<HandshakeKey>
     }
 }
 
-/// Reads the key of joining nodes from a file, which only the user may be able to read and write.
-/// White space at both ends of the file does not count. Fails if the file is too short, or if every
-/// user of the machine can read or write it.
+/// Reads the secret that the nodes of a run share from a key file, which only the user may be able
+/// to read and write. White space at both ends of the file does not count. Fails if the file is too
+/// short, or if every user of the machine can read or write it.
 fn read_key_file(file: &Path) -> diagnostic::Result<HandshakeKey> {
     let invalid = |message: String| {
         Diagnostic::error(host::JOIN_KEY_INVALID, message).with_subject(file.display().to_string())

@@ -35,18 +35,18 @@ use tokio::{
     sync::mpsc,
 };
 
-/// How many times a node may join a run again, after it was lost, before a new attempt (start of
-/// all workers) begins.
+/// How many times a node that was lost may join its run again before the next attempt (start of all
+/// workers) begins.
 const MAX_REJOINS: u32 = 10;
-/// The number of messages about joining nodes that may wait until they are shown to the user.
-/// Further lines are dropped.
+/// The number of messages about joining nodes that may wait on node 0 until they are shown to the
+/// user. Further lines are dropped.
 const USER_LINE_QUEUE_CAPACITY: usize = 16;
 /// The size, in bytes, of the buffer through which node 0 passes messages about joining nodes to
 /// the controller, which shows them to the user.
 const USER_LINE_BUFFER_BYTES: usize = 16 << 10;
 
-/// Starts the agent of node 0, and provides the connections to the agents of the other nodes, which
-/// join by themselves.
+/// Starts the agent of node 0, and provides the connections to the agents of the other nodes, on
+/// which the user starts launch separately.
 pub(super) struct JoinTransport {
     context: Arc<JoinContext>,
     timeout: Duration,
@@ -56,8 +56,9 @@ pub(super) struct JoinTransport {
 }
 
 impl JoinTransport {
-    /// Opens the TCP listeners of node 0 at the rendezvous address, without accepting nodes yet.
-    /// Fails if the job has no key, or if the port is not available.
+    /// Opens the TCP listeners of node 0 at the rendezvous address, at which the other nodes will
+    /// connect, without accepting nodes yet. Fails if the job has no key, or if the port is not
+    /// available.
     pub(super) fn new(job: &JobSpec, address: &RendezvousAddress) -> Result<JoinTransport, ClusterError> {
         let join = &job.cluster.join;
         let key = read_join_key(join)?;
@@ -82,8 +83,9 @@ impl JoinTransport {
         Ok(JoinTransport { context: Arc::new(context), timeout, start: Some((listeners, received)) })
     }
 
-    /// Starts to accept the connections of nodes that want to join, unless an earlier call has done
-    /// so. Returns the stream of lines for the user in the first call, and `None` afterwards.
+    /// Starts to accept the connections of nodes that want to join the run, unless an earlier call
+    /// has done so. Returns the stream of lines for the user in the first call, and `None`
+    /// afterwards.
     fn start_accepting(&mut self) -> diagnostic::Result<Option<DuplexStream>> {
         let Some((listeners, lines)) = self.start.take() else { return Ok(None) };
         let listeners: std::io::Result<Vec<TcpListener>> =
@@ -98,9 +100,9 @@ impl JoinTransport {
         Ok(Some(far))
     }
 
-    /// Permits a node with the rank `rank` to join, and returns the streams that will lead to the
-    /// agent of that node. Returns the streams of the node's agent, which end if the node does not
-    /// join in time.
+    /// Permits the node with the node rank `rank` to join the run, and returns the streams that
+    /// lead to the agent of that node once the node has joined. The streams end if the node does
+    /// not join in time.
     fn open_node_slot(&self, rank: u32, name: &str, stderr: AgentOutput) -> AgentProcess {
         let PendingAgent { input, output, slot } = PendingAgent::new(name);
         let expired = self.context.lock_table().open_slot(rank, slot.clone(), Instant::now());
@@ -115,8 +117,7 @@ impl JoinTransport {
     }
 }
 
-/// Writes messages about joining nodes to the stream whose content the controller shows to the
-/// user.
+/// Writes messages about joining nodes to the stream that the controller shows to the user.
 async fn write_user_lines(mut lines: mpsc::Receiver<String>, mut stream: DuplexStream) {
     while let Some(line) = lines.recv().await {
         // An error means that the controller has ended.
@@ -157,7 +158,8 @@ impl Transport for JoinTransport {
     }
 }
 
-/// The connection of the controller to the agent of a node, before and after the node has joined.
+/// The controller's connection to the agent of a node, which exists before the node has joined and
+/// carries bytes afterwards.
 struct PendingNodeConnection {
     slot: AgentConnectionSlot,
     /// Whether the slot was closed because the node did not join in time.

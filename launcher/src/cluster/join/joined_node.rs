@@ -36,15 +36,15 @@ const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 /// How long a node tries to connect to node 0 before it first informs the user that it waits.
 const FIRST_WAITING_REPORT_DELAY: Duration = Duration::from_secs(10);
-/// How long a node waits for the end of the processes that its agent has left and that it has
-/// killed.
+/// How long a node waits until the processes that its agent has left behind, and that the node has
+/// killed, have ended.
 const SWEEP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The pause between two searches of a node for processes that its agent has left.
+/// The pause between two searches of a node for processes that its agent has left behind.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Joins the run that node 0 controls, as node `node_rank` or, with `None`, as any node. Blocks
-/// until the run ends, and returns the exit code of the run. Fails if node 0 does not accept the
-/// node, or is lost.
+/// Joins the run that node 0 controls, as the node with the rank `node_rank` or, with `None`, in
+/// any free place. Blocks until the run ends, and returns the exit code of the run. Fails if node 0
+/// does not accept the node, or is lost.
 pub(crate) fn join_run(
     job: &JobSpec,
     address: &RendezvousAddress,
@@ -115,8 +115,8 @@ async fn join_with_retries(target: &JoinTarget, limit: Duration) -> diagnostic::
     }
 }
 
-/// Runs the agent of this node, connected with node 0, until the run ends. Returns the exit code of
-/// the run, or the error that ended the node.
+/// Runs the agent of this node, and passes messages between the agent and node 0 until the run
+/// ends. Returns the exit code of the run, or the error that ended the node.
 async fn run_agent(
     joined: JoinedNode,
     target: &JoinTarget,
@@ -151,9 +151,8 @@ async fn run_agent(
     })
 }
 
-/// Kills and reaps the processes that the agent of this node has left, except for the children
-/// `earlier` that this process had before. Spares the children `earlier`, which this process had
-/// before.
+/// Kills and reaps the processes that the agent of this node has left behind, except for `earlier`,
+/// the children that this process had before the agent started.
 fn kill_processes_left_by_agent(earlier: &[u32]) {
     let began = Instant::now();
     while began.elapsed() < SWEEP_TIMEOUT {

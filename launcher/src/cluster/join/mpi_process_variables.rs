@@ -5,7 +5,8 @@
 //! these variables would take all workers of a node for the same process: MPI, Accelerate and
 //! DeepSpeed read their rank from them.
 
-/// The prefixes of the names of variables that MPI and its process managers set.
+/// The prefixes of the names of environment variables that MPI libraries and their process managers
+/// set.
 const MPI_VARIABLE_PREFIXES: &[&str] = &[
     "HYDI_",
     "JSM_",
@@ -22,8 +23,8 @@ const MPI_VARIABLE_PREFIXES: &[&str] = &[
     "PRTE_",
 ];
 
-/// Returns whether the environment variable `name` describes one process of an MPI launcher or
-/// similar launcher, such as its rank.
+/// Returns whether a launcher, such as mpirun, sets the environment variable `name` to describe one
+/// process to that process, for example its rank.
 pub(super) fn is_process_variable(name: &str) -> bool {
     MPI_VARIABLE_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }

@@ -22,16 +22,16 @@ const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time limit of one attempt to connect to node 0 over TCP.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a node needs to join a run: the address of node 0, the key that the nodes share, and the
-/// request.
+/// What a node needs to join a run: the address at which node 0 listens, the key that the nodes
+/// share, and the request that it sends to node 0.
 pub(super) struct JoinTarget {
     pub(super) address: RendezvousAddress,
     pub(super) key: HandshakeKey,
     pub(super) request: JoinRequest,
 }
 
-/// The connection of this node to node 0 after node 0 has accepted this node, and the rank that
-/// this node got.
+/// The connection of this node to node 0 after node 0 has accepted this node, and the node rank
+/// that node 0 has assigned.
 pub(super) struct JoinedNode {
     pub(super) node_rank: u32,
     pub(super) reader: AgentReader,
@@ -74,8 +74,8 @@ pub(super) async fn try_join_once(target: &JoinTarget) -> Result<JoinedNode, Joi
     Err(last)
 }
 
-/// Connects to node 0 at `address`, proves that this node has the shared key, and asks to join the
-/// run.
+/// Connects to node 0 at `address`, proves that this node has the key that the nodes share, and
+/// asks to join the run.
 async fn join_at_address(address: SocketAddr, target: &JoinTarget) -> Result<JoinedNode, JoinAttemptError> {
     let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(io::Error::from)??;
     set_control_options(&stream)?;

@@ -10,8 +10,8 @@ use jobspec::{
 };
 use std::str::FromStr;
 
-/// What environment variables state about this process as one of several nodes: their number, its
-/// rank, and the address of node 0.
+/// What environment variables state about this process as one of several nodes: the number of
+/// nodes, the node rank of this one, and the address of node 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NodeEnvironment {
     /// The names of the variables, for messages.
@@ -37,8 +37,8 @@ pub(crate) struct SchedulerVariables {
     pub(crate) first_host: Option<String>,
 }
 
-/// The position of this process among the tasks that a scheduler, such as Slurm, has started in one
-/// step.
+/// The number of nodes, the rank of this node and the number of tasks in the scheduler's step (such
+/// as a Slurm step) that contains this process.
 #[derive(Clone, Debug)]
 pub(crate) struct StepVariables {
     /// The names of the variables, for messages.
@@ -48,8 +48,8 @@ pub(crate) struct StepVariables {
     pub(crate) tasks: u32,
 }
 
-/// The inputs for detecting nodes: the environment variables of this process, and the files, host
-/// name and scheduler of its machine.
+/// What [`find_node_environment`] examines to find out whether this process is one of several
+/// nodes: environment variables, files, the host name and the scheduler.
 pub(crate) struct ProcessEnvironment<'a> {
     /// Returns the value of an environment variable.
     pub(crate) get: &'a dyn Fn(&str) -> Option<String>,
@@ -60,8 +60,8 @@ pub(crate) struct ProcessEnvironment<'a> {
     pub(crate) scheduler: SchedulerVariables,
 }
 
-/// A number of processes from a variable of an MPI launcher, which may be written in one of several
-/// notations. It is the number of nodes, because one process is started on each.
+/// The number of processes that an MPI launcher states in an environment variable, in one of
+/// several notations. It is the number of nodes, because one process is started on each.
 struct MpiProcessCount(u32);
 
 impl FromStr for MpiProcessCount {
@@ -82,9 +82,9 @@ struct MpiVariableNames {
     local_size: &'static [&'static str],
 }
 
-/// The names of the environment variables with which each supported MPI launcher, such as Open
-/// MPI's `mpirun`, describes a process. They state its rank, the number of processes and its local
-/// rank. All of these launchers set the number of processes.
+/// For each supported MPI launcher, such as Open MPI's `mpirun`, the names of the environment
+/// variables with which it describes a process to that process. They state its rank, the number of
+/// processes and its local rank. All of these launchers set the number of processes.
 const MPI_LAUNCHERS: &[MpiVariableNames] = &[
     MpiVariableNames {
         size: "OMPI_COMM_WORLD_SIZE",
@@ -102,8 +102,8 @@ const MPI_LAUNCHERS: &[MpiVariableNames] = &[
         local_size: &["JSM_NAMESPACE_LOCAL_SIZE"],
     },
 ];
-/// The names of the environment variables with which the process managers of MPICH, Intel MPI and
-/// PALS describe a process.
+/// The names of the environment variables with which the PMI process managers of MPICH, Intel MPI
+/// and PALS describe a process to that process.
 const PMI_LAUNCHER: MpiVariableNames = MpiVariableNames {
     size: "PMI_SIZE",
     rank: "PMI_RANK",
@@ -153,8 +153,8 @@ pub(crate) fn find_node_environment(
 }
 
 impl NodeEnvironment {
-    /// Returns the description of the nodes if there are several or an unknown number, and `None`
-    /// for a single node.
+    /// Returns the description of this node if the run has several or an unknown number of nodes,
+    /// and `None` if it has a single node.
     fn only_if_multi_node(self) -> Option<NodeEnvironment> {
         (self.nodes.is_none_or(|nodes| nodes.max > 1)).then_some(self)
     }
@@ -167,8 +167,9 @@ impl ProcessEnvironment<'_> {
         (self.get)(name).filter(|value| !value.is_empty())
     }
 
-    /// Parses the value of the environment variable `name` as a `T`. Returns `None` if the variable
-    /// is not set or empty. Fails if the value is malformed.
+    /// Parses the value of the environment variable `name`, which must be a number or another value
+    /// of the type `T`. Returns `None` if the variable is not set or empty. Fails if the value is
+    /// malformed.
     fn parse_variable<T: FromStr>(&self, name: &str) -> diagnostic::Result<Option<T>> {
         let Some(value) = self.find_nonempty_variable(name) else { return Ok(None) };
         let parsed = value.trim().parse().map(Some);
@@ -195,8 +196,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Fails if this process is one of several workers that another launcher, or launch, has
-    /// started.
+    /// Fails if a launcher (another one or launch) has started this process as one of several
+    /// workers of a node, rather than as one process per node.
     fn check_not_a_worker(&self) -> diagnostic::Result<()> {
         let [rank, local, world] =
             [env::RANK, env::LOCAL_RANK, env::WORLD_SIZE].map(|name| self.find_nonempty_variable(name));
@@ -230,8 +231,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the environment variables that Kubeflow's training operator sets for each pod of a
-    /// PyTorchJob.
+    /// Reads the node rank, the number of nodes and the address of node 0 from the environment
+    /// variables that Kubeflow's training operator sets for the pods of a PyTorchJob.
     fn find_training_operator_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let is_set = |name: &str| self.find_nonempty_variable(name).is_some();
         if !is_set(env::RANK)
@@ -249,9 +250,9 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the environment variable with the index of this pod in an Indexed Job of Kubernetes.
-    /// The pods of a job with a headless service have names that end with the index, and node 0 is
-    /// the one with index 0.
+    /// Reads the index of this pod in an Indexed Job of Kubernetes, which becomes the node rank,
+    /// from an environment variable. The pods of a job with a headless service have names that end
+    /// with the index, and node 0 is the one with index 0.
     fn find_indexed_job_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(index) = self.parse_variable::<u32>("JOB_COMPLETION_INDEX")? else { return Ok(None) };
         let host = self.host.split('.').next().unwrap_or_default();
@@ -309,8 +310,8 @@ impl ProcessEnvironment<'_> {
         }))
     }
 
-    /// Reads the rank that the process manager PMIx gives this process from an environment
-    /// variable. PMIx has no variable for the number of processes.
+    /// Reads the rank of this process from the environment variable with which the process manager
+    /// PMIx describes the process. PMIx has no variable for the number of processes.
     fn find_pmix_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(rank) = self.parse_variable::<u32>("PMIX_RANK")? else { return Ok(None) };
         let hosts = self.list_batch_hosts().map(|(_, hosts)| hosts).unwrap_or_default();
@@ -319,8 +320,8 @@ impl ProcessEnvironment<'_> {
         Ok(Some(NodeEnvironment { source: "PMIX_RANK".to_owned(), nodes, node_rank: Some(rank), rendezvous }))
     }
 
-    /// Reads the hosts of a batch job of LSF or PBS, among which the position of this host is its
-    /// node rank. The number of this node is its position among them.
+    /// Determines the node rank from the host list of a batch job of LSF or PBS, in which it is the
+    /// position of this host.
     fn find_batch_variables(&self) -> Option<NodeEnvironment> {
         let (source, hosts) = self.list_batch_hosts()?;
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
@@ -334,8 +335,8 @@ impl ProcessEnvironment<'_> {
         })
     }
 
-    /// Returns the address of the first host of a batch job, which is node 0, with launch's default
-    /// port.
+    /// Returns the address at which node 0 listens in a batch job of LSF or PBS: the first host of
+    /// the batch job, with launch's default port.
     fn find_first_batch_host_address(&self) -> Option<RendezvousAddress> {
         let batch = || self.list_batch_hosts().and_then(|(_, hosts)| hosts.into_iter().next());
         let first = self.scheduler.first_host.clone().or_else(batch)?;
@@ -366,8 +367,8 @@ impl ProcessEnvironment<'_> {
         (!unique.is_empty()).then_some((source, unique))
     }
 
-    /// Builds the address of node 0 from the environment variables `host_name` and `port_name`,
-    /// which contain its host and port. A missing port is the default one.
+    /// Builds the address at which node 0 listens from two environment variables, of which
+    /// `host_name` names its host and `port_name` its port. A missing port is the default one.
     fn read_node_0_address(
         &self,
         host_name: &str,
@@ -381,8 +382,8 @@ impl ProcessEnvironment<'_> {
     }
 }
 
-/// Fails if the number of processes `count` that a launcher has started on this node is larger than
-/// one.
+/// Fails if another launcher has started more than one process of launch on this node, according to
+/// `count`.
 fn check_processes_per_node(source: &str, count: Option<u32>) -> diagnostic::Result<()> {
     match count {
         Some(count) if count > 1 => {

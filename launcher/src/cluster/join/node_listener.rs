@@ -32,19 +32,19 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// The interval at which node 0 checks whether waiting nodes can join, and whether it has waited
-/// long enough for missing nodes. Also the pause after a failed accept.
+/// How often node 0 checks whether nodes that wait for a place can join the run, and whether it has
+/// waited long enough for missing nodes. Also the pause after a failed accept.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
-/// How long node 0 waits for nodes before it first reports which ones are missing.
+/// How long node 0 waits for nodes before it first shows the user which ones are missing.
 const FIRST_REPORT_DELAY: Duration = Duration::from_secs(10);
-/// The interval at which node 0 reports again which nodes are missing.
+/// The interval at which node 0 shows the user again which nodes are missing.
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// The largest number of keys of job.yaml that a message lists if the job of a node differs from
 /// that of node 0.
 const MAX_NAMED_KEYS: usize = 5;
 
-/// What the tasks for the connections of joining nodes share: the key and the job of node 0, and
-/// the table of nodes.
+/// What the tasks that serve joining nodes share: the key of the nodes, the settings of node 0's
+/// job, and the table of nodes.
 pub(super) struct JoinContext {
     pub(super) key: HandshakeKey,
     pub(super) nodes: u32,
@@ -57,18 +57,19 @@ pub(super) struct JoinContext {
 }
 
 impl JoinContext {
-    /// Locks the mutex of the table that records which nodes have joined.
+    /// Locks the table in which node 0 records which nodes have joined the run.
     pub(super) fn lock_table(&self) -> MutexGuard<'_, NodeTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Shows a message about joining nodes to the user. Never blocks.
+    /// Shows a message about joining nodes to the user of node 0. Never blocks.
     fn show_line(&self, text: String) {
         // If many lines wait, the reader does not read.
         _ = self.lines.try_send(text);
     }
 
-    /// Warns the user about a connection from `peer`, at most once a minute for each address.
+    /// Warns the user that node 0 has rejected or closed a connection from the address `peer`, at
+    /// most once a minute for each address.
     fn warn_about_peer(&self, peer: IpAddr, reason: &str) {
         let mut limit = self.limit.lock().unwrap_or_else(PoisonError::into_inner);
         let text = format_rejection_warning(peer, reason);
@@ -79,8 +80,8 @@ impl JoinContext {
         }
     }
 
-    /// Checks whether the request of a node to join matches this run, such as its job and its
-    /// number of nodes. Fails if the node cannot join this run.
+    /// Checks whether a node that asks to join has the same job, number of nodes and version of
+    /// launch as this run. Fails if the node cannot join this run.
     fn check_join_request(&self, request: &JoinRequest) -> diagnostic::Result<()> {
         let rejected = |message: String| Err(Diagnostic::error(host::JOIN_REJECTED, message));
         let (nodes, node) = (self.nodes, &request.host);
@@ -115,13 +116,14 @@ impl JoinContext {
     }
 }
 
-/// Formats the warning that node 0 has rejected a connection from the address `peer`, with the
-/// reason.
+/// Formats the warning for the user that node 0 has rejected a node that connected from the address
+/// `peer`, because of `reason`.
 fn format_rejection_warning(peer: IpAddr, reason: &str) -> String {
     format!("launch: rejected a node that connected from {peer}: {reason}")
 }
 
-/// Accepts connections of nodes that want to join the run, until the async runtime ends.
+/// Accepts connections of nodes that want to join the run, in a loop that ends only with the async
+/// runtime.
 pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<JoinContext>) {
     let mut handshakes = UnauthenticatedConnections::new(context.nodes as usize);
     let mut number: ConnectionNumber = 0;
@@ -146,8 +148,8 @@ pub(super) async fn accept_nodes(mut listeners: Vec<TcpListener>, context: Arc<J
     }
 }
 
-/// Shows the user which nodes are missing if the time `report_at` has passed, and sets the time of
-/// the next such message.
+/// Shows the user which nodes have not joined yet, unless the time `report_at` of the next such
+/// message has not come.
 fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
     let awaited = context.lock_table().list_awaited_ranks();
     let now = Instant::now();
@@ -161,8 +163,8 @@ fn report_missing_nodes(context: &JoinContext, report_at: &mut Instant) {
     }
 }
 
-/// Authenticates a node that has connected, and passes its connection to the controller if the node
-/// may join the run. Warns the user about a node that cannot join.
+/// Authenticates a node that has connected to node 0, and passes the node's connection to the
+/// controller once the node may join the run. Warns the user about a node that cannot join.
 async fn authenticate_and_admit_node(
     stream: TcpStream,
     peer: SocketAddr,
@@ -184,8 +186,8 @@ async fn authenticate_and_admit_node(
     claims.wait_for_slot_and_join(connection, peer, &mut candidate, &request).await;
 }
 
-/// Makes a node that has connected prove that it has the key, and reads its request to join the
-/// run.
+/// Makes a node that has connected prove that it has the key that the nodes share, and reads its
+/// request to join the run.
 async fn authenticate_and_read_request(
     stream: TcpStream,
     key: &HandshakeKey,
@@ -201,8 +203,8 @@ async fn authenticate_and_read_request(
     }
 }
 
-/// What one connection of a joining node has reserved in the table of nodes. The reservations are
-/// released when the value is dropped.
+/// The claim of one connection of a joining node to a place in the run, recorded in the table of
+/// nodes and released when the value is dropped.
 struct SlotClaimGuard<'a> {
     number: ConnectionNumber,
     context: &'a JoinContext,
@@ -215,8 +217,8 @@ impl Drop for SlotClaimGuard<'_> {
 }
 
 impl SlotClaimGuard<'_> {
-    /// Waits until the node may take its place in the run, and passes the node's connection to the
-    /// controller. Rejects the node if it cannot get a place.
+    /// Waits until the node may take a place in the run, and then passes the node's connection to
+    /// the controller. Rejects the node if it cannot get a place.
     async fn wait_for_slot_and_join(
         &mut self,
         mut connection: AgentConnection,
@@ -248,8 +250,8 @@ impl SlotClaimGuard<'_> {
         }
     }
 
-    /// Informs the node that it has joined with the rank `node_rank`, and passes its connection to
-    /// the controller.
+    /// Informs the node that it has joined with the node rank `node_rank`, and passes its
+    /// connection to the controller through `slot`, the node's place in the run.
     async fn fill_slot(
         &mut self,
         mut connection: AgentConnection,
@@ -271,7 +273,8 @@ impl SlotClaimGuard<'_> {
     }
 }
 
-/// Sends the answer to a node's request to join. Returns whether the connection is alive.
+/// Sends node 0's answer (accepted or rejected) to a node that has asked to join the run. Returns
+/// whether the connection is alive.
 async fn send_answer(connection: &mut AgentConnection, answer: &JoinAnswer) -> bool {
     let Ok(frame) = encode_frame(answer) else { return false };
     let send = async {
@@ -281,8 +284,8 @@ async fn send_answer(connection: &mut AgentConnection, answer: &JoinAnswer) -> b
     matches!(timeout(HANDSHAKE_TIMEOUT, send).await, Ok(Ok(())))
 }
 
-/// Waits for [`RETRY_INTERVAL`], and returns whether a node that waits for the answer to its
-/// request has closed the connection meanwhile, or has sent data.
+/// Waits for [`RETRY_INTERVAL`] while a node waits for node 0's decision, and returns whether that
+/// node has closed its connection meanwhile, or has sent data.
 async fn wait_until_closed_or_retry(connection: &mut AgentConnection) -> bool {
     let mut byte = [0];
     tokio::select! {

@@ -27,14 +27,16 @@ use tokio::{
 /// The number of messages between node 0 and the agent of this node that may wait in each
 /// direction. A full queue stops the reader.
 const QUEUE_CAPACITY: usize = 256;
-/// How long the agent of this node may take to end after its control connection was closed.
+/// How long the agent of this node may take to end after its control connection was closed, before
+/// it is killed.
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long this process waits, before it ends, until its last messages have reached node 0.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// The number of bytes of the agent's stderr that are read at once.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
 
-/// The reason why this node no longer takes part in a run.
+/// Why this node no longer takes part in a run: the run or the agent has ended, or the connection
+/// to node 0 was lost, for example.
 #[derive(Debug)]
 pub(super) enum NodeEndReason {
     /// The run has ended with this exit code.
@@ -52,16 +54,16 @@ pub(super) enum NodeEndReason {
     AgentEnded(String),
 }
 
-/// A message of node 0 or of the agent of this node, the end of its stream (`Ok(None)`), or a read
-/// error.
+/// A message that this process has received from node 0 or from the agent of this node, the end of
+/// the stream (`Ok(None)`), or a read error.
 type IncomingMessage<T> = ((), Result<Option<T>, FrameError>);
 
-/// A message that this node passes on (`None` at the end of the stream), and the reserved place in
-/// the queue for it (`None` if the queue is closed).
+/// A message that this node passes on (`None` at the end of the stream), with a reserved place in
+/// the queue to its receiver (`None` if the queue is closed).
 type ReceivedMessage<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
 
-/// Passes the messages of the control connection between node 0 and the agent of this node, and
-/// watches the agent's process.
+/// Passes the messages of the control connection between node 0 and the agent of this node, which
+/// is a child process, and watches that process.
 pub(super) struct NodeRelay {
     agent: u32,
     /// The queue of messages to the agent; `None` after its control stream was closed.
@@ -87,8 +89,8 @@ pub(super) struct NodeRelay {
 }
 
 impl NodeRelay {
-    /// Starts the agent of this node, and the tasks that read and write the messages of node 0 and
-    /// of the agent.
+    /// Starts the agent of this node as a child process, and the tasks that read and write the
+    /// messages of node 0 and of the agent.
     pub(super) fn start(joined: JoinedNode) -> io::Result<NodeRelay> {
         let process = start_local_agent()?;
         let AgentHandle::Child(agent) = process.handle else {
@@ -148,8 +150,8 @@ impl NodeRelay {
         self.determine_node_end()
     }
 
-    /// Returns the reason why this node no longer takes part in the run, after the agent of the
-    /// node has ended.
+    /// Returns the reason why this node no longer takes part in the run, once the agent of the node
+    /// has ended.
     fn determine_node_end(self) -> NodeEndReason {
         let how = |status| format!("was {}", describe_process_end(status, false));
         match (self.end, self.signalled.filter(|_| self.is_killed), self.failure) {
@@ -194,16 +196,16 @@ impl NodeRelay {
         }
     }
 
-    /// Asks node 0 to make all workers of the run save and stop. If no message fits into the queue,
-    /// the request follows the next message of the agent.
+    /// Asks node 0 to make all workers of the run save a checkpoint and stop. If no message fits
+    /// into the queue, the request follows the next message of the agent.
     fn request_save_and_stop_of_run(&mut self) {
         self.is_stop_unsent = self.to_controller.as_ref().is_some_and(|queue| {
             matches!(queue.try_send(FromAgent::Terminating), Err(TrySendError::Full(_)))
         });
     }
 
-    /// Handles a signal that ends this node, by asking node 0 to make all workers of the run save
-    /// and stop. A second signal ends the workers of this node.
+    /// Handles a signal that ends launch on this node, by asking node 0 to make all workers of the
+    /// run save a checkpoint and stop. A second signal ends the workers of this node.
     fn stop_on_signal(&mut self, code: u8) {
         if self.signalled.replace(code).is_some() {
             write_message("launch: a second signal ends the workers of this node\n");
@@ -216,8 +218,8 @@ impl NodeRelay {
         self.request_save_and_stop_of_run();
     }
 
-    /// Closes the control connection to the agent of this node, which then ends its workers and
-    /// exits. Schedules a kill of the agent.
+    /// Closes the control connection to the agent of this node, after which the agent ends its
+    /// workers and exits. Schedules a kill of the agent.
     fn close_agent_stream(&mut self) {
         self.to_agent = None;
         self.kill_at.get_or_insert(Instant::now() + AGENT_EXIT_TIMEOUT);
@@ -248,9 +250,9 @@ impl NodeRelay {
     }
 }
 
-/// Reserves a place in `queue`, and then receives the next message from `from`, which the caller
-/// passes to that queue. Cancel-safe. Returns no place if the queue is closed, and no message at
-/// the end of the stream.
+/// Waits for a free place in the queue `queue`, and then receives from `from` the next message,
+/// which the caller can put into that place without waiting. Cancel-safe. Returns no place if the
+/// queue is closed, and no message at the end of the stream.
 async fn receive_with_reserved_place<T>(
     from: &mut mpsc::Receiver<IncomingMessage<T>>,
     queue: Option<&mpsc::Sender<T>>,
@@ -272,7 +274,8 @@ fn find_agent_failure(message: &FromAgent) -> Option<Diagnostic> {
     }
 }
 
-/// Shows the stderr of this node's agent to the user of the node.
+/// Copies the standard error of this node's agent to the stderr of this process, where the user of
+/// the node sees it.
 async fn show_stderr(mut stream: AgentOutput) {
     let mut buffer = [0; STDERR_CHUNK_BYTES];
     while let Ok(n @ 1..) = stream.read(&mut buffer).await {

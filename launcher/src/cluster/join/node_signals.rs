@@ -3,8 +3,8 @@ use protocol::exit;
 use std::io;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The signals that end launch on a node (SIGINT, SIGTERM and SIGHUP) and SIGCHLD, as streams of
-/// the async runtime.
+/// The signals that launch catches on a node other than node 0 (SIGINT, SIGTERM, SIGHUP and
+/// SIGCHLD), as streams of the async runtime.
 pub(super) struct NodeSignals {
     interrupt: Signal,
     terminate: Signal,
@@ -13,7 +13,7 @@ pub(super) struct NodeSignals {
 }
 
 impl NodeSignals {
-    /// Installs the handlers of the signals that a node catches.
+    /// Installs handlers for the signals that end launch on a node, and for SIGCHLD.
     pub(super) fn install() -> io::Result<NodeSignals> {
         Ok(NodeSignals {
             interrupt: signal(SignalKind::interrupt())?,
@@ -23,8 +23,8 @@ impl NodeSignals {
         })
     }
 
-    /// Waits for a signal that ends the node, and returns the exit code that reports the signal.
-    /// Cancel-safe.
+    /// Waits for a signal that ends launch on this node, and returns the exit code by which this
+    /// process reports the signal. Cancel-safe.
     pub(super) async fn receive_end_signal(&mut self) -> u8 {
         tokio::select! {
             _ = self.interrupt.recv() => exit::INTERRUPTED,
@@ -33,8 +33,8 @@ impl NodeSignals {
         }
     }
 
-    /// Waits for a signal that ends the node, for which it returns an exit code, or for the end of
-    /// a child process, for which it returns `None`. Cancel-safe.
+    /// Waits for a signal that ends launch on this node (returns an exit code), or for the end of a
+    /// child process (returns `None`). Cancel-safe.
     pub(super) async fn receive_end_or_child_signal(&mut self) -> Option<u8> {
         tokio::select! {
             _ = self.interrupt.recv() => Some(exit::INTERRUPTED),

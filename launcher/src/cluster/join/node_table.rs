@@ -13,17 +13,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long node 0 ignores late messages of a node as signs of life, after a second node with the
-/// same rank has connected. The first node may have sent them before it died.
+/// How long after a second node with the same rank has connected, messages of the first node may
+/// still be old ones that do not prove that the first node is alive. The first node may have sent
+/// them before it died.
 const LATE_MESSAGE_WINDOW: Duration = Duration::from_millis(1500);
-/// How long a node that asks for no particular rank waits for a free place, if all nodes of the run
-/// have joined. After this time the node is rejected.
+/// How long a node that asks for no particular rank waits for a free place in the run, if all
+/// places are taken by other nodes. After this time the node is rejected.
 const FREE_PLACE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The number of a connection of a node to node 0, counted from 1 in the order of arrival.
+/// The number of a connection that a node has opened to node 0, counted from 1 in the order of
+/// arrival.
 pub(super) type ConnectionNumber = u64;
 
-/// A node that has authenticated itself to node 0 and asks to join the run.
+/// A node that has proved to node 0 that it has the shared key, and asks to join the run.
 #[derive(Debug)]
 pub(super) struct JoinCandidate {
     pub(super) number: ConnectionNumber,
@@ -37,14 +39,15 @@ pub(super) struct JoinCandidate {
 }
 
 impl JoinCandidate {
-    /// Creates the record of a node that has connected at the time `now` and asks to join with the
-    /// rank `rank`.
+    /// Creates the record of a node that has connected to node 0 at the time `now` and asks to join
+    /// with the node rank `rank`.
     pub(super) fn new(number: ConnectionNumber, rank: Option<u32>, now: Instant) -> JoinCandidate {
         JoinCandidate { number, rank, arrived: now, baseline: None }
     }
 }
 
-/// The decision of node 0 about a node that asks to join: accept it, let it wait, or reject it.
+/// The decision of node 0 about a node that asks to join the run: accept the node, let it wait, or
+/// reject it.
 pub(super) enum JoinDecision {
     /// The node joins with this rank, and its connection fills this slot. The caller must call
     /// [`NodeTable::release_claims`] afterwards.
@@ -58,8 +61,8 @@ pub(super) enum JoinDecision {
     Full,
 }
 
-/// One node of the job at node 0: the slot for its agent's connection, and the connections of nodes
-/// that want to fill the slot.
+/// What node 0 knows about one node of the job: the slot that receives the connection of the node's
+/// agent, and which connections want to fill the slot.
 #[derive(Default)]
 struct NodeTableEntry {
     /// The slot for the node's connection that the controller opened most recently; `None` before
@@ -77,19 +80,19 @@ struct NodeTableEntry {
 }
 
 impl NodeTableEntry {
-    /// Returns whether node 0 still waits until this node joins.
+    /// Returns whether node 0 still waits for this node to join the run.
     fn is_waiting(&self) -> bool {
         self.slot.as_ref().is_some_and(AgentConnectionSlot::is_waiting)
     }
 
-    /// Returns whether this node has joined and its connection was not aborted.
+    /// Returns whether this node has joined the run and its connection was not aborted since.
     fn is_connected(&self) -> bool {
         self.slot.as_ref().is_some_and(AgentConnectionSlot::is_connected)
     }
 }
 
-/// The table in which node 0 records, by node rank, which nodes have joined the run and which
-/// connections want to join as them. The entry of node 0 is not used, because node 0 does not join.
+/// The table in which node 0 records which nodes have joined the run, and which connections want to
+/// join as which node. The entry of node 0 is not used, because node 0 does not join.
 pub(super) struct NodeTable {
     entries: Vec<NodeTableEntry>,
     /// The number of nodes, including node 0, with which the job can begin.
@@ -103,14 +106,15 @@ pub(super) struct NodeTable {
 }
 
 impl NodeTable {
-    /// Creates the table of a job with `nodes` nodes, of which none has joined.
+    /// Creates the table for a job with `nodes` nodes, in which no node has joined yet.
     pub(super) fn new(nodes: u32, min_nodes: u32, timeout: Duration, last_call: Duration) -> NodeTable {
         let entries = (0..nodes).map(|_| NodeTableEntry::default()).collect();
         NodeTable { entries, min_nodes: min_nodes as usize, timeout, last_call, enough_since: None }
     }
 
-    /// Stores `slot`, which permits a node with the rank `rank` to join from now on. Returns a flag
-    /// that becomes `true` if the slot is closed because no node joined in time.
+    /// Permits a node with the rank `rank` to join from now on; `slot` receives the connection of
+    /// the node's agent. Returns a flag that becomes `true` if the slot is closed because no node
+    /// joined in time.
     pub(super) fn open_slot(
         &mut self,
         rank: u32,
@@ -124,8 +128,9 @@ impl NodeTable {
         entry.expired.clone()
     }
 
-    /// Decides at the time `now` whether `candidate`, a node that asks to join, may do so. The
-    /// caller repeats the question while the answer is [`JoinDecision::Wait`].
+    /// Decides at the time `now` whether `candidate`, a node that asks to join the run, is
+    /// accepted, must wait, or is rejected. The caller repeats the question while the answer is
+    /// [`JoinDecision::Wait`].
     pub(super) fn decide_join(&mut self, candidate: &mut JoinCandidate, now: Instant) -> JoinDecision {
         match candidate.rank {
             Some(rank) => self.decide_join_with_rank(rank, candidate, now),
@@ -133,8 +138,8 @@ impl NodeTable {
         }
     }
 
-    /// Decides at the time `now` whether `candidate`, which asks for the node rank `rank`, may join
-    /// the run.
+    /// Decides at the time `now` whether `candidate`, a node that asks for the node rank `rank`,
+    /// may join the run.
     fn decide_join_with_rank(
         &mut self,
         rank: u32,
@@ -175,8 +180,8 @@ impl NodeTable {
         }
     }
 
-    /// Decides at the time `now` whether `candidate`, which asks for no particular node rank, may
-    /// join the run.
+    /// Decides at the time `now` whether `candidate`, a node that asks for no particular node rank,
+    /// may join the run, and with which rank.
     fn decide_join_without_rank(&mut self, candidate: &mut JoinCandidate, now: Instant) -> JoinDecision {
         let ranks = || 1..self.entries.len();
         let is_own = |other: Option<ConnectionNumber>| other.is_none_or(|other| other == candidate.number);
@@ -197,8 +202,9 @@ impl NodeTable {
         }
     }
 
-    /// Releases the place in the run for which the connection `number` waits, or which it has
-    /// reserved. `host` is the host name of its node if the node has joined.
+    /// Releases the place in the run that node 0 has reserved for the connection with the number
+    /// `number`, or for which that connection waits. `host` is the host name of its node if the
+    /// node has joined.
     pub(super) fn release_claims(&mut self, number: ConnectionNumber, host: Option<&str>) {
         for entry in &mut self.entries {
             if entry.claim == Some(number) {
@@ -209,7 +215,8 @@ impl NodeTable {
         }
     }
 
-    /// Closes, at the time `now`, the slots of those nodes that have not joined in time.
+    /// Stops waiting for those nodes that have not joined in time, by closing the slots (places for
+    /// connections) that the controller has opened for them.
     pub(super) fn close_slots_of_missing_nodes(&mut self, now: Instant) {
         let joined = 1 + self.entries.iter().filter(|entry| entry.is_connected()).count();
         self.enough_since = if joined >= self.min_nodes { self.enough_since.or(Some(now)) } else { None };
@@ -224,7 +231,7 @@ impl NodeTable {
         }
     }
 
-    /// Returns the ranks of the nodes that node 0 still waits for.
+    /// Returns the node ranks of the nodes that have not joined and for which node 0 still waits.
     pub(super) fn list_awaited_ranks(&self) -> Vec<u32> {
         let awaited = self.entries.iter().enumerate().filter(|(_, entry)| entry.is_waiting());
         awaited.map(|(rank, _)| rank as u32).collect()

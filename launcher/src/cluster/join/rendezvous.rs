@@ -11,12 +11,13 @@ use std::{
     time::Duration,
 };
 
-/// The time limit for asking which job already listens at the rendezvous address.
+/// The time limit for asking the process that already listens at the rendezvous address (that of
+/// node 0) which job it runs.
 const OTHER_JOB_QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Resolves the rendezvous address of node 0, and returns those of its IP addresses that belong to
-/// this machine. Blocks for the resolution of the name. A name that cannot be resolved has no
-/// addresses.
+/// Resolves the rendezvous address (at which node 0 listens), and returns those of its IP addresses
+/// that belong to this machine. Blocks for the resolution of the name. A name that cannot be
+/// resolved has no addresses.
 pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr> {
     let known: Vec<IpAddr> =
         list_interface_addresses().into_iter().map(|interface| interface.address).collect();
@@ -32,10 +33,10 @@ pub(super) fn find_own_addresses(address: &RendezvousAddress) -> Vec<SocketAddr>
     found
 }
 
-/// Opens the TCP listeners of node 0, at the rendezvous addresses of this machine or at every
-/// address ([`needs_every_address`]). Fails if the port is in use. The error names the job that
-/// uses the port if it has the same key. `(nodes, job)` are the number of nodes and the keys of the
-/// job.
+/// Opens the TCP listeners of node 0, at those rendezvous addresses that belong to this machine or,
+/// if necessary, at every address of this machine. Fails if the port is in use. The error names the
+/// job that uses the port if it has the same key. `(nodes, job)` are the number of nodes and the
+/// keys of the job.
 pub(super) fn open_node_0_listeners(
     address: &RendezvousAddress,
     key: &HandshakeKey,
@@ -81,8 +82,9 @@ pub(super) fn open_node_0_listeners(
     Ok(listeners)
 }
 
-/// Returns whether node 0 must listen at every address of its machine. `local` are the addresses of
-/// the rendezvous host `host` that belong to the machine.
+/// Returns whether node 0 must listen at every address of its machine instead of only at the
+/// rendezvous address. `local` are the addresses of the rendezvous host `host` that belong to the
+/// machine.
 ///
 /// This is the case if the machine has no such address, as with the address of a load balancer. It
 /// is also the case if only this machine resolves its name to the loopback interface, as Debian's
@@ -103,9 +105,9 @@ fn open_at_every_address(port: u16) -> io::Result<TcpListener> {
     }
 }
 
-/// Asks the process that already listens at the rendezvous address whether it is node 0 of another
-/// job of launch. Returns the error that names the other job, or `None` if no job of launch
-/// answers.
+/// Asks the process that already listens at the rendezvous address (that of node 0) whether it is
+/// node 0 of another job of launch. Returns the error that names the other job, or `None` if no job
+/// of launch answers.
 fn find_job_at_rendezvous_address(target: &JoinTarget) -> Option<Diagnostic> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
     let dial = runtime

@@ -15,7 +15,8 @@ use diagnostic::{Diagnostic, codes::slurm as codes};
 use jobspec::hosts;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The largest number of nodes of a Slurm allocation. A larger allocation is rejected.
+/// The largest number of nodes of a Slurm allocation that is accepted. A larger allocation is
+/// rejected.
 pub(super) const MAX_NODES: usize = hosts::MAX_HOSTS;
 /// The longest node list in Slurm's environment variables that is accepted, in bytes.
 const MAX_LIST_BYTES: usize = 1 << 20;
@@ -49,7 +50,8 @@ pub(super) struct SlurmNodeGroup {
     pub(super) nodes: Vec<SlurmNode>,
 }
 
-/// A node of a Slurm allocation, with the tasks, CPUs and GPUs that the job has on the node.
+/// A node of a Slurm allocation, with the numbers of tasks, CPUs and GPUs that Slurm has allocated
+/// on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SlurmNode {
     /// The name of the node.
@@ -74,14 +76,14 @@ impl SlurmAllocation {
         self.groups.iter().flat_map(|group| &group.nodes)
     }
 
-    /// Returns whether Slurm's environment variables do not state how many GPUs the steps on a node
-    /// must request.
+    /// Returns whether Slurm's environment variables do not state how many GPUs some node has,
+    /// although a step on that node must request its GPUs.
     pub(super) fn lacks_gpu_counts(&self) -> bool {
         self.nodes().any(|node| node.requires_gpu_request && node.gpus.is_none())
     }
 
-    /// Sets the number of GPUs of each node for which the environment variables do not state it.
-    /// `counts` contains the nodes with GPUs.
+    /// Sets the number of GPUs of those nodes of the allocation for which Slurm's environment
+    /// variables do not state it. `counts` contains the nodes with GPUs.
     pub(super) fn set_gpu_counts(&mut self, counts: &BTreeMap<String, u32>) {
         for node in self.groups.iter_mut().flat_map(|group| &mut group.nodes) {
             let count = counts.get(&node.name).copied();
@@ -91,7 +93,7 @@ impl SlurmAllocation {
 }
 
 impl SlurmNode {
-    /// Returns the default number of workers on this Slurm node, for jobs with `workers_per_host:
+    /// Returns how many workers run on this Slurm node by default, in jobs with `workers_per_host:
     /// auto`. In a job that uses GPUs, this is the number of GPUs. Otherwise it is the number of
     /// requested tasks, or 1. `None` means that the number of GPUs is not known before an agent
     /// reports it.
@@ -105,8 +107,8 @@ impl SlurmNode {
     }
 }
 
-/// Reads the Slurm allocation from environment variables, whose values the function `get` returns.
-/// Returns `None` outside of Slurm.
+/// Reads the nodes and resources of the Slurm allocation from Slurm's environment variables, which
+/// the function `get` looks up. Returns `None` outside of Slurm.
 pub(super) fn read_allocation(
     get: &dyn Fn(&str) -> Option<String>,
 ) -> diagnostic::Result<Option<SlurmAllocation>> {
@@ -230,7 +232,8 @@ fn build_invalid_variable_error(name: &str, value: &str) -> Diagnostic {
         .with_help("check whether it was changed by hand; `cluster.hosts: local` ignores it")
 }
 
-/// Parses a number of at most 19 decimal digits. Returns `None` for other text.
+/// Parses a number of at most 19 decimal digits from a value in Slurm's notation. Returns `None`
+/// for other text.
 pub(super) fn parse_number(text: &str) -> Option<u64> {
     let digits = !text.is_empty() && text.len() <= 19 && text.bytes().all(|b| b.is_ascii_digit());
     text.parse().ok().filter(|_| digits)
@@ -265,15 +268,16 @@ pub(super) fn expand_node_list(list: &str) -> Option<Vec<String>> {
     names.iter().all(|name| is_node_name(name)).then_some(names)
 }
 
-/// Returns whether `name` has only characters that are allowed in hostnames. The check is necessary
-/// because node names become part of command lines.
+/// Returns whether `name`, a node name from Slurm, has only characters that are allowed in host
+/// names. The check is necessary because node names become part of command lines.
 fn is_node_name(name: &str) -> bool {
     let is_allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
     (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.starts_with('-') && name.bytes().all(is_allowed)
 }
 
-/// Parses untrusted values of Slurm's environment variables, for fuzzing. The lines of `text` are
-/// the node list, tasks per node, CPUs per node, and number of groups.
+/// Parses values of Slurm's environment variables that may be arbitrary text, as the entry point of
+/// a fuzzer. The lines of `text` are the node list, tasks per node, CPUs per node, and number of
+/// groups.
 pub(crate) fn parse_untrusted_variables(text: &str) -> diagnostic::Result<()> {
     let mut lines = text.lines();
     let names = ["SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_HET_SIZE"];

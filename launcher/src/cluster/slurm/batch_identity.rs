@@ -3,10 +3,10 @@
 use super::allocation::parse_number;
 use protocol::control::BatchJobRecord;
 
-/// The largest id of a Slurm job that is not part of a federation. In larger ids, the upper bits
-/// are the number of a cluster of the federation.
+/// The largest id of a Slurm job that belongs to one cluster only; jobs of a federation of clusters
+/// have larger ids. In larger ids, the upper bits are the number of a cluster of the federation.
 const MAX_LOCAL_JOB_ID: u64 = (1 << 26) - 1;
-/// The longest name of a cluster that is used, in bytes.
+/// The longest name of a Slurm cluster, in bytes, that becomes part of the identity of a batch job.
 const MAX_CLUSTER_BYTES: usize = 128;
 
 /// Identifies the Slurm job, or the task of a job array, in which this process runs. `get` returns

@@ -17,7 +17,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The content of a Slurm batch script (`sbatch`) that runs a job with `launch run`.
+/// The parts of a Slurm batch script (for `sbatch`) that runs a job with `launch run`: its sbatch
+/// options and its command.
 #[derive(Debug)]
 pub(super) struct BatchScript {
     /// The name of the job.
@@ -74,8 +75,8 @@ pub(super) fn build_batch_script(request: SubmitRequest<'_>) -> Result<BatchScri
     Ok(script)
 }
 
-/// Fails if a job is not suited for a Slurm batch job, because `cluster.hosts` leaves allocated
-/// nodes idle or the working directory does not exist.
+/// Fails if a job cannot run from a Slurm batch script, because of its `cluster.hosts` (`join`, or
+/// `local` with several nodes) or a missing working directory.
 fn check_job_is_batchable(job: &JobSpec) -> diagnostic::Result<()> {
     if job.cluster.hosts == HostSelection::Local && job.slurm.nodes > 1 {
         let message =
@@ -116,8 +117,7 @@ fn resolve_absolute_path(path: &Path) -> diagnostic::Result<PathBuf> {
     })
 }
 
-/// Returns the directory in which the Slurm batch job writes its output file. This is the part of
-/// `run.logs.dir` before `{run}`, which all runs of the job have in common.
+/// Returns the directory in which the Slurm batch job writes its output file.
 ///
 /// The directory is the part of `run.logs.dir` before `{run}`, which all runs of the job have in
 /// common.
@@ -164,7 +164,8 @@ fn check_sbatch_option_path(path: &Path) -> diagnostic::Result<()> {
 }
 
 impl BatchScript {
-    /// Returns the text of the batch script, with its `#SBATCH` lines and the command.
+    /// Returns the text of the Slurm batch script, with its `#SBATCH` lines and the command that
+    /// runs the job.
     pub(super) fn format_script(&self) -> String {
         let options: String =
             self.list_sbatch_options().iter().map(|option| format!("#SBATCH {option}\n")).collect();
@@ -221,7 +222,8 @@ fn format_time_limit(ms: u64) -> String {
     format!("{}-{:02}:{:02}:{:02}", s / 86_400, s / 3600 % 24, s / 60 % 60, s % 60)
 }
 
-/// Creates the output directory of the batch job, and submits its script with `sbatch OPTIONS…`.
+/// Creates the output directory of a Slurm batch job, and submits the script of the batch job with
+/// `sbatch OPTIONS…`.
 pub(super) fn submit_script(script: &BatchScript, options: &[String]) -> diagnostic::Result<Submission> {
     let dir = script.output.parent().unwrap_or(Path::new("."));
     // Slurm does not create directories: without this one the job would fail without any output.

@@ -10,8 +10,8 @@ use std::{
     time::Duration,
 };
 
-/// Submits a batch script with `sbatch OPTIONS…`. Returns the id of the job, a decimal number.
-/// Blocks. Fails if sbatch fails or prints no id.
+/// Submits the batch script `script` to Slurm's queue with `sbatch OPTIONS…`. Returns the id of the
+/// job, a decimal number. Blocks. Fails if sbatch fails or prints no id.
 pub(super) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result<String> {
     let mut command = Command::new("sbatch");
     command.arg("--parsable").args(options);
@@ -32,16 +32,16 @@ pub(super) fn submit_job(script: &str, options: &[String]) -> diagnostic::Result
     Err(Diagnostic::error(slurm::SLURM_COMMAND_FAILED, message).with_subject("sbatch"))
 }
 
-/// Requests from Slurm, by `scontrol requeue JOB`, that the batch job `job` be queued again. Slurm
-/// ends the remaining processes of the job, including this one, and queues the job again under the
-/// same id.
+/// Asks Slurm to queue the running batch job `job` again, with `scontrol requeue JOB`. Slurm ends
+/// the remaining processes of the job, including this one, and queues the job again under the same
+/// id.
 pub(super) fn requeue_job(job: &str) -> diagnostic::Result<()> {
     let output = Command::new("scontrol").arg("requeue").arg(job).stdin(Stdio::null()).output();
     check_command_output("scontrol requeue", output).map(drop)
 }
 
-/// Asks Slurm whether it is preempting the Slurm job `job`, and returns the time that is left, or
-/// `None`. Blocks.
+/// Asks Slurm whether it is preempting the Slurm job `job`, and returns how much time the job has
+/// left, or `None` if it is not. Blocks.
 pub(super) fn find_preemption(job: u64) -> diagnostic::Result<Option<Preemption>> {
     Ok(parse_preemption(job, &read_scontrol_show_job(job)?, civil::DateTime::from(Zoned::now())))
 }
@@ -62,7 +62,6 @@ fn read_scontrol_show_job(job: u64) -> diagnostic::Result<String> {
 
 /// Parses the number of GPUs of each node from the output of `scontrol --details show job`, in
 /// which a line is, for example, `Nodes=h[1-2] CPU_IDs=0-7 Mem=1000 GRES=gpu:a100:2(IDX:0,3)`.
-/// Returns the number of GPUs of each node.
 fn parse_gpu_counts(output: &str) -> BTreeMap<String, u32> {
     let mut counts = BTreeMap::new();
     for line in output.lines() {
@@ -130,7 +129,8 @@ pub(super) fn check_command_output(command: &str, output: io::Result<Output>) ->
     }
 }
 
-/// Joins the lines of a text with ` | `, after removing the white space at both ends of the text.
+/// Joins the lines of a command's output with ` | ` for an error message, after removing the white
+/// space at both ends of the output.
 fn join_lines(text: &[u8]) -> String {
     String::from_utf8_lossy(text).trim().replace('\n', " | ")
 }

@@ -66,8 +66,8 @@ impl SlurmTransport {
         }
     }
 
-    /// Divides those allocated nodes that `hosts` names into the Slurm steps in which their agents
-    /// are started. Ignores names of other hosts.
+    /// Divides the nodes `hosts` of the allocation into groups, in each of which one Slurm step
+    /// (`srun`) starts the agents. Ignores names of other hosts.
     ///
     /// A step holds the nodes of one heterogeneous group. If steps must request GPUs and the nodes
     /// have different numbers of GPUs, each node gets a separate step.
@@ -98,10 +98,10 @@ impl SlurmTransport {
         steps
     }
 
-    /// Starts a Slurm step (`srun`) with an agent on each of `nodes`, and the listener to which the
-    /// agents connect. Returns the agents, which have not connected yet, with the names of their
-    /// nodes. The `stderr` of the first agent carries the output of the whole step; the others have
-    /// none.
+    /// Starts a Slurm step (`srun`) that runs an agent on each of `nodes`, and a listener to which
+    /// these agents connect. Returns the agents, which have not connected yet, with the names of
+    /// their nodes. The `stderr` of the first agent carries the output of the whole step; the
+    /// others have none.
     fn start_step(
         &mut self,
         nodes: &srun::StepNodesAndGpus,
@@ -157,8 +157,8 @@ impl SlurmTransport {
 /// those with the name of a secret that `run.pass_env` selects. Variables that Slurm and the agents
 /// need, such as `PATH`, are never among them.
 fn is_withheld_from_srun(run: &RunSpec, name: &str) -> bool {
-    /// The environment variables that Slurm and the agents need, and that srun therefore always
-    /// gets.
+    /// The environment variables that Slurm and the agents need, and which srun therefore gets even
+    /// if they could be secrets.
     const NEEDED: [&str; 6] = ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER"];
     if NEEDED.contains(&name) || name.starts_with("SLURM") {
         return false;

@@ -32,8 +32,8 @@ pub(super) enum StepGpuRequest {
     Total(u32),
 }
 
-/// The executable of launch that srun starts on the nodes as the agent, and whether srun copies it
-/// first.
+/// The executable file of launch that srun starts on the nodes as the agent, and whether srun must
+/// copy the file to the nodes first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct StepExecutable {
     path: PathBuf,
@@ -43,8 +43,8 @@ pub(super) struct StepExecutable {
 }
 
 impl StepExecutable {
-    /// Determines the executable file that this process runs, for srun to start on the nodes. Fails
-    /// if the file was replaced or removed.
+    /// Determines the executable file that this process runs, which srun will start as the agent on
+    /// the nodes. Fails if the file was replaced or removed.
     ///
     /// With `bcast`, srun copies the file to `/tmp` of each node, where the agent removes it after
     /// its start.
@@ -75,8 +75,8 @@ fn generate_copy_path(job: u64) -> diagnostic::Result<String> {
     Ok(format!("/tmp/launch-{job}-{:032x}", u128::from_ne_bytes(bytes)))
 }
 
-/// The environment variables by which Slurm or a user could change options of srun, and which are
-/// removed from srun's environment. The transport removes them from the environment of srun.
+/// The environment variables that are removed from srun's environment, because Slurm or a user
+/// could change options of srun by them. The transport removes them from the environment of srun.
 ///
 /// Slurm or a batch script sets these variables for the steps of the script. In the step of the
 /// agents, the variables could request one GPU or one CPU, or another placement than one task on
@@ -125,8 +125,8 @@ pub(super) const REMOVED_ENV_VARIABLES: &[&str] = &[
     "SRUN_CPUS_PER_TASK",
 ];
 
-/// Builds the arguments of the `srun` command that starts agents on `nodes`, without `srun` itself.
-/// `step_options` are those of the job.
+/// Builds the arguments with which `srun` starts an agent on each of `nodes`. `step_options` are
+/// those of the job.
 ///
 /// - `--overlap`: agents share the resources of the job with its other steps.
 /// - `--mem=0` grants all memory of the job on each node and, without `--exact`, a step gets all
@@ -170,8 +170,8 @@ pub(super) fn build_srun_arguments(
     arguments
 }
 
-/// Returns whether a line of srun's output is a warning that does not matter for agents, and is not
-/// shown to the user.
+/// Returns whether a line of srun's output is a warning that does not matter for agents, so that it
+/// is not shown to the user.
 pub(super) fn is_irrelevant_warning(line: &str) -> bool {
     line.contains("cluster configuration lacks support for cpu binding")
 }
@@ -184,7 +184,7 @@ pub(super) fn parse_failed_nodes(line: &str) -> Vec<String> {
     nodes.and_then(|(nodes, _)| expand_node_list(nodes)).unwrap_or_default()
 }
 
-/// Determines the error code for a failed Slurm command from the text that the command has printed.
+/// Chooses the error code for a failed Slurm command by the text that the command has printed.
 /// Returns `None` if the reason is not known.
 pub(super) fn classify_failure_output(output: &str) -> Option<Code> {
     let has = |part: &str| output.contains(part);

@@ -48,10 +48,11 @@ pub(super) struct SrunProcess {
 }
 
 impl SrunProcess {
-    /// Starts `srun` with `arguments`, whose tasks are agents, without the environment variables
-    /// `hidden`. Passes `invitation`, with which agents find the controller, to the agents that
-    /// srun starts. Returns the step and a stream with the output of srun and of the agents. The
-    /// controller must reap srun and then call [`Self::set_exit_status`].
+    /// Starts `srun` with the arguments `arguments`, so that its tasks are agents; srun does not
+    /// get the environment variables `hidden`. Passes `invitation`, with which agents find the
+    /// controller, to the agents that srun starts. Returns the step and a stream with the output of
+    /// srun and of the agents. The controller must reap srun and then call
+    /// [`Self::set_exit_status`].
     pub(super) fn start(
         arguments: &[String],
         invitation: &Invitation,
@@ -60,7 +61,7 @@ impl SrunProcess {
         Self::spawn_srun(arguments, invitation, hidden).map_err(|error| build_start_error("srun", &error))
     }
 
-    /// Starts srun in a separate process group, and the task that forwards srun's output to the
+    /// Starts srun in a separate process group, and a task that forwards srun's output to the
     /// controller. Writes the invitation, with which the agents find the controller, to srun's
     /// standard input, and starts the task that forwards srun's output.
     fn spawn_srun(
@@ -101,7 +102,7 @@ impl SrunProcess {
         Ok((step, far))
     }
 
-    /// Returns the pid of the srun process.
+    /// Returns the pid of the srun process, even after it has ended.
     pub(super) fn pid(&self) -> u32 {
         self.pid
     }
@@ -116,32 +117,31 @@ impl SrunProcess {
         *self.exit_status.borrow()
     }
 
-    /// Records the exit status of srun after the controller has reaped it.
+    /// Records the exit status of srun, once the controller has reaped the process.
     pub(super) fn set_exit_status(&self, status: ExitStatus) {
         self.exit_status.send_replace(Some(status));
     }
 
-    /// Returns a channel from which tasks learn when srun has ended, because its value then becomes
-    /// `Some`.
+    /// Returns a channel that contains the exit status of srun as soon as srun was reaped, so that
+    /// tasks can wait for it.
     pub(super) fn exit_receiver(&self) -> watch::Receiver<Option<ExitStatus>> {
         self.exit_status.subscribe()
     }
 
-    /// Joins the last lines of srun's output, at most [`TAIL_LINES`], with ` | `, for an error
-    /// message.
+    /// Joins the last lines of srun's output with ` | ` to a text for an error message.
     pub(super) fn join_output_tail(&self) -> String {
         let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner);
         tail.iter().map(String::as_str).collect::<Vec<_>>().join(" | ")
     }
 
-    /// Inserts the warning `text` into the output of srun, which the controller shows. Never
-    /// blocks.
+    /// Adds the warning `text` of launch to the output of srun, which the controller shows to the
+    /// user. Never blocks.
     pub(super) fn add_warning_to_output(&self, text: String) {
         // If many warnings wait, the reader does not read.
         _ = self.warnings.try_send(text);
     }
 
-    /// Returns whether srun has reported that its task on the node `node` ended with an error.
+    /// Returns whether srun has reported that the agent on the node `node` ended with an error.
     pub(super) fn has_task_failed_on(&self, node: &str) -> bool {
         self.failed_nodes.lock().unwrap_or_else(PoisonError::into_inner).contains(node)
     }

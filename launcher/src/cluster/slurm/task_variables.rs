@@ -5,7 +5,8 @@
 //! variables would take all workers of a host for the same task: JAX and Lightning read the rank
 //! from `SLURM_PROCID`, and MPI connects to the process manager of the step (`PMI_*`, `PMIX_*`).
 
-/// The names of the environment variables that describe one task of a Slurm step to this task.
+/// The names of the environment variables by which Slurm describes one task of a step to this task,
+/// such as its rank.
 const TASK_VARIABLES: &[&str] = &[
     "SLURM_DISTRIBUTION",
     "SLURM_GTIDS",
@@ -21,12 +22,12 @@ const TASK_VARIABLES: &[&str] = &[
     "SLURM_TASKS_PER_NODE",
     "SLURM_TASK_PID",
 ];
-/// The prefixes of the names of environment variables that connect a task with a process manager of
-/// MPI.
+/// The prefixes of the names of environment variables that connect a Slurm task with a process
+/// manager of MPI (PMI or PMIx).
 const PROCESS_MANAGER_PREFIXES: &[&str] = &["PMI_", "PMI2_", "PMIX_", "SLURM_PMI"];
 
-/// Returns whether the environment variable `name` describes one task of a Slurm step, or connects
-/// the task with a process manager of MPI.
+/// Returns whether Slurm sets the environment variable `name` to describe one task of a step, or to
+/// connect the task with a process manager of MPI.
 pub(super) fn is_task_variable(name: &str) -> bool {
     TASK_VARIABLES.contains(&name) || PROCESS_MANAGER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }

@@ -1,6 +1,5 @@
 //! Starts an agent on a host over SSH, from a copy of this executable that is first sent to the
-//! host if necessary. The agent runs a copy of this executable, which is copied to the host first
-//! if necessary.
+//! host if necessary.
 //!
 //! Every command is `exec /bin/sh -c '…'` without quotes, `!` or backslashes inside, which any
 //! login shell (sh, bash, zsh, ksh, csh, fish) passes on unchanged. The command prints its answer
@@ -38,22 +37,23 @@ use std::{
     time::Duration,
 };
 
-/// The time limit, in milliseconds, for an answer of the shell or the executable that an SSH
-/// connection has started on a host.
+/// The time limit, in milliseconds, within which a shell or launch's executable that an SSH
+/// connection has started on a host must answer.
 const ANSWER_TIMEOUT_MS: u32 = 30_000;
-/// How long copying the executable of launch to a host may make no progress.
+/// The time without progress after which copying the executable of launch to a host over SSH fails.
 const COPY_STALL_TIMEOUT: Duration = Duration::from_secs(60);
-/// The rate, in bytes per second, from which the time limit for copying the executable of launch to
-/// a host is computed. The time limit of a copy grows with the size of the executable.
+/// The slowest accepted rate, in bytes per second, of copying the executable of launch to a host,
+/// from which the time limit of the copy is computed. The time limit of a copy grows with the size
+/// of the executable.
 const MIN_COPY_BYTES_PER_SECOND: u64 = 128 << 10;
 /// The time limit, in milliseconds, for the answer of a host that fetches the executable of launch
 /// from another host.
 const FETCH_ANSWER_TIMEOUT_MS: u32 = MAX_FETCH_ADDRESSES as u32 * FETCH_TIMEOUT_S * 1000 + ANSWER_TIMEOUT_MS;
 /// The time limit, in milliseconds, for a started agent to connect to its neighbour in the tree of
-/// agents.
+/// agents, through which it reaches the controller.
 const TREE_JOIN_TIMEOUT_MS: u32 = 30_000;
-/// The largest number of bytes that the login shell of a host may print before a script of launch
-/// answers. The start of the agent fails if the shell prints more.
+/// The largest number of bytes that the login shell of a host may print before launch's script on
+/// the host answers. The start of the agent fails if the shell prints more.
 const MAX_SHELL_OUTPUT_BYTES: usize = 256 << 10;
 /// The number of bytes of the executable that are written to the SSH connection at once.
 const CHUNK_BYTES: usize = 256 << 10;
@@ -86,8 +86,8 @@ impl LaunchExecutable {
         Ok(LaunchExecutable { file, hash, size, sha256: Mutex::new(None) })
     }
 
-    /// Returns the SHA-256 hash of the executable, in hexadecimal. The hash is for programs of
-    /// hosts that know no BLAKE3.
+    /// Returns the SHA-256 hash of launch's executable, in hexadecimal, which is computed at the
+    /// first call. The hash is for programs of hosts that know no BLAKE3.
     fn read_sha256(&self) -> io::Result<String> {
         let mut known = self.sha256.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(hash) = &*known {
@@ -104,15 +104,16 @@ fn build_unreadable_error(error: &io::Error) -> Diagnostic {
         .with_cause(error)
 }
 
-/// An agent that was started on another host, with the SSH channel that is its stdin and stdout.
+/// An agent that was started on another host over SSH, with the channel that carries its stdin and
+/// stdout.
 pub(super) struct RemoteAgent {
     pub(super) channel: SshChannel,
     /// The bytes of the control stream that were read together with the marker.
     pub(super) leftover: Vec<u8>,
 }
 
-/// What is needed to start an agent over an SSH session: the host, the session, the executable, and
-/// the record of progress.
+/// What is needed to start an agent over SSH: the host, the session, launch's executable, and the
+/// place where the progress is recorded.
 pub(super) struct AgentStartInputs<'a> {
     pub(super) target: &'a SshTarget,
     pub(super) session: &'a SshSession,
@@ -153,8 +154,8 @@ pub(super) fn start_remote_agent(
     }
 }
 
-/// Informs a started agent of its place in the tree of agents, and waits until the agent is
-/// connected with its neighbour. Fails if the agent cannot connect to it. Blocks.
+/// Sends a started agent its place in the tree of agents, and waits until the agent has connected
+/// to its neighbour there. Fails if the agent cannot connect to it. Blocks.
 pub(super) fn make_agent_join_tree(
     AgentStartInputs { target, session, progress, .. }: &AgentStartInputs<'_>,
     agent: RemoteAgent,
@@ -186,16 +187,16 @@ pub(super) fn make_agent_join_tree(
     }
 }
 
-/// Builds the error that a started agent does not answer when it is informed of its place in the
-/// tree of agents.
+/// Builds the error that a started agent has not answered whether it has connected to its neighbour
+/// in the tree of agents.
 fn build_tree_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     let message = format!("the agent on host {} did not connect to another host of the job", target.name);
     build_ssh_error(target, host::TREE_PARENT_UNREACHABLE, message).with_cause(error).with_remedy()
 }
 
-/// Returns the time limit for copying an executable of `size` bytes to a host and starting it
-/// there. The copy counts at [`MIN_COPY_BYTES_PER_SECOND`], in addition to the limit for a start
-/// without a copy.
+/// Returns the time limit for copying launch's executable, which has `size` bytes, to a host and
+/// starting it there. The copy counts at [`MIN_COPY_BYTES_PER_SECOND`], in addition to the limit
+/// for a start without a copy.
 fn compute_copy_time_limit(size: u64) -> Duration {
     HELLO_TIMEOUT + Duration::from_secs(size.div_ceil(MIN_COPY_BYTES_PER_SECOND))
 }
@@ -217,7 +218,8 @@ enum AgentStartResult {
     Missing,
 }
 
-/// Performs the steps of starting one agent on a host over an SSH session.
+/// Performs the steps of starting one agent on a host over an SSH session, such as copying launch's
+/// executable.
 struct AgentBootstrap<'a> {
     target: &'a SshTarget,
     session: &'a SshSession,
@@ -230,14 +232,14 @@ struct AgentBootstrap<'a> {
 }
 
 impl AgentBootstrap<'_> {
-    /// Builds an error that names the host on which the agent cannot be started.
+    /// Builds an error that the agent cannot be started on the host, with the name of the host.
     fn build_error(&self, code: Code, message: impl AsRef<str>) -> Diagnostic {
         let message = format!("cannot start the agent on host {}: {}", self.target.name, message.as_ref());
         build_ssh_error(self.target, code, message)
     }
 
-    /// Runs a shell script on the host, in a new channel of the SSH session. Returns the reader of
-    /// its output.
+    /// Runs the shell script `script` on the host, in a new channel of the SSH session. Returns the
+    /// reader of its output.
     fn exec_script(&self, script: &str) -> diagnostic::Result<ChannelLineReader> {
         self.progress.check_not_aborted(&self.target.name)?;
         self.session.set_timeout(ANSWER_TIMEOUT_MS);
@@ -280,10 +282,10 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Reads the output of a script on the host up to the next line with the marker, and returns
-    /// the script's answer on that line. Records the text before the marker as output of the login
-    /// shell, in place of earlier output. Fails if that text is longer than
-    /// [`MAX_SHELL_OUTPUT_BYTES`].
+    /// Reads the output of a script on the host up to the next line with the marker (a random
+    /// text), and returns the rest of that line, which is the script's answer. Records the text
+    /// before the marker as output of the login shell, in place of earlier output. Fails if that
+    /// text is longer than [`MAX_SHELL_OUTPUT_BYTES`].
     fn read_script_answer(&self, reader: &mut ChannelLineReader) -> diagnostic::Result<String> {
         let mut shell_output = Vec::new();
         loop {
@@ -313,8 +315,8 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Builds the error for reading the answer of a script on the host, when the read has failed or
-    /// timed out.
+    /// Builds the error that the answer of a script on the host could not be read, because the
+    /// connection failed or the time limit passed.
     fn build_answer_read_error(&self, error: &io::Error, shell_output: &[u8]) -> Diagnostic {
         match error.kind() {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
@@ -330,7 +332,8 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Builds the error for a script on the host whose output ended without an answer.
+    /// Builds the error that the output of a script on the host has ended without the script's
+    /// answer.
     fn build_shell_exit_error(&self, reader: &mut ChannelLineReader, shell_output: &[u8]) -> Diagnostic {
         if let Some(failure) = reader.channel.explain_output_end(self.target) {
             return failure;
@@ -386,8 +389,9 @@ impl AgentBootstrap<'_> {
         result
     }
 
-    /// Makes the host fetch the executable of launch from another host, which serves it at
-    /// `addresses`. The host checks the copy and then moves it to its path in the cache directory.
+    /// Makes the host fetch the executable of launch from another host, whose agent serves it at
+    /// the addresses `addresses`. The host checks the copy and then moves it to its path in the
+    /// cache directory.
     fn fetch_executable(&mut self, addresses: &[SocketAddr], token: &str) -> diagnostic::Result<()> {
         let sha256 = self.executable.read_sha256().map_err(|error| build_unreadable_error(&error))?;
         let LaunchExecutable { hash, size, .. } = self.executable;
@@ -424,8 +428,8 @@ impl AgentBootstrap<'_> {
         Ok(())
     }
 
-    /// Sends the bytes of the executable to the copy script that runs on the host, and then ends
-    /// the script's input.
+    /// Sends the bytes of launch's executable to the script on the host that stores them, and then
+    /// ends the input of the script.
     fn send_executable(&self, channel: &mut SshChannel) -> Result<(), ExecutableSendError> {
         use std::os::unix::fs::FileExt;
         let file = &self.executable.file;
@@ -445,8 +449,8 @@ impl AgentBootstrap<'_> {
         channel.end_input().map_err(|_| ExecutableSendError::Remote)
     }
 
-    /// Builds the error for an answer `fail STEP CODE` of the script that copies the executable to
-    /// the host.
+    /// Builds the error for the answer `fail STEP CODE` of the script that stores launch's
+    /// executable on the host.
     fn build_copy_error(&self, answer: &str, reader: &mut ChannelLineReader) -> Diagnostic {
         let (_, stderr) = reader.channel.wait_for_exit();
         let failure = classify_copy_failure(answer, &stderr);
@@ -458,7 +462,8 @@ impl AgentBootstrap<'_> {
         }
     }
 
-    /// Fails if the CPU architecture `machine` of the host differs from that of this executable.
+    /// Fails if `machine`, the CPU architecture of the host, differs from the architecture for
+    /// which this executable was built.
     fn check_architecture(&self, machine: &str) -> diagnostic::Result<()> {
         let local = std::env::consts::ARCH;
         if machine == local {
@@ -497,13 +502,14 @@ fn join_last_lines(output: &[u8]) -> String {
     make_printable_excerpt(&lines[lines.len().saturating_sub(3)..].join(" / "))
 }
 
-/// Returns the offset of the first occurrence of the bytes `part` in `text`, or `None` if there is
-/// none.
+/// Returns the offset in `text` at which the bytes `part` occur first, or `None` if they do not
+/// occur.
 fn find_bytes(text: &[u8], part: &[u8]) -> Option<usize> {
     text.windows(part.len()).position(|window| window == part)
 }
 
-/// Reads lines from an SSH channel, and keeps the bytes that follow the last returned line.
+/// Reads lines of a remote command's output from an SSH channel, and keeps bytes that were read
+/// after the last line.
 struct ChannelLineReader {
     channel: SshChannel,
     /// The bytes that were received and not returned yet.
@@ -511,9 +517,9 @@ struct ChannelLineReader {
 }
 
 impl ChannelLineReader {
-    /// Returns the next line of the remote command's output with its line end, or the unfinished
-    /// last line. A line of more than [`MAX_SHELL_OUTPUT_BYTES`] is returned by several calls,
-    /// piece by piece. Returns `None` at the end of the stream. Blocks.
+    /// Returns the next line of the remote command's output including the line end, or the last
+    /// line without one at the end of the output. A line of more than [`MAX_SHELL_OUTPUT_BYTES`] is
+    /// returned by several calls, piece by piece. Returns `None` at the end of the stream. Blocks.
     fn read_line(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some(end) = self.unread.iter().position(|b| *b == b'\n') {

@@ -13,12 +13,13 @@ use std::{
 /// The largest number of user keys that are offered to one SSH server at a login. Further keys are
 /// skipped, because OpenSSH's server disconnects after six rejected keys.
 const MAX_OFFERED_KEYS: usize = 5;
-/// The largest number of bytes that are read from a key file of the user. The rest of a longer file
-/// is ignored.
+/// The largest number of bytes that are read from an SSH key file of the user. The rest of a longer
+/// file is ignored.
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
-/// Logs in to an SSH server as the user of `target`, first with keys of the SSH agent and then with
-/// key files. Blocks. Fails if no key is accepted. The error lists the result of each key.
+/// Logs in to the SSH server of `target` as the configured user, first with the keys of the SSH
+/// agent (`ssh-agent`) and then with key files. Blocks. Fails if no key is accepted. The error
+/// lists the result of each key.
 pub(super) fn log_in(target: &SshTarget, session: &Session) -> diagnostic::Result<()> {
     let mut attempts = LoginAttempts::default();
     let agent = connect_ssh_agent_and_list_keys(target, session, &mut attempts);
@@ -81,9 +82,9 @@ struct LoginAttempts {
 }
 
 impl LoginAttempts {
-    /// Tries to log in to the SSH server with the key `name` by calling `login`, and records a
-    /// failure. Skips the key if [`MAX_OFFERED_KEYS`] keys were offered already. Returns whether
-    /// the login succeeded.
+    /// Tries to log in to the SSH server with the key that is called `name`, by calling the
+    /// function `login`, and records a failure. Skips the key if [`MAX_OFFERED_KEYS`] keys were
+    /// offered already. Returns whether the login succeeded.
     fn offer_key(&mut self, name: String, login: impl FnOnce() -> Result<(), ssh2::Error>) -> bool {
         if self.offered >= MAX_OFFERED_KEYS {
             self.record_result(format!("{name} was not tried (at most {MAX_OFFERED_KEYS} keys are)"));
@@ -101,13 +102,13 @@ impl LoginAttempts {
         false
     }
 
-    /// Records, as a text for the error message, why a key did not lead to a login to the SSH
-    /// server.
+    /// Records why a key did not lead to a login to the SSH server, for the error message.
     fn record_result(&mut self, result: String) {
         self.results.push(result);
     }
 
-    /// Builds the error that the SSH server of `target` did not accept any of the user's keys.
+    /// Builds the error that the SSH server of the host `target` did not accept any of the user's
+    /// keys, with the result of each key.
     fn into_login_error(self, target: &SshTarget, session: &Session) -> Diagnostic {
         let methods = session.auth_methods(&target.user).unwrap_or_default().to_owned();
         let no_publickey = !methods.is_empty() && !methods.split(',').any(|m| m == "publickey");
@@ -185,15 +186,15 @@ fn read_public_key(private_key: &Path) -> Option<String> {
     text.split_whitespace().nth(1).map(str::to_owned)
 }
 
-/// Reads a key file of the user as text. Ignores everything after the first [`MAX_KEY_BYTES`].
+/// Reads an SSH key file of the user as text. Ignores everything after the first [`MAX_KEY_BYTES`].
 fn read_key_file(file: &Path) -> io::Result<String> {
     let mut text = String::new();
     File::open(file)?.take(MAX_KEY_BYTES).read_to_string(&mut text)?;
     Ok(text)
 }
 
-/// Whether a key file contains a private key that can be used without a prompt for a passphrase or,
-/// if not, why.
+/// Whether a key file contains a private SSH key that launch can use without asking for a
+/// passphrase and, if not, why.
 #[derive(Debug)]
 enum KeyFileState {
     Missing,
@@ -205,7 +206,7 @@ enum KeyFileState {
     Usable,
 }
 
-/// Determines whether a file contains a private SSH key that can be used without a prompt for a
+/// Determines whether a file contains a private SSH key that launch can use without asking for a
 /// passphrase.
 fn inspect_key_file(file: &Path) -> KeyFileState {
     let text = match read_key_file(file) {

@@ -12,22 +12,24 @@ use std::net::SocketAddr;
 /// The time limit, in seconds, for fetching the executable of launch from one address of another
 /// host.
 pub(super) const FETCH_TIMEOUT_S: u32 = 60;
-/// The largest number of addresses of another host from which a host tries to fetch the executable
+/// The largest number of addresses of one other host at which a host tries to fetch the executable
 /// of launch.
 pub(super) const MAX_FETCH_ADDRESSES: usize = 2;
 
-/// Wraps a shell script in a command that any login shell passes to `/bin/sh` unchanged.
+/// Wraps a shell script in a command line that every login shell (such as csh or fish) passes to
+/// `/bin/sh` without changing the script.
 pub(super) fn wrap_in_shell_command(script: &str) -> String {
     format!("exec /bin/sh -c '{script}'")
 }
 
-/// The shell code that sets the variable `d` to the directory of cached executables of launch on
-/// the host.
+/// Shell code that sets the shell variable `d` to the directory on the host in which executables of
+/// launch are cached.
 const SET_CACHE_DIR_SCRIPT: &str = "d=${XDG_CACHE_HOME:-$HOME/.cache}/launch/bin";
 
-/// Builds the shell script that starts launch's executable on a host as an agent, which then prints
-/// `MARKER agent`. If the host lacks the executable, the script prints `MARKER missing MACHINE`.
-/// The modification time of the executable becomes the time of its last use.
+/// Builds the shell script that runs the cached executable of launch on a host as an agent, which
+/// prints `MARKER agent`, or reports that the executable is missing. If the host lacks the
+/// executable, the script prints `MARKER missing MACHINE`. The modification time of the executable
+/// becomes the time of its last use.
 pub(super) fn build_agent_start_script(marker: &str, hash: &str, in_tree: bool) -> String {
     let local = std::env::consts::ARCH;
     let option = if in_tree { " --tree" } else { "" };
@@ -39,9 +41,9 @@ pub(super) fn build_agent_start_script(marker: &str, hash: &str, in_tree: bool) 
     )
 }
 
-/// Builds the shell script with which a host fetches launch's executable from another host,
-/// verifies it, and prints `MARKER done` or `MARKER fail STEP CODE`. The shell cannot encrypt the
-/// connection, so it verifies the SHA-256 hash before it runs the copy.
+/// Builds the shell script with which a host fetches launch's executable from another host and
+/// verifies it; the script prints `MARKER done` or `MARKER fail STEP CODE`. The shell cannot
+/// encrypt the connection, so it verifies the SHA-256 hash before it runs the copy.
 pub(super) fn build_executable_fetch_script(
     marker: &str,
     (hash, sha256, size): (&str, &str, u64),

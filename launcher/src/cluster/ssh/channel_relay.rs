@@ -16,15 +16,16 @@ use std::{
     str::FromStr,
 };
 
-/// The number of the SSH channel's stream that carries the stderr of the remote process (RFC 4254,
-/// 5.2).
+/// The number of the stream in an SSH channel that carries the stderr of the remote process (RFC
+/// 4254, 5.2).
 pub(super) const STDERR_STREAM_ID: i32 = 1;
 /// The interval, in seconds, at which keepalive messages are sent on an idle SSH connection.
 const KEEPALIVE_INTERVAL_S: u32 = 15;
-/// The size, in bytes, of the buffer of each direction in which bytes are copied.
+/// The size, in bytes, of each buffer through which bytes are copied between an SSH channel and a
+/// local socket.
 const BUFFER_BYTES: usize = 32 << 10;
-/// How long the host may take to report the exit status of a remote process, after the output of
-/// the process has ended, in milliseconds.
+/// How long, in milliseconds, the SSH server may take to report the exit status of a remote process
+/// after the output of the process has ended.
 const EXIT_STATUS_TIMEOUT_MS: u32 = 2000;
 
 /// Copies bytes between a process on a host and local sockets until the process has closed its
@@ -65,8 +66,8 @@ pub(super) fn relay_channel(
     Ok(relay.wait_for_exit_status())
 }
 
-/// A buffer of bytes that were read from an SSH channel or a local socket, and must be written to
-/// the other one.
+/// A buffer for bytes that were read from an SSH channel and must be written to a local socket, or
+/// the other way round.
 #[derive(Default)]
 pub(super) struct RelayBuffer {
     bytes: Vec<u8>,
@@ -75,23 +76,26 @@ pub(super) struct RelayBuffer {
 }
 
 impl RelayBuffer {
-    /// Creates a buffer whose content `bytes` must be written to the other side.
+    /// Creates a buffer that already contains `bytes`, which must be written to the SSH channel or
+    /// the local socket.
     pub(super) fn with_bytes(bytes: Vec<u8>) -> RelayBuffer {
         RelayBuffer { bytes, written: 0 }
     }
 
-    /// Returns the bytes of the buffer that were not written to the other side yet.
+    /// Returns those bytes of the buffer that were not yet written to the SSH channel or the local
+    /// socket.
     fn unwritten(&self) -> &[u8] {
         &self.bytes[self.written..]
     }
 
-    /// Returns whether all bytes of the buffer were written.
+    /// Returns whether all bytes of the buffer were written to the SSH channel or the local socket.
     pub(super) fn is_empty(&self) -> bool {
         self.written >= self.bytes.len()
     }
 
-    /// Fills the buffer with bytes from `source`. The caller must first write out all earlier
-    /// bytes. Returns the number of bytes that were read, which is 0 at the end of the stream.
+    /// Replaces the content of the buffer, which was written completely, by bytes that it reads
+    /// from `source`. The caller must first write out all earlier bytes. Returns the number of
+    /// bytes that were read, which is 0 at the end of the stream.
     pub(super) fn fill_from(&mut self, mut source: impl Read) -> io::Result<usize> {
         self.bytes.resize(BUFFER_BYTES, 0);
         self.written = 0;
@@ -100,8 +104,8 @@ impl RelayBuffer {
         result
     }
 
-    /// Writes as many bytes of the buffer to `sink` as `sink` accepts. Returns the number of bytes
-    /// that were written.
+    /// Writes as many of the buffer's unwritten bytes to `sink` as `sink` accepts at once. Returns
+    /// the number of bytes that were written.
     pub(super) fn write_to(&mut self, mut sink: impl Write) -> io::Result<usize> {
         let n = sink.write(self.unwritten())?;
         self.written += n;
@@ -109,8 +113,8 @@ impl RelayBuffer {
     }
 }
 
-/// Whether the input for a process on a host has ended, and whether the host was informed of the
-/// end.
+/// Whether the local input for a process on a host has ended, and whether the SSH server was
+/// informed of the end (EOF).
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RelayInputState {
     Open,
@@ -120,9 +124,9 @@ enum RelayInputState {
     EofSent,
 }
 
-/// One of the operations on an SSH session that pass on the bytes of a channel, such as reading
-/// from the channel. libssh2 requires that an operation that blocked in the middle of a packet is
-/// repeated before any other.
+/// One of the operations of libssh2 that pass on the bytes of an SSH channel: write, send the end
+/// of the input, read stdout, or read stderr. libssh2 requires that an operation that blocked in
+/// the middle of a packet is repeated before any other.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum SshSessionOp {
     Write,
@@ -131,7 +135,8 @@ enum SshSessionOp {
     ReadStderr,
 }
 
-/// Copies bytes between a process on a host, which runs through an SSH channel, and local sockets.
+/// Copies bytes in both directions between a process on a host, which runs through an SSH channel,
+/// and local sockets of the controller.
 struct ChannelRelay<'a> {
     session: &'a Session,
     channel: Channel,
@@ -170,8 +175,8 @@ impl ChannelRelay<'_> {
         }
     }
 
-    /// Reads available input for the remote process from the local sockets, and writes output of
-    /// the process to them. Returns whether any bytes moved.
+    /// Reads available input for the remote process from the local sockets, and writes buffered
+    /// output of the remote process to them. Returns whether any bytes moved.
     fn relay_local_sockets(&mut self) -> io::Result<bool> {
         let mut progressed = false;
         if self.input == RelayInputState::Open && self.to_host.is_empty() {
@@ -205,8 +210,8 @@ impl ChannelRelay<'_> {
         Ok(progressed)
     }
 
-    /// Performs the operation `op` on the SSH session, such as reading from the channel, if it has
-    /// anything to do. Returns whether the operation progressed.
+    /// Performs the operation `op`, such as reading from the SSH channel, if there are bytes or
+    /// buffer space for it. Returns whether the operation progressed.
     fn run_session_op(&mut self, op: SshSessionOp) -> io::Result<bool> {
         let result = match op {
             SshSessionOp::Write if !self.to_host.is_empty() => {
@@ -231,8 +236,8 @@ impl ChannelRelay<'_> {
         Ok(result?.unwrap_or(false))
     }
 
-    /// Waits until the SSH connection or a local socket is ready, or a keepalive message is due.
-    /// Sends a keepalive message that is due.
+    /// Waits until the SSH connection or a local socket is ready to be read or written, or until a
+    /// keepalive message is due. Sends a keepalive message that is due.
     fn wait_for_io(&mut self) -> io::Result<()> {
         if self.blocked.is_none() && self.keepalive_s == 0 {
             let next = self.session.keepalive_send().map_err(io::Error::from);
@@ -282,8 +287,8 @@ impl ChannelRelay<'_> {
     }
 }
 
-/// Converts the errors `WouldBlock` and `Interrupted` of an I/O operation into `None`. Passes other
-/// errors on.
+/// Converts the result of a nonblocking I/O operation: the errors `WouldBlock` and `Interrupted`
+/// become `None`. Passes other errors on.
 pub(super) fn none_if_would_block<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

@@ -14,8 +14,8 @@ use tokio::{
     sync::oneshot,
 };
 
-/// Describes which external SSH client connects to `target` and why it was chosen; `None` for
-/// launch's built-in client.
+/// Describes which external SSH client (OpenSSH) connects to the host `target` and why it was
+/// chosen; returns `None` for launch's built-in client.
 pub(super) fn describe_external_client(target: &SshTarget) -> Option<String> {
     Some(match &target.client.as_ref()?.requirement {
         Some(requirement) => format!("ssh, because of `{}`", requirement.option),
@@ -23,16 +23,16 @@ pub(super) fn describe_external_client(target: &SshTarget) -> Option<String> {
     })
 }
 
-/// Whether the user was informed that launch uses OpenSSH's client. Only the first host that needs
-/// this client shows the notice.
+/// Whether the user was already informed, for any host of the job, that launch uses OpenSSH's
+/// client. Only the first host that needs this client shows the notice.
 #[derive(Debug, Default)]
 pub(super) struct OpenSshNotice {
     is_shown: AtomicBool,
 }
 
 impl OpenSshNotice {
-    /// Returns the text that informs the user that OpenSSH's client connects to `target` and why,
-    /// if no other host has shown it.
+    /// Returns the text that informs the user that OpenSSH's client connects to `target` and why;
+    /// returns `None` if the user was informed already.
     pub(super) fn take_notice_text(&self, target: &SshTarget) -> Option<String> {
         let requirement = target.client.as_ref()?.requirement.as_ref()?;
         if self.is_shown.swap(true, Ordering::SeqCst) {
@@ -47,8 +47,8 @@ impl OpenSshNotice {
     }
 }
 
-/// The standard error of an agent as the user sees it, with a notice about the SSH connection
-/// before it.
+/// A stream that first returns a notice about the SSH connection and then the standard error of the
+/// agent on the host.
 pub(super) struct StderrAfterNotice {
     /// Delivers the notice. Without a notice, the sender is dropped.
     notice: Option<oneshot::Receiver<String>>,
@@ -58,7 +58,8 @@ pub(super) struct StderrAfterNotice {
 }
 
 impl StderrAfterNotice {
-    /// Creates the stream, and the sender of the notice that precedes the agent's standard error.
+    /// Creates the stream that returns the notice and then `stderr`, and the sender through which
+    /// the notice is delivered once it is known.
     pub(super) fn new(stderr: AgentOutput) -> (oneshot::Sender<String>, StderrAfterNotice) {
         let (sender, receiver) = oneshot::channel();
         (sender, StderrAfterNotice { notice: Some(receiver), text: Vec::new(), stderr })

@@ -35,15 +35,15 @@ const CIPHERS: &str = "aes128-gcm@openssh.com,aes256-gcm@openssh.com,chacha20-po
 /// The SSH host key algorithms that launch offers to servers, in order of preference.
 const HOST_KEY_ALGORITHMS: &str = "ssh-ed25519,ecdsa-sha2-nistp256,ecdsa-sha2-nistp384,ecdsa-sha2-nistp521,\
     rsa-sha2-512,rsa-sha2-256,ssh-rsa";
-/// How long data that were sent to an SSH server may stay unacknowledged before the kernel closes
-/// the connection, in milliseconds.
+/// How long, in milliseconds, data that were sent to an SSH server may stay unacknowledged before
+/// the kernel closes the TCP connection.
 const TCP_USER_TIMEOUT_MS: u32 = 30_000;
 /// How many times launch tries to connect to an SSH server that closes the connection before it
 /// sends its banner. A server with too many connections does so. The failure of the last attempt is
 /// an error.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
-/// The pause before the second attempt to connect to an SSH server that has closed the connection.
-/// The pause doubles with each further attempt.
+/// The pause before the second attempt to connect to an SSH server that has closed the connection
+/// without sending its banner. The pause doubles with each further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// The stream that carries an SSH connection: a TCP connection, or a tunnel through a jump host.
@@ -54,7 +54,8 @@ enum SshSocket {
 }
 
 impl SshSocket {
-    /// Duplicates the file descriptor of the socket that carries the SSH connection.
+    /// Duplicates the file descriptor of the socket that carries the SSH connection, so that
+    /// another thread can shut the socket down.
     fn duplicate_fd(&self) -> io::Result<OwnedFd> {
         match self {
             SshSocket::Tcp(stream) => stream.try_clone().map(OwnedFd::from),
@@ -76,9 +77,9 @@ pub(super) fn open_session(target: &SshTarget, progress: &ConnectionProgress) ->
     open_session_with_hop(target, target, previous, progress)
 }
 
-/// Opens an SSH session with `hop`, which is `target` or one of the jump hosts on the way to it.
-/// Connects through the session with the previous hop, or directly if `previous` is `None`. Retries
-/// a direct connection that the server closes before its banner.
+/// Opens an SSH session with `hop`, which is the host `target` itself or one of the jump hosts on
+/// the way to it. Connects through the session with the previous hop, or directly if `previous` is
+/// `None`. Retries a direct connection that the server closes before its banner.
 fn open_session_with_hop(
     target: &SshTarget,
     hop: &SshTarget,
@@ -123,7 +124,7 @@ fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
 }
 
 /// Resolves the name of an SSH server and opens a TCP connection to one of its addresses, within
-/// the timeout of the target.
+/// the configured time limit.
 fn connect_tcp(target: &SshTarget, progress: &ConnectionProgress) -> diagnostic::Result<TcpStream> {
     progress.set_stage(ConnectionStage::Name);
     let addresses: Vec<SocketAddr> = (target.hostname.as_str(), target.port)
@@ -150,14 +151,16 @@ fn build_name_error(target: &SshTarget, reason: &str) -> Diagnostic {
         .with_help(format!("check the name with `getent hosts {hostname}`, or use an address"))
 }
 
-/// Formats an operating system error without the text that Rust's standard library adds.
+/// Formats an error of the operating system without the suffix `(os error N)` that Rust's standard
+/// library adds.
 fn format_system_error(error: &io::Error) -> String {
     let text = error.to_string();
     let text = text.rsplit_once(" (os error").map_or(text.as_str(), |(text, _)| text);
     text.strip_prefix("failed to lookup address information: ").unwrap_or(text).to_owned()
 }
 
-/// Builds the error for a failed TCP connection to the SSH server at `address`.
+/// Builds the error that no TCP connection to the SSH server at `address` could be opened, with
+/// advice that depends on the cause.
 fn build_connect_error(target: &SshTarget, error: &io::Error, address: SocketAddr) -> Diagnostic {
     let name = &target.name;
     let (code, message, help) = match error.kind() {
@@ -192,9 +195,9 @@ fn build_connect_error(target: &SshTarget, error: &io::Error, address: SocketAdd
     build_ssh_error(target, code, message).with_field("address", address.to_string()).with_help(help)
 }
 
-/// Opens a tunnel to the SSH server `hop` through the session with the jump host `jump`, and starts
-/// a thread that relays the bytes. Returns the local end of the tunnel. The tunnel ends when either
-/// side ends.
+/// Opens a tunnel to the SSH server `hop` through the SSH session with the jump host `jump`, and
+/// starts a thread that relays the bytes of the tunnel. Returns the local end of the tunnel. The
+/// tunnel ends when either side ends.
 fn open_tunnel(session: Session, jump: &SshTarget, hop: &SshTarget) -> diagnostic::Result<UnixStream> {
     let SshTarget { name, hostname, port, .. } = hop;
     let channel = session.channel_direct_tcpip(hostname, *port, None).map_err(|error| {
@@ -260,8 +263,8 @@ impl SshHandshakeFailure {
     }
 }
 
-/// Performs the SSH handshake on a socket: exchanges banners and keys with the server, and returns
-/// the session. Prefers host keys of the types that known_hosts contains for the host.
+/// Performs the SSH handshake with a server over `socket` (exchanges banners and keys), and returns
+/// the SSH session. Prefers host keys of the types that known_hosts contains for the host.
 fn perform_handshake(
     target: &SshTarget,
     socket: SshSocket,
@@ -295,9 +298,9 @@ fn order_host_key_algorithms(known_types: &[&str]) -> String {
     preference.join(",")
 }
 
-/// Checks the key that an SSH server has presented against the known_hosts files. If known_hosts
-/// has no key of the host, stores the presented key, provided that the policy of the target allows
-/// it. Fails if the key is not accepted.
+/// Checks the key that an SSH server has presented against the known_hosts files, and fails if the
+/// key is not accepted. If known_hosts has no key of the host, stores the presented key, provided
+/// that the policy of the target allows it.
 fn verify_host_key(
     target: &SshTarget,
     session: &Session,
@@ -330,7 +333,8 @@ fn verify_host_key(
     Err(build_host_key_error(target, status, key_type, &print))
 }
 
-/// Adds the new key of an SSH server to the user's first known_hosts file, if there is one.
+/// Adds the key of an SSH server that known_hosts files do not contain yet to the user's first
+/// known_hosts file.
 fn store_host_key(target: &SshTarget, key_type: &str, key: &str) -> diagnostic::Result<()> {
     let Some(file) = &target.new_keys_file else { return Ok(()) };
     known_hosts::append_host_key(file, &target.known_hosts_name, key_type, key).map_err(|error| {
@@ -343,7 +347,8 @@ fn store_host_key(target: &SshTarget, key_type: &str, key: &str) -> diagnostic::
     })
 }
 
-/// Builds the error that the key of an SSH server is not accepted, with the reason `status`.
+/// Builds the error that the key which an SSH server has presented is not accepted, because of
+/// `status`, the result of the check.
 fn build_host_key_error(
     target: &SshTarget,
     status: HostKeyStatus,
@@ -405,7 +410,7 @@ fn build_host_key_error(
         .with_help(help)
 }
 
-/// Returns the name of a key type as it appears in known_hosts.
+/// Returns the name, such as `ssh-ed25519`, by which known_hosts files call a type of SSH keys.
 fn to_key_type_name(key_type: HostKeyType) -> &'static str {
     match key_type {
         HostKeyType::Rsa => "ssh-rsa",

@@ -14,9 +14,8 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// Which stage an SSH connection has reached and how it ended; the connection's thread writes this,
-/// and the controller or `launch check` reads it. The connection's thread writes them, and the
-/// controller or `launch check` reads them.
+/// Which stage the SSH connection to a host has reached and how it ended; written by the
+/// connection's thread, and read by the controller or `launch check`.
 #[derive(Default)]
 pub(crate) struct ConnectionProgress {
     state: Mutex<ProgressState>,
@@ -25,12 +24,12 @@ pub(crate) struct ConnectionProgress {
     start_steps: Option<mpsc::Sender<AgentStartStep>>,
 }
 
-/// The number of steps of an agent's start that may wait until the controller reads them. A start
-/// has at most eight steps.
+/// The number of steps of starting an agent over SSH, such as copying the executable, that may wait
+/// until the controller reads them. A start has at most eight steps.
 const START_STEP_CAPACITY: usize = 8;
 
-/// The part of a [`ConnectionProgress`] that a mutex protects: stage, socket and result of the
-/// connection.
+/// The progress of an SSH connection that a mutex protects: its stage, its current socket, and its
+/// result.
 #[derive(Default)]
 struct ProgressState {
     stage: ConnectionStage,
@@ -45,15 +44,15 @@ struct ProgressState {
 }
 
 impl ConnectionProgress {
-    /// Creates the progress of an SSH connection that has not begun, and the receiver of the steps
-    /// of the agent's start.
+    /// Creates the progress of an SSH connection that has not begun, and the receiver for the steps
+    /// of starting the agent, such as copying the executable.
     pub(super) fn new() -> (ConnectionProgress, mpsc::Receiver<AgentStartStep>) {
         let (sender, receiver) = mpsc::channel(START_STEP_CAPACITY);
         (ConnectionProgress { start_steps: Some(sender), ..ConnectionProgress::default() }, receiver)
     }
 
-    /// Reports a step of the agent's start over SSH, such as copying the executable, to the
-    /// controller. Never blocks.
+    /// Informs the controller of a step of starting the agent over SSH, such as copying the
+    /// executable, which changes how long the controller waits. Never blocks.
     pub(super) fn report_start_step(&self, step: AgentStartStep) {
         if let Some(steps) = &self.start_steps {
             // An error means that the controller no longer waits for the agent.
@@ -61,18 +60,19 @@ impl ConnectionProgress {
         }
     }
 
-    /// Locks the mutex of the progress, even if another thread has panicked while it held the lock.
+    /// Locks the mutex around the recorded progress of the SSH connection, even if another thread
+    /// has panicked while it held the lock.
     fn lock_state(&self) -> MutexGuard<'_, ProgressState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that the SSH connection has reached the stage `stage`.
+    /// Records that the SSH connection has reached the stage `stage`, such as the login.
     pub(super) fn set_stage(&self, stage: ConnectionStage) {
         self.lock_state().stage = stage;
     }
 
-    /// Records the description of the external SSH client that carries the connection in place of
-    /// the built-in one.
+    /// Records which external SSH client carries the connection in place of the built-in one, and
+    /// why.
     pub(super) fn set_external_client(&self, client: Option<String>) {
         self.lock_state().client = client;
     }
@@ -86,9 +86,9 @@ impl ConnectionProgress {
         }
     }
 
-    /// Records a duplicate of `socket`, the socket of the SSH connection, so that
-    /// [`RemoteConnection::abort`] can shut it down. If the connection was aborted already, shuts
-    /// the socket down immediately.
+    /// Records a duplicate of `socket`, which carries the SSH connection, so that aborting the
+    /// connection can shut the socket down. If the connection was aborted already, shuts the socket
+    /// down immediately.
     pub(super) fn set_socket(&self, socket: &OwnedFd) {
         self.lock_state().socket = socket.try_clone().ok();
         if self.aborted.load(Ordering::SeqCst) {
@@ -111,8 +111,8 @@ impl ConnectionProgress {
         Err(Diagnostic::error(ssh::SSH_CONNECTION_ABORTED, message).with_subject(name))
     }
 
-    /// Records how the SSH connection ended: its failure, or the agent's exit status. Closes the
-    /// duplicate of the socket.
+    /// Records how the SSH connection ended: the error that ended it, or the exit status of the
+    /// agent. Closes the duplicate of the socket.
     pub(super) fn record_connection_end(&self, failure: Option<Diagnostic>, exit_status: Option<ExitStatus>) {
         let mut state = self.lock_state();
         (state.failure, state.exit_status, state.socket) = (failure, exit_status, None);

@@ -8,12 +8,13 @@ use std::{
     thread,
 };
 
-/// A blocking task of the thread pool [`ConnectionThreadPool`], such as an SSH connection.
+/// A blocking task for a thread pool, such as setting up and serving one SSH connection.
 pub(super) trait ThreadTask: Send + 'static {
-    /// Prepares the task immediately before a thread executes it. Must not block.
+    /// Prepares the task in the thread that has taken it from the queue of the pool, immediately
+    /// before the task is executed. Must not block.
     fn prepare(&mut self);
 
-    /// Executes the task on a thread of the pool.
+    /// Executes the task, which may block, on a thread of the pool.
     fn run(self);
 }
 
@@ -26,7 +27,7 @@ pub(super) struct ConnectionThreadPool<T> {
     state: Mutex<ThreadPoolState<T>>,
 }
 
-/// The waiting tasks and the number of threads of the thread pool [`ConnectionThreadPool`].
+/// The waiting tasks of a thread pool, and the number of its threads.
 #[derive(Debug)]
 struct ThreadPoolState<T> {
     /// The tasks that wait for a thread.
@@ -38,19 +39,20 @@ struct ThreadPoolState<T> {
 }
 
 impl<T: ThreadTask> ConnectionThreadPool<T> {
-    /// Creates a thread pool with at most `limit` threads and without tasks.
+    /// Creates a thread pool that will start at most `limit` threads, as soon as there are tasks.
     pub(super) fn new(limit: usize) -> Self {
         let state = ThreadPoolState { waiting: VecDeque::new(), threads: 0, long: 0 };
         ConnectionThreadPool { limit, state: Mutex::new(state) }
     }
 
-    /// Locks the mutex of the pool's tasks and thread counts, even if a task has panicked.
+    /// Locks the mutex around the pool's waiting tasks and thread counts, even if a task has
+    /// panicked.
     fn lock_state(&self) -> MutexGuard<'_, ThreadPoolState<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Submits a task, which is executed as soon as a thread of the pool is free. Fails if there is
-    /// no thread, and none can be started.
+    /// Adds a task to the queue of the pool, and starts another thread if the pool may have more
+    /// threads. Fails if there is no thread, and none can be started.
     pub(super) fn submit(self: &Arc<Self>, task: T) -> io::Result<()> {
         let mut state = self.lock_state();
         state.waiting.push_back(task);
@@ -65,8 +67,8 @@ impl<T: ThreadTask> ConnectionThreadPool<T> {
         Ok(())
     }
 
-    /// Calls `run`, a part of a task that may take as long as the job, without counting the calling
-    /// thread for the limit of the pool. Another thread takes over the next tasks meanwhile.
+    /// Calls the function `run`, which may take as long as the job, and lets another thread of the
+    /// pool take this thread's place for other tasks meanwhile.
     pub(super) fn run_without_thread_limit<R>(self: &Arc<Self>, run: impl FnOnce() -> R) -> R {
         let mut state = self.lock_state();
         state.long += 1;
@@ -80,7 +82,7 @@ impl<T: ThreadTask> ConnectionThreadPool<T> {
         result
     }
 
-    /// Starts another thread of the pool.
+    /// Starts another thread, which executes the waiting tasks of the pool.
     fn spawn_thread(self: &Arc<Self>, state: &mut ThreadPoolState<T>) -> io::Result<()> {
         let threads = self.clone();
         let run = move || {
@@ -94,8 +96,8 @@ impl<T: ThreadTask> ConnectionThreadPool<T> {
         Ok(())
     }
 
-    /// Removes the next waiting task from the queue of the pool, and prepares it. Returns `None` if
-    /// the thread is to end.
+    /// Removes the task that has waited longest from the queue of the pool, and prepares it for
+    /// execution. Returns `None` if the thread is to end.
     fn take_next_task(&self) -> Option<T> {
         let mut state = self.lock_state();
         let is_surplus = state.threads - state.long > self.limit;

@@ -2,11 +2,12 @@
 //! host.
 use diagnostic::{Code, codes::host};
 
-/// The advice, in errors about the cache directory of a host, to use another directory.
+/// The end of the help in errors about launch's cache directory on a host, which advises the use of
+/// another directory.
 const OTHER_CACHE_DIR_HELP: &str = "or set XDG_CACHE_HOME on the host to another directory";
 
-/// The reason why the executable of launch could not be copied to a host, with the code, message
-/// and help of the error.
+/// The reason why the executable of launch could not be copied to a host, as the code, the message
+/// and the help of an error.
 #[derive(Debug)]
 pub(super) struct ExecutableCopyFailure {
     pub(super) code: Code,
@@ -15,15 +16,16 @@ pub(super) struct ExecutableCopyFailure {
 }
 
 impl ExecutableCopyFailure {
-    /// Creates the reason why a copy failed, with `help` as the advice for the user.
+    /// Creates the reason why launch's executable could not be copied to a host, with `help` as the
+    /// advice for the user.
     fn new(code: Code, message: &str, help: &str) -> Self {
         ExecutableCopyFailure { code, message: message.to_owned(), help: Some(help.to_owned()) }
     }
 }
 
-/// Determines why the script that copies the executable to a host has failed, from its answer `fail
-/// STEP CODE` and its stderr. The reason is recognized in the messages that the host's programs
-/// printed to stderr, in the C locale.
+/// Determines why launch's script could not store the executable on a host, from the script's
+/// answer `fail STEP CODE` and its stderr. The reason is recognized in the messages that the host's
+/// programs printed to stderr, in the C locale.
 pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCopyFailure {
     let mut words = answer.split(' ');
     let (step, exit_code) = match words.next() {
@@ -58,8 +60,9 @@ pub(super) fn classify_copy_failure(answer: &str, stderr: &str) -> ExecutableCop
     }
 }
 
-/// Returns the reason of a failed copy if the messages in `stderr` show that a disk is full or a
-/// quota is exceeded. `stderr` is in lower case. Returns `None` for other reasons.
+/// Returns the reason why a copy has failed if `stderr`, the messages of the host's programs, shows
+/// that a disk is full or a quota is exceeded. `stderr` is in lower case. Returns `None` for other
+/// reasons.
 fn find_full_disk_failure(stderr: &str) -> Option<ExecutableCopyFailure> {
     let has = |part: &str| stderr.contains(part);
     let (code, message) = if has("no space left") {
@@ -76,8 +79,8 @@ fn find_full_disk_failure(stderr: &str) -> Option<ExecutableCopyFailure> {
     Some(ExecutableCopyFailure::new(code, message, &help))
 }
 
-/// Determines why the step `step`, which writes to the cache directory of the host, has failed.
-/// `stderr` is in lower case.
+/// Determines why the copy script has failed in the step `step`, in which it writes to launch's
+/// cache directory on the host. `stderr` is in lower case.
 fn classify_write_failure(step: &str, stderr: &str) -> ExecutableCopyFailure {
     let has = |part: &str| stderr.contains(part);
     let (message, remedy) = match step {
@@ -93,8 +96,8 @@ fn classify_write_failure(step: &str, stderr: &str) -> ExecutableCopyFailure {
     ExecutableCopyFailure::new(host::EXECUTABLE_CACHE_UNWRITABLE, message, &help)
 }
 
-/// Determines why a test run of the executable on the host, after it was copied, has failed.
-/// `stderr` is in lower case.
+/// Determines why the copied executable could not be run on the host, where the copy script runs it
+/// once as a test. `stderr` is in lower case.
 fn classify_run_failure(exit_code: &str, stderr: &str) -> ExecutableCopyFailure {
     let has = |part: &str| stderr.contains(part);
     match exit_code {
@@ -122,7 +125,8 @@ fn classify_run_failure(exit_code: &str, stderr: &str) -> ExecutableCopyFailure 
     }
 }
 
-/// Returns the first 300 characters of a text, with each control character replaced by U+FFFD.
+/// Returns the first 300 characters of a text from a host for an error message, with each control
+/// character replaced by U+FFFD.
 pub(super) fn make_printable_excerpt(text: &str) -> String {
     text.chars().take(300).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }

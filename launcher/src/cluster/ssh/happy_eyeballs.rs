@@ -9,8 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long an attempt to connect may remain unanswered before the next address is tried in
-/// parallel (RFC 8305, section 5).
+/// How long an attempt to connect to one address of a host may remain unanswered before the host's
+/// next address is tried in parallel (RFC 8305, section 5).
 const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(250);
 
 /// The stack size, in bytes, of the thread that tries to connect to one address.
@@ -19,7 +19,7 @@ const STACK_BYTES: usize = 64 << 10;
 /// An address of a host, and the result of trying to connect to it.
 type ConnectAttempt = (SocketAddr, io::Result<TcpStream>);
 
-/// Opens a TCP connection to the first of several addresses of a host that accepts it. Tries the
+/// Opens a TCP connection to that one of several addresses of a host which answers first. Tries the
 /// next address as soon as one has failed, or after [`NEXT_ADDRESS_DELAY`], while the earlier ones
 /// are still tried. Returns the last error and its address if no address accepts a connection
 /// before `deadline`, and `None` without addresses.
@@ -57,8 +57,8 @@ pub(super) fn connect_to_any(
     }
 }
 
-/// Tries to connect to an address on a separate thread, and sends the result to `results`. The
-/// thread ends after `limit` at the latest.
+/// Tries to connect to an address on a separate thread, and sends the result to the channel
+/// `results`. The thread ends after `limit` at the latest.
 fn start_connect_attempt(address: SocketAddr, limit: Duration, results: mpsc::SyncSender<ConnectAttempt>) {
     let attempt = move |results: mpsc::SyncSender<ConnectAttempt>| {
         // An error means that another address was faster.

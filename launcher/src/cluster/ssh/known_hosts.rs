@@ -12,17 +12,17 @@ use std::{
     sync::{Arc, LazyLock, Mutex, PoisonError},
 };
 
-/// The size of the largest known_hosts file, in bytes. A larger file is an error.
+/// The size, in bytes, of the largest known_hosts file that is read. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 64 << 20;
-/// The largest number of different lists of known_hosts files whose content is cached. The cache is
-/// emptied before another list is added.
+/// How many lists of known_hosts files, each of which belongs to one or more hosts, are cached with
+/// the content of the files. The cache is emptied before another list is added.
 const MAX_CACHED_LISTS: usize = 64;
 
-/// The device, inode, size and change time of a file, which show whether the file has changed;
-/// `None` if it does not exist.
+/// The device, inode, size and change time of a file, by which a change of the file is detected;
+/// `None` if the file does not exist.
 type FileChangeStamp = Option<(u64, u64, u64, i64, i64)>;
-/// A cache of the parsed content of known_hosts files, by the list of the files, with the inodes
-/// and times that show whether a file has changed.
+/// A cache of the parsed content of known_hosts files: the key is the list of the files, and the
+/// value contains their change stamps (inodes and times) and their entries.
 type KnownHostsCache = HashMap<Vec<PathBuf>, (Vec<FileChangeStamp>, Arc<KnownHosts>)>;
 
 /// The cache of the known_hosts files that this process has read.
@@ -52,13 +52,15 @@ fn read_file_stamp(file: &Path) -> FileChangeStamp {
     Some((metadata.dev(), metadata.ino(), metadata.size(), metadata.ctime(), metadata.ctime_nsec()))
 }
 
-/// The entries of one or more known_hosts files, which are the keys that SSH servers may present.
+/// The parsed lines of one or more known_hosts files, which contain the keys that SSH servers may
+/// present.
 #[derive(Debug, Default)]
 pub(super) struct KnownHosts {
     entries: Vec<KnownHostsEntry>,
 }
 
-/// A line of a known_hosts file, which contains a key and the hosts that may present the key.
+/// A line of a known_hosts file: a key, the hosts that may present the key, and a marker such as
+/// `@revoked`.
 #[derive(Debug)]
 struct KnownHostsEntry {
     names: EntryHosts,
@@ -69,7 +71,7 @@ struct KnownHostsEntry {
     key: String,
 }
 
-/// The hosts to which a line of a known_hosts file applies.
+/// The hosts to which one line of a known_hosts file applies, as patterns or as a hashed name.
 #[derive(Debug)]
 enum EntryHosts {
     Patterns(Vec<String>),
@@ -103,8 +105,8 @@ pub(super) enum HostKeyStatus {
 }
 
 impl KnownHosts {
-    /// Reads known_hosts files. Files that do not exist count as empty, and lines that are not
-    /// valid are ignored.
+    /// Reads and parses the known_hosts files at the paths `files`, as far as they exist. Files
+    /// that do not exist count as empty, and lines that are not valid are ignored.
     pub(super) fn read_files(files: &[PathBuf]) -> diagnostic::Result<KnownHosts> {
         let mut known_hosts = KnownHosts::default();
         for file in files {
@@ -123,13 +125,13 @@ impl KnownHosts {
         Ok(known_hosts)
     }
 
-    /// Returns the entries of the known_hosts files that apply to the host `name`.
+    /// Returns the lines of the known_hosts files that apply to the host `name`.
     fn find_entries<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a KnownHostsEntry> {
         self.entries.iter().filter(move |entry| entry.names.matches_name(name))
     }
 
-    /// Returns the types of the keys that the known_hosts files contain for a host, so that a key
-    /// of such a type can be requested from it.
+    /// Returns the types of the keys that the known_hosts files contain for a host, because launch
+    /// requests a key of such a type from the SSH server.
     pub(super) fn list_key_types<'a>(&'a self, name: &'a str) -> Vec<&'a str> {
         let mut types = Vec::new();
         for entry in self.find_entries(name).filter(|e| e.marker == EntryMarker::None) {
@@ -148,9 +150,9 @@ impl KnownHosts {
         authorities.any(|entry| entry.names.matches_name(name))
     }
 
-    /// Checks whether the host `name` may present the key `key`, according to the known_hosts
-    /// files. `name` is the host's name in known_hosts, and `key` the base64 of the key's wire
-    /// format.
+    /// Checks whether the SSH server of the host `name` may present the key `key`, according to the
+    /// known_hosts files. `name` is the host's name in known_hosts, and `key` the base64 of the
+    /// key's wire format.
     pub(super) fn check_host_key(&self, name: &str, key_type: &str, key: &str) -> HostKeyStatus {
         if self.find_entries(name).any(|e| e.marker == EntryMarker::Revoked && e.key == key) {
             return HostKeyStatus::Revoked;
@@ -217,7 +219,7 @@ fn parse_entry(line: &str) -> Option<KnownHostsEntry> {
     Some(KnownHostsEntry { names, marker, key_type, key })
 }
 
-/// Formats a host and port as the name under which known_hosts lists the host, in lower case. The
+/// Formats a host and port as the name by which known_hosts files list the host, in lower case. The
 /// name is `HOST` for port 22, and `[HOST]:PORT` for any other port.
 pub(super) fn format_known_hosts_name(host: &str, port: u16) -> String {
     let host = host.to_lowercase();

@@ -15,12 +15,12 @@ use std::{
 const MAX_INCLUDE_DEPTH: u32 = 8;
 /// The largest size of an SSH configuration file that is read, in bytes. A larger file is an error.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// The largest number of lines of the configuration, including those of included files. More lines
-/// are an error.
+/// The largest number of lines of the SSH configuration files, including those of included files.
+/// More lines are an error.
 const MAX_LINES: usize = 50_000;
 
-/// The parsed lines of the SSH configuration. The lines of an included file replace the `Include`
-/// line.
+/// The parsed lines of the user's SSH configuration files, in the order in which they apply. The
+/// lines of an included file replace the `Include` line.
 #[derive(Debug, Default)]
 pub(super) struct SshConfigLines {
     lines: Vec<SshConfigLine>,
@@ -37,7 +37,7 @@ pub(super) struct UnsupportedSshKeyword {
     pub(super) line: usize,
 }
 
-/// A parsed line of an SSH configuration file, or the end of a file.
+/// A parsed line of an SSH configuration file (a `Host` line or a setting), or the end of a file.
 #[derive(Debug)]
 enum SshConfigLine {
     /// A `Host` line. The lines up to the next `Host` apply to hosts that match `patterns`. `depth`
@@ -84,8 +84,8 @@ enum ConfigSyntaxError {
 }
 
 impl ConfigSyntaxError {
-    /// Converts the error into a diagnostic with its location. `line` counts from 1, and `text` is
-    /// the line's content.
+    /// Converts the syntax error into a diagnostic that names the file and the line. `line` counts
+    /// from 1, and `text` is the line's content.
     fn into_diagnostic(self, file: &Path, line: usize, text: &str) -> Diagnostic {
         let file = file.display().to_string();
         Diagnostic::error(ssh::SSH_CONFIG_INVALID, format!("the SSH configuration is not valid: {self}"))
@@ -101,8 +101,9 @@ impl ConfigSyntaxError {
 }
 
 impl SshConfigLines {
-    /// Reads and parses SSH configuration files, one after the other. A file that does not exist is
-    /// an error only if `required` is set. `home` is the user's home directory.
+    /// Reads and parses the SSH configuration files of the user and the system, one after the
+    /// other. A file that does not exist is an error only if `required` is set. `home` is the
+    /// user's home directory.
     pub(super) fn read_files(
         files: &[PathBuf],
         required: bool,
@@ -156,8 +157,8 @@ impl SshConfigLines {
     }
 
     /// Reads the SSH configuration files that an `Include` line in the file `from` names, and
-    /// appends their lines. Relative patterns refer to `/etc/ssh` for files there, and otherwise to
-    /// `~/.ssh`.
+    /// appends their lines to these lines. Relative patterns refer to `/etc/ssh` for files there,
+    /// and otherwise to `~/.ssh`.
     fn include_files(
         &mut self,
         patterns: &[String],
@@ -177,7 +178,7 @@ impl SshConfigLines {
         Ok(())
     }
 
-    /// Returns the settings that the SSH configuration contains for the host `host`. `Host`
+    /// Returns the settings that the SSH configuration files contain for the host `host`. `Host`
     /// patterns are matched with `host`, the host's name in the job.
     pub(super) fn find_settings(&self, host: &str) -> SshHostSettings {
         let mut settings = SshHostSettings::default();
@@ -207,7 +208,8 @@ impl SshConfigLines {
 }
 
 impl SshHostSettings {
-    /// Parses the settings of a host from the output of `ssh -G`. Ignores lines that are not valid.
+    /// Parses the settings of a host from the output of `ssh -G HOST`, with which OpenSSH prints
+    /// them. Ignores lines that are not valid.
     pub(super) fn from_ssh_g(text: &str) -> SshHostSettings {
         let mut settings = SshHostSettings::default();
         for (keyword, mut values) in text.lines().filter_map(|line| parse_line(line).ok().flatten()) {
@@ -220,9 +222,10 @@ impl SshHostSettings {
         settings
     }
 
-    /// Applies a line of the SSH configuration, with the keyword `keyword` and the values `values`,
-    /// to these settings. Ignores keywords that an earlier line has set, except for `IdentityFile`,
-    /// whose values add up. Of `ProxyJump` and `ProxyCommand`, only the first one applies.
+    /// Applies one line of the SSH configuration, the setting `keyword` with the values `values`,
+    /// to these settings of a host. Ignores keywords that an earlier line has set, except for
+    /// `IdentityFile`, whose values add up. Of `ProxyJump` and `ProxyCommand`, only the first one
+    /// applies.
     fn apply_setting_line(&mut self, keyword: &str, values: &[String]) {
         let Some(first) = values.first() else { return };
         let set_once = |setting: &mut Option<String>| _ = setting.get_or_insert_with(|| first.clone());
@@ -256,9 +259,9 @@ fn read_config_text(file: &Path) -> io::Result<String> {
     fs::read_to_string(file)
 }
 
-/// Splits a line of an SSH configuration into its keyword, in lower case, and its values. Words in
-/// double quotes form one value. Returns `None` for empty lines and comments. Fails if a quote is
-/// not closed.
+/// Splits a line of an SSH configuration file into its keyword, in lower case, and its values.
+/// Words in double quotes form one value. Returns `None` for empty lines and comments. Fails if a
+/// quote is not closed.
 fn parse_line(line: &str) -> Result<Option<(String, Vec<String>)>, ConfigSyntaxError> {
     let line = line.trim();
     if line.is_empty() || line.starts_with('#') {

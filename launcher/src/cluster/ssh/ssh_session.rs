@@ -20,8 +20,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The number of bytes that are read from the stderr of a command on a host. Later bytes are
-/// ignored.
+/// The number of bytes that are read from the stderr of a command on a host, for error messages.
+/// Later bytes are ignored.
 const MAX_STDERR_BYTES: u64 = 8 << 10;
 /// The interval, in milliseconds, at which a blocked write to a script on a host checks whether the
 /// script has already answered.
@@ -57,10 +57,11 @@ impl SshSession {
         }
     }
 
-    /// Writes bytes to the input of a script on the host, and stops when the script answers,
-    /// because it then reads no more input. Blocks. Fails if the host takes no bytes for `limit`,
-    /// and soon after an answer of the script if the host takes no bytes. (sshd closes the channel
-    /// of a script that has ended, but a blocking write of libssh2 does not notice that.)
+    /// Writes bytes, such as the executable to copy, to the input of a script on the host, and
+    /// stops as soon as the script answers, because it then reads no more input. Blocks. Fails if
+    /// the host takes no bytes for `limit`, and soon after an answer of the script if the host
+    /// takes no bytes. (sshd closes the channel of a script that has ended, but a blocking write of
+    /// libssh2 does not notice that.)
     pub(super) fn write_input_until_answer(
         &self,
         channel: &mut SshChannel,
@@ -98,7 +99,7 @@ impl SshSession {
         result
     }
 
-    /// Runs `script`, a shell script of one line, on the host. Blocks.
+    /// Runs `script`, a shell script of one line, on the host over this SSH connection. Blocks.
     pub(super) fn exec_script(&self, script: &str) -> Result<SshChannel, SshExecError> {
         match self {
             SshSession::Builtin(session) => {
@@ -114,9 +115,9 @@ impl SshSession {
         }
     }
 
-    /// Copies bytes between the agent at the other end of `channel` and local sockets until the
-    /// agent has closed its output. Blocks. Fails if the connection fails or the other end of
-    /// `local` is closed.
+    /// Copies bytes between the agent that runs through the SSH channel `channel` and local
+    /// sockets, until the agent has closed its output. Blocks. Fails if the connection fails or the
+    /// other end of `local` is closed.
     ///
     /// `local` receives `leftover` (output of the agent that was read before) and then the rest of
     /// the output, and provides the input of the agent. `stderr` receives the standard error of the
@@ -144,9 +145,9 @@ impl SshSession {
     }
 }
 
-/// Repeats `try_write`, a write to a script on the host with a short time limit, until the host
-/// takes bytes or the script has answered. Returns the number of bytes. Fails after `limit`, and as
-/// soon as `has_answered` returns `true`: the host then takes no more bytes.
+/// Repeats the function `try_write`, which writes input for a script on the host with a short time
+/// limit, until the host takes bytes or the script has answered. Returns the number of bytes. Fails
+/// after `limit`, and as soon as `has_answered` returns `true`: the host then takes no more bytes.
 fn write_unless_answered(
     limit: Duration,
     mut try_write: impl FnMut() -> io::Result<usize>,
@@ -168,7 +169,8 @@ fn write_unless_answered(
     }
 }
 
-/// Why a script could not be run on a host.
+/// Why a shell script could not be run on a host: the SSH server has rejected the request, or the
+/// connection has failed.
 pub(super) enum SshExecError {
     /// The host does not allow it, with the message of the host.
     Rejected(String),
@@ -176,14 +178,15 @@ pub(super) enum SshExecError {
     Connection(Diagnostic),
 }
 
-/// The stdin and stdout of a script on a host, or of the agent that has replaced the script.
+/// The stdin and stdout of a script that runs on a host over SSH, or of the agent that has replaced
+/// the script.
 pub(super) enum SshChannel {
     Builtin(Channel),
     OpenSsh(OpenSshChannel),
 }
 
 impl SshChannel {
-    /// Ends the input of a script on the host that has read as many bytes as it expects.
+    /// Signals the end of the input to a script on a host that has read all bytes that it expects.
     pub(super) fn end_input(&mut self) -> io::Result<()> {
         match self {
             SshChannel::Builtin(channel) => Ok(channel.send_eof()?),
@@ -192,7 +195,7 @@ impl SshChannel {
         }
     }
 
-    /// Closes the channel of a script on the host that has succeeded.
+    /// Closes the SSH channel of a script on the host that has succeeded.
     pub(super) fn close(&mut self) {
         if let SshChannel::Builtin(channel) = self {
             // An error means that the connection has ended. The next script fails, too.
@@ -200,8 +203,8 @@ impl SshChannel {
         }
     }
 
-    /// Determines why the output of the host has ended; returns `None` if the remote command may
-    /// simply have ended.
+    /// Determines why the output from the host has ended; returns `None` if the connection has not
+    /// failed, or if the built-in SSH client does not know.
     pub(super) fn explain_output_end(&self, target: &SshTarget) -> Option<Diagnostic> {
         match self {
             SshChannel::Builtin(_) => None,
@@ -210,8 +213,7 @@ impl SshChannel {
     }
 
     /// Waits for the end of the command on the host, and returns its exit code (-1 if unknown) and
-    /// the first [`MAX_STDERR_BYTES`] of its stderr. Returns its exit code (-1 if unknown) and the
-    /// first [`MAX_STDERR_BYTES`] of its stderr.
+    /// the first [`MAX_STDERR_BYTES`] of its stderr.
     pub(super) fn wait_for_exit(&mut self) -> (i32, String) {
         match self {
             SshChannel::Builtin(channel) => {

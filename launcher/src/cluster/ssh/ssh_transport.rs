@@ -37,24 +37,24 @@ use std::{
 };
 use tokio::{net::UnixStream, sync::oneshot};
 
-/// The largest number of SSH connections that are set up simultaneously through jump hosts. All of
-/// them may use one jump host, whose sshd by default drops connections from the eleventh on
+/// The largest number of SSH connections through jump hosts that are set up at the same time. All
+/// of them may use one jump host, whose sshd by default drops connections from the eleventh on
 /// (`MaxStartups`).
 const MAX_JUMP_FANOUT: u32 = 8;
 
-/// How many hosts may copy the executable of launch, or wait for it, at the same time, as a
-/// multiple of `cluster.ssh.fanout`. These hosts need no further logins, so they leave their turns
-/// to other hosts.
+/// How many hosts may copy the executable of launch, or wait for a copy, at the same time, for each
+/// connection that `cluster.ssh.fanout` permits. These hosts need no further logins, so they leave
+/// their turns to other hosts.
 const COPIES_PER_FANOUT: u32 = 2;
-/// The number of file descriptors that an SSH connection needs during its setup, if it is replaced
-/// by the tree of agents later.
+/// The number of file descriptors that an SSH connection needs during its setup, if the agent
+/// afterwards reaches the controller through other agents (the tree of agents).
 const DESCRIPTORS_PER_TREE_SETUP: u64 = 2;
 
 /// The number of additional file descriptors that a connection through OpenSSH's client needs, for
 /// the client's log and stderr.
 const DESCRIPTORS_PER_OPENSSH_CLIENT: u64 = 2;
 
-/// Starts the agents of a job on other hosts over SSH.
+/// Starts the agents of a job on other hosts over SSH, and connects them with the controller.
 pub(crate) struct SshTransport {
     /// The hosts by their names in the job.
     hosts: HashMap<String, HostAddress>,
@@ -70,8 +70,8 @@ pub(crate) struct SshTransport {
     notice: Arc<OpenSshNotice>,
 }
 
-/// The limits on how many SSH connections are set up, and how many copies of the executable are
-/// made, at the same time.
+/// The limits on how many SSH connections are set up at the same time, and on how many hosts
+/// launch's executable is copied to at the same time.
 struct ConnectionLimits {
     /// Limits direct connections.
     direct: FanoutLimit,
@@ -124,9 +124,9 @@ impl SshTransport {
         })
     }
 
-    /// Begins to start an agent on the host with the name `name` over SSH, in the background. A
-    /// separate thread sets up the connection, and the function returns without waiting for it.
-    /// Fails if the job has no such host.
+    /// Begins to start an agent over SSH on the host with the name `name`; the connection is set up
+    /// in the background. A separate thread sets up the connection, and the function returns
+    /// without waiting for it. Fails if the job has no such host.
     fn begin_agent_start(&self, name: &str) -> diagnostic::Result<AgentProcess> {
         let host = self.hosts.get(name).ok_or_else(|| {
             Diagnostic::error(host::HOST_UNKNOWN, format!("the job has no host {name}")).with_subject(name)
@@ -138,9 +138,9 @@ impl SshTransport {
         })
     }
 
-    /// Submits the SSH connection to a host to the thread pool, and returns the streams of the
-    /// agent that is to be started. Returns the agent's streams, which carry data once the
-    /// connection is set up.
+    /// Gives the task of setting up the SSH connection to a host to the thread pool, and returns
+    /// the streams of the agent that will be started, which carry data once the connection is set
+    /// up.
     fn submit_connection(&self, host: &HostAddress) -> io::Result<AgentProcess> {
         let (progress, start_steps) = ConnectionProgress::new();
         let progress = Arc::new(progress);
@@ -192,7 +192,7 @@ impl SshTransport {
     }
 }
 
-/// Converts a socket of the standard library into a nonblocking socket of tokio.
+/// Converts a Unix socket of the standard library into a nonblocking Unix socket of tokio.
 fn into_async_stream(stream: StdStream) -> io::Result<UnixStream> {
     stream.set_nonblocking(true)?;
     UnixStream::from_std(stream)
@@ -235,7 +235,8 @@ impl Transport for SshTransport {
     }
 }
 
-/// What carries the control connection of an agent: its SSH connection, or the tree of agents.
+/// What carries the control connection of an agent: its SSH connection, or the tree of agents, in
+/// which agents pass on each other's messages to the controller.
 enum ControlStreamCarrier {
     /// The SSH connection, which ends with the agent.
     Direct { control: StdStream, stderr: StdStream },
@@ -244,7 +245,8 @@ enum ControlStreamCarrier {
     Tree { tree: Arc<TreeHub>, stream: StreamId, place: Option<TreePlace> },
 }
 
-/// The SSH connection that starts the agent of one host, as a task of a thread pool.
+/// The task of a thread pool that connects to one host over SSH, starts the agent there, and relays
+/// the agent's bytes.
 struct SshConnection {
     host: HostAddress,
     notice: Arc<OpenSshNotice>,
@@ -259,17 +261,17 @@ struct SshConnection {
 }
 
 impl ThreadTask for SshConnection {
-    /// Gives the agent a place in the tree of agents, if one is free.
+    /// Reserves a place for the agent in the tree of agents (which pass on each other's messages to
+    /// the controller), if a place is free.
     fn prepare(&mut self) {
         if let ControlStreamCarrier::Tree { tree, stream, place } = &mut self.carrier {
             *place = tree.try_place_agent(*stream);
         }
     }
 
-    /// Starts the agent over SSH, and copies bytes between the agent and the controller until the
-    /// connection has ended. Blocks until the connection has ended, and records the result in
-    /// `progress`. The connection ends with the agent, or once the agent is connected with another
-    /// one.
+    /// Starts the agent over SSH, copies bytes between the agent and the controller until the
+    /// connection has ended, and records the result in `progress`. The connection ends with the
+    /// agent, or once the agent is connected with another one.
     fn run(mut self) {
         let target = self.resolver.resolve_target(&self.host);
         self.progress.set_external_client(target.as_ref().ok().and_then(describe_external_client));
@@ -294,9 +296,10 @@ impl ThreadTask for SshConnection {
 }
 
 impl SshConnection {
-    /// Starts the agent on `target`, and copies its bytes until the agent ends, or connects the
-    /// agent with another agent of the tree. Returns the agent's exit status, or `None` if the host
-    /// does not report it. Fails if the connection is lost.
+    /// Starts the agent on `target`, and then either copies bytes between the agent and the
+    /// controller until the agent ends, or connects the agent with another agent of the tree.
+    /// Returns the agent's exit status, or `None` if the host does not report it. Fails if the
+    /// connection is lost.
     fn start_and_relay_agent(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         match &self.carrier {
             ControlStreamCarrier::Direct { control, stderr } => {
@@ -314,8 +317,9 @@ impl SshConnection {
         }
     }
 
-    /// Connects a started agent with its neighbour in the tree of agents. If the agent is connected
-    /// with the controller, relays its streams until it ends.
+    /// Connects a started agent with its neighbour in the tree of agents, through which it reaches
+    /// the controller. If the agent is connected with the controller, relays its streams until it
+    /// ends.
     fn join_tree(
         &self,
         target: &SshTarget,
@@ -357,9 +361,9 @@ impl SshConnection {
         }
     }
 
-    /// Opens the SSH session with the host, and starts the agent in it. First blocks until the
-    /// fanout limit permits another connection, and holds the permit until the agent runs, or until
-    /// the executable is copied in a tree.
+    /// Opens an SSH session with the host, and starts the agent on the host through this session.
+    /// First blocks until the fanout limit permits another connection, and holds the permit until
+    /// the agent runs, or until the executable is copied in a tree.
     fn start_agent(
         &self,
         target: &SshTarget,
@@ -393,8 +397,7 @@ impl SshConnection {
     }
 }
 
-/// A limit on the number of SSH connections that are set up simultaneously, implemented as a
-/// semaphore.
+/// A semaphore that limits the number of SSH connections that are set up simultaneously.
 #[derive(Debug)]
 struct FanoutLimit {
     /// The number of permits that are free.
@@ -403,8 +406,8 @@ struct FanoutLimit {
 }
 
 impl FanoutLimit {
-    /// Creates a limit that permits the setup of `limit` SSH connections at the same time. A limit
-    /// of 0 counts as 1.
+    /// Creates a limit that permits the setup of at most `limit` SSH connections at the same time.
+    /// A limit of 0 counts as 1.
     fn new(limit: u32) -> FanoutLimit {
         FanoutLimit { free: Mutex::new(limit.max(1)), released: Condvar::new() }
     }
@@ -428,7 +431,7 @@ impl FanoutLimit {
     }
 }
 
-/// A permit to set up one SSH connection, which is returned when the value is dropped.
+/// A permit to set up one SSH connection, which returns to the limit when the value is dropped.
 struct FanoutPermit<'a>(&'a FanoutLimit);
 
 impl Drop for FanoutPermit<'_> {

@@ -75,8 +75,8 @@ pub(super) enum HostKeyPolicy {
 }
 
 impl HostKeyPolicy {
-    /// Returns the policy on keys of SSH servers that the job or, if the job has none, the SSH
-    /// configuration sets.
+    /// Returns which keys of SSH servers are accepted, as the job or, if the job does not state it,
+    /// the SSH configuration sets it.
     fn choose_policy(spec: Option<KnownHostsPolicy>, configured: Option<&str>) -> HostKeyPolicy {
         match (spec, configured.map(str::to_ascii_lowercase).as_deref()) {
             (Some(KnownHostsPolicy::Strict), _) => HostKeyPolicy::Strict,
@@ -101,8 +101,8 @@ pub(super) struct TargetResolver {
 }
 
 impl TargetResolver {
-    /// Creates a resolver after reading the SSH configuration files that the job's settings `spec`
-    /// select. Relative paths in `spec` are relative to `base`.
+    /// Reads the SSH configuration files that the job's SSH settings `spec` select, and creates a
+    /// resolver that uses them. Relative paths in `spec` are relative to `base`.
     pub(super) fn new(spec: &SshSpec, base: &Path) -> diagnostic::Result<TargetResolver> {
         let account = User::from_uid(Uid::current()).ok().flatten();
         let home = std::env::home_dir().or_else(|| account.as_ref().map(|a| a.dir.clone()));
@@ -170,9 +170,8 @@ impl TargetResolver {
         Ok(target)
     }
 
-    /// Determines how OpenSSH's client reaches a host, which was chosen because of `requirement`
-    /// (`None` if the job requires it). `requirement` is why it was chosen; `None` if the job
-    /// requires it.
+    /// Determines how OpenSSH's client reaches a host; `requirement` is the setting that requires
+    /// this client, or `None` if the job itself does.
     fn build_openssh_target(
         &self,
         host: &HostAddress,
@@ -185,7 +184,7 @@ impl TargetResolver {
         target
     }
 
-    /// Resolves the comma-separated jump hosts in `text`, in the order in which the connection
+    /// Resolves `text`, a comma-separated list of jump hosts, in the order in which the connection
     /// passes through them. Leaves out the target itself. Fails if there are more than
     /// [`MAX_JUMP_HOSTS`].
     fn resolve_jumps(&self, target: &SshTarget, text: &str) -> Result<Vec<SshTarget>, TargetResolveError> {
@@ -220,8 +219,8 @@ impl TargetResolver {
         }
     }
 
-    /// Determines the address, the user and the limits of one host, without keys and known_hosts
-    /// files.
+    /// Determines the address, the user name and the time limit for connecting to one host over
+    /// SSH, without keys and known_hosts files.
     fn build_target_without_keys(
         &self,
         host: &HostAddress,
@@ -254,9 +253,9 @@ impl TargetResolver {
         }
     }
 
-    /// Determines how launch's built-in SSH client reaches one host or jump host, without the jump
-    /// hosts before it. Does not resolve the jump hosts before it. Fails if that client cannot
-    /// follow the configuration.
+    /// Determines how launch's built-in SSH client reaches one machine (the host or one of its jump
+    /// hosts), apart from the jump hosts before this machine. Does not resolve the jump hosts
+    /// before it. Fails if that client cannot follow the configuration.
     fn resolve_hop(
         &self,
         host: &HostAddress,
@@ -367,7 +366,8 @@ impl From<Diagnostic> for TargetResolveError {
 }
 
 impl TargetResolveError {
-    /// Converts the reason why the built-in SSH client cannot reach `host` to a diagnostic.
+    /// Converts the reason why the built-in SSH client cannot reach the host `host` to a
+    /// diagnostic.
     fn into_diagnostic(self, host: &HostAddress, settings: &SshHostSettings) -> Diagnostic {
         const HELP: &str =
             "set `cluster.ssh.client: auto` or `openssh`, or another file as `cluster.ssh.config`";
@@ -411,7 +411,7 @@ impl SshTarget {
         self.client.as_ref()?.proxy.as_deref()
     }
 
-    /// Returns the `ssh` command with which the user can connect to this host.
+    /// Returns an `ssh` command with which the user can connect to this host, for error messages.
     pub(super) fn format_ssh_command_for_user(&self) -> String {
         match &self.client {
             Some(options) => options.shown_command.clone(),
@@ -419,15 +419,16 @@ impl SshTarget {
         }
     }
 
-    /// Returns the content of the known_hosts files that apply to this host. Returns the cached
-    /// content if the files have not changed since they were read.
+    /// Reads the known_hosts files that apply to this host, and returns their entries. Returns the
+    /// cached content if the files have not changed since they were read.
     pub(super) fn load_known_hosts(&self) -> diagnostic::Result<Arc<KnownHosts>> {
         known_hosts::read_known_hosts_cached(&self.known_hosts_files)
             .map_err(|error| error.with_subject(&self.name))
     }
 }
 
-/// Runs `ssh -G`, and returns the settings of a host as OpenSSH's client evaluates them. Blocks.
+/// Runs `ssh -G`, with which OpenSSH prints the settings of a host, and returns the settings.
+/// Blocks.
 fn query_settings_with_ssh_g(
     host: &HostAddress,
     config_file: Option<&Path>,

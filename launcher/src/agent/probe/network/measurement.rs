@@ -20,24 +20,25 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of round trips that are measured on a connection, of which the shortest is
+/// The largest number of round trips that are measured between two agents; the shortest one is
 /// reported.
 const MAX_ROUND_TRIPS: usize = 20;
-/// The time after which no further round trip of a measurement is started.
+/// The time after which a measurement of round trips to another agent starts no further round trip.
 const ROUND_TRIPS_TIME_LIMIT: Duration = Duration::from_millis(300);
-/// The longest permitted timeout of a connection for measurements. A longer limit in a request is
-/// reduced to this value.
+/// The longest permitted timeout for opening a connection for measurements (`launch check
+/// --network`). A longer limit in a request is reduced to this value.
 const MAX_CONNECTION_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long an agent waits for the other agent's report about the bytes that arrived, after the end
 /// of a measured transfer.
 const TRANSFER_REPORT_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long an agent reads data that still arrive after the end of a measured transfer.
+/// How long an agent continues to read data that still arrive after the end of a measured transfer.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// The duration of a transfer with small TCP segments, which only tests whether any data arrive.
 const SMALL_SEGMENT_TEST_TIME: Duration = Duration::from_millis(50);
 
-/// Connects to every address of another agent that the request lists, and measures round trips and
-/// transfers over the first address that is reachable. Errors are part of the result.
+/// Connects to every address of another agent that `request` lists, and measures round trips and
+/// transfers over the first address that is reachable, for `launch check --network`. Errors are
+/// part of the result.
 pub(super) fn measure_connection(end: &MeasurementEndpoint, request: &MeasureRequest) -> Measurement {
     let timeout = Duration::from_millis(request.timeout_ms).min(MAX_CONNECTION_TIMEOUT);
     let open = |address: &SocketAddr| {
@@ -74,7 +75,7 @@ pub(super) fn measure_connection(end: &MeasurementEndpoint, request: &MeasureReq
     found
 }
 
-/// Builds the error that no TCP connection to the address `address` of another agent is possible.
+/// Builds the error that no TCP connection to another agent at `address` is possible.
 fn build_connect_error(address: SocketAddr, error: &io::Error) -> Diagnostic {
     Diagnostic::error(host::PEER_UNREACHABLE, format!("cannot connect to {address}: {error}"))
         .with_field("address", address.to_string())
@@ -98,9 +99,9 @@ fn measure_round_trip(mut stream: TcpStream, timeout: Duration) -> io::Result<f6
     Ok(shortest)
 }
 
-/// Measures the throughput to or from another agent, over `streams` connections at the same time.
-/// If no data arrive, repeats the transfer with small segments. `transfer` transfers data over one
-/// connection for a time.
+/// Measures the throughput from this host to another agent's host, or in the other direction, over
+/// `streams` TCP connections at the same time. If no data arrive, repeats the transfer with small
+/// segments. `transfer` transfers data over one connection for a time.
 fn measure_throughput(
     streams: usize,
     time: Duration,
@@ -129,8 +130,8 @@ fn measure_throughput(
     sum
 }
 
-/// Sends data to another agent for about `time`, and returns how many bytes that agent reports as
-/// arrived.
+/// Sends data to another agent for about the time `time` to measure throughput, and returns how
+/// many bytes have arrived according to that agent.
 fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     MeasureCommand::Receive(time.as_millis() as u64).write(&mut stream)?;
     stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + TRANSFER_REPORT_TIMEOUT))?;
@@ -156,8 +157,8 @@ fn send_to_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     })
 }
 
-/// Receives data from another agent for about `time`, and then that agent's report about
-/// retransmitted segments.
+/// Receives data from another agent for about the time `time` to measure throughput, and then reads
+/// that agent's report about retransmitted segments.
 fn receive_from_peer(mut stream: TcpStream, time: Duration) -> io::Result<Transfer> {
     MeasureCommand::Send(time.as_millis() as u64).write(&mut stream)?;
     let (bytes, elapsed) = receive_data(&mut stream, time)?;

@@ -16,26 +16,30 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of connections of other agents on which measurements run at the same time.
-/// Further connections are closed.
+/// The largest number of connections from other agents that this agent serves for measurements at
+/// the same time. Further connections are closed.
 const MAX_CONNECTIONS: usize = 64;
-/// The time limit for a process that has connected to prove that it has the key for measurements.
+/// The time limit within which a process that has connected to measure must prove that it has the
+/// key for measurements.
 const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(3);
 /// The time limit for the first data of a measured transfer to arrive.
 pub(super) const FIRST_DATA_TIMEOUT: Duration = Duration::from_millis(1500);
 /// How long a connection for measurements may be idle before its command arrives, or between two
 /// echoes.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the server waits for the end of a measured transfer, after the requested duration of
-/// the transfer has passed.
+/// How long this agent waits for the end of a transfer that another agent measures, after the
+/// requested duration of the transfer has passed.
 const TRANSFER_END_TIMEOUT: Duration = Duration::from_secs(2);
-/// The largest number of bytes that the server echoes on one connection, to measure round trips.
+/// The largest number of bytes that this agent echoes on one connection, over which another agent
+/// measures round trips.
 const MAX_ECHO_BYTES: usize = 1000;
 /// The size of the buffer for reading and writing the data of a measured transfer, in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
-/// The pause after a failure to accept a connection, for example because too many files are open.
+/// The pause after the agent has failed to accept a connection for measurements, for example
+/// because too many files are open.
 const FAILED_ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The length of an encoded [`TransferReport`] in bytes.
+/// The length, in bytes, of an encoded report about a measured transfer, which one agent sends to
+/// the other.
 pub(super) const TRANSFER_REPORT_BYTES: usize = 40;
 /// The first bytes of an encoded [`TransferReport`], which cannot occur among the transferred
 /// zeros.
@@ -56,7 +60,7 @@ pub(super) struct TransferReport {
 }
 
 impl TransferReport {
-    /// Encodes the report about a transfer as bytes.
+    /// Encodes this report about a measured transfer (bytes, time and retransmits) as bytes.
     fn to_bytes(self) -> [u8; TRANSFER_REPORT_BYTES] {
         let mut bytes = [0; TRANSFER_REPORT_BYTES];
         bytes[..8].copy_from_slice(TRANSFER_REPORT_MAGIC);
@@ -67,7 +71,8 @@ impl TransferReport {
         bytes
     }
 
-    /// Decodes the report about a transfer from bytes. Returns `None` for other bytes.
+    /// Decodes a report about a measured transfer (bytes, time and retransmits) from bytes. Returns
+    /// `None` for other bytes.
     pub(super) fn parse(bytes: &[u8]) -> Option<TransferReport> {
         let numbers = bytes.strip_prefix(TRANSFER_REPORT_MAGIC)?;
         let mut numbers = numbers.chunks_exact(8).map(|n| n.try_into().map(u64::from_le_bytes));
@@ -80,7 +85,8 @@ impl TransferReport {
         })
     }
 
-    /// Reads the report about a transfer from a connection and decodes it.
+    /// Reads a report about a measured transfer (bytes, time and retransmits) from a connection to
+    /// another agent, and decodes it.
     pub(super) fn read(stream: &mut TcpStream) -> io::Result<TransferReport> {
         let mut bytes = [0; TRANSFER_REPORT_BYTES];
         stream.read_exact(&mut bytes)?;
@@ -88,8 +94,9 @@ impl TransferReport {
     }
 }
 
-/// Starts a thread for each of `listeners`, which serves the measurements of other agents with the
-/// key until this process ends. Fails if a thread cannot be started.
+/// Starts one thread for each listener, which accepts connections from agents that have the key and
+/// lets them measure the network to this host, until this process ends. Fails if a thread cannot be
+/// started.
 pub(super) fn start_measurement_servers(listeners: Vec<TcpListener>, key: &HandshakeKey) -> io::Result<()> {
     let active = Arc::new(AtomicUsize::new(0));
     for listener in listeners {
@@ -107,8 +114,8 @@ pub(super) fn start_measurement_servers(listeners: Vec<TcpListener>, key: &Hands
     Ok(())
 }
 
-/// Starts a separate thread that serves the measurements on one connection, unless
-/// [`MAX_CONNECTIONS`] connections are active.
+/// Starts a thread that serves the measurements of another agent on one connection, unless
+/// [`MAX_CONNECTIONS`] such connections are active.
 fn start_connection_thread(stream: TcpStream, active: &Arc<AtomicUsize>, key: &HandshakeKey) {
     if active.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {
         active.fetch_sub(1, Ordering::Relaxed);
@@ -125,8 +132,8 @@ fn start_connection_thread(stream: TcpStream, active: &Arc<AtomicUsize>, key: &H
     }
 }
 
-/// Authenticates the agent at the other end of a connection, and executes the command that it
-/// sends: echo, receive or send data.
+/// Authenticates the agent that has opened a connection for measurements, and executes that agent's
+/// command: echo bytes, receive data or send data.
 fn authenticate_and_serve(key: &HandshakeKey, stream: TcpStream) -> io::Result<()> {
     let mut stream = authenticate_accepted_connection(key, stream, AUTHENTICATION_TIMEOUT)?;
     stream.set_read_timeout(Some(IDLE_TIMEOUT))?;
@@ -146,8 +153,8 @@ fn authenticate_and_serve(key: &HandshakeKey, stream: TcpStream) -> io::Result<(
     }
 }
 
-/// Executes the command of another agent to receive data for `time`, and reports to that agent how
-/// many bytes arrived.
+/// Executes the command of another agent to receive data for the time `time`, and reports to that
+/// agent how many bytes have arrived.
 fn serve_receive_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     let (bytes, elapsed) = receive_data(&mut stream, time)?;
     let nanoseconds = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
@@ -160,8 +167,8 @@ fn serve_receive_command(mut stream: TcpStream, time: Duration) -> io::Result<()
     Ok(())
 }
 
-/// Executes the command of another agent to send data until that agent closes its direction, and
-/// then reports the number of retransmits.
+/// Executes the command of another agent to send data until that agent stops the transfer, and then
+/// reports the number of retransmits.
 fn serve_send_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     stream.set_read_timeout(Some(FIRST_DATA_TIMEOUT + time + TRANSFER_END_TIMEOUT))?;
     let is_done = AtomicBool::new(false);
@@ -182,7 +189,8 @@ fn serve_send_command(mut stream: TcpStream, time: Duration) -> io::Result<()> {
     stream.shutdown(Shutdown::Write)
 }
 
-/// Sends zeros on the connection until `is_done` becomes true or the connection ends.
+/// Sends zeros on a connection whose throughput is measured, until the function `is_done` returns
+/// `true` or the connection ends.
 pub(super) fn send_data(stream: &mut TcpStream, is_done: &AtomicBool) {
     let zeros = vec![0; BUFFER_BYTES];
     while !is_done.load(Ordering::Relaxed) {
@@ -193,8 +201,9 @@ pub(super) fn send_data(stream: &mut TcpStream, is_done: &AtomicBool) {
     }
 }
 
-/// Receives data for `time`, counted from the first byte. Returns the number of bytes, and the time
-/// from the first to the last byte. Returns 0 bytes if none arrive within [`FIRST_DATA_TIMEOUT`].
+/// Receives data on a connection whose throughput is measured, for the time `time` after the first
+/// byte. Returns the number of bytes, and the time from the first to the last byte. Returns 0 bytes
+/// if none arrive within [`FIRST_DATA_TIMEOUT`].
 pub(super) fn receive_data(stream: &mut TcpStream, time: Duration) -> io::Result<(u64, Duration)> {
     let mut buffer = vec![0; BUFFER_BYTES];
     let mut read = |limit: Duration| {

@@ -14,13 +14,16 @@ use tokio::net::TcpSocket;
 /// The small TCP segment size, in bytes, with which a measurement tests whether the network loses
 /// only large packets. Every network must carry packets of this size.
 pub(super) const SMALL_SEGMENT_BYTES: u32 = 536;
-/// The largest number of unsent bytes in the kernel's send buffer of a measured connection. A small
-/// number keeps the time short in which data remain on the way after the end of a transfer.
+/// The largest number of bytes that the kernel may buffer unsent on a measured connection, so that
+/// a transfer ends soon after its sender stops. A small number keeps the time short in which data
+/// remain on the way after the end of a transfer.
 const MAX_UNSENT_BYTES: u32 = 128 << 10;
-/// The length of an encoded [`MeasureCommand`], which is a kind and a duration, in bytes.
+/// The length, in bytes, of the encoded command of a measurement, which contains a kind and a
+/// duration.
 const COMMAND_BYTES: usize = 9;
 
-/// The local address and the key with which an agent performs all its network measurements.
+/// The local address from which an agent opens connections for measurements, and the key with which
+/// it authenticates them.
 #[derive(Clone, Debug)]
 pub(super) struct MeasurementEndpoint {
     pub(super) key: HandshakeKey,
@@ -40,7 +43,8 @@ pub(super) enum MeasureCommand {
 }
 
 impl MeasureCommand {
-    /// Writes the encoded command to a connection with another agent.
+    /// Sends this command of a measurement (echo, receive or send data) to another agent over a
+    /// connection.
     pub(super) fn write(self, stream: &mut TcpStream) -> io::Result<()> {
         let (kind, ms) = match self {
             MeasureCommand::Echo => (b'E', 0),
@@ -53,8 +57,8 @@ impl MeasureCommand {
         stream.write_all(&bytes)
     }
 
-    /// Reads a command of another agent from a connection and decodes it. Fails if the bytes are no
-    /// command.
+    /// Receives the command of a measurement (echo, receive or send data) from another agent over a
+    /// connection. Fails if the bytes are no command.
     pub(super) fn read(stream: &mut TcpStream) -> io::Result<MeasureCommand> {
         let mut bytes = [0; COMMAND_BYTES];
         stream.read_exact(&mut bytes)?;
@@ -69,9 +73,10 @@ impl MeasureCommand {
     }
 }
 
-/// Opens a connection for measurements from `end` to the agent at `target`, on which both sides
-/// prove that they have the key. `timeout` limits both together. With `small_segments`, the
-/// connection uses segments of [`SMALL_SEGMENT_BYTES`] in both directions.
+/// Opens a connection for measurements from the local address in `end` to the agent at `target`, on
+/// which both sides prove that they have the key for measurements. `timeout` limits both together.
+/// With `small_segments`, the connection uses segments of [`SMALL_SEGMENT_BYTES`] in both
+/// directions.
 pub(super) fn open_connection(
     end: &MeasurementEndpoint,
     target: SocketAddr,
@@ -91,8 +96,9 @@ pub(super) fn open_connection(
     })
 }
 
-/// Performs the handshake on an accepted connection for measurements, in which both sides prove
-/// that they have the key. Fails if the process does not have the key, or not within `timeout`.
+/// Performs the handshake on a connection for measurements that another agent has opened; both
+/// sides prove that they have the key for measurements. Fails if the process does not have the key,
+/// or not within `timeout`.
 pub(super) fn authenticate_accepted_connection(
     key: &HandshakeKey,
     stream: TcpStream,
@@ -106,7 +112,7 @@ pub(super) fn authenticate_accepted_connection(
     })
 }
 
-/// Runs a future to its end on this thread, and fails if that takes longer than `timeout`.
+/// Runs a future to its end on this thread, and fails if that takes longer than the time `timeout`.
 fn block_on_with_timeout<T>(timeout: Duration, future: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {

@@ -8,9 +8,11 @@ use diagnostic::{Code, Diagnostic, codes::ssh};
 use protocol::control::ExitStatus;
 use std::{io, time::Duration};
 
-/// The exit code with which OpenSSH's client (`ssh`) reports that it has failed itself.
+/// The exit code with which OpenSSH's client (`ssh`) reports its own failure, rather than that of
+/// the remote command.
 const CLIENT_ERROR_EXIT_CODE: u8 = 255;
-/// The largest number of output lines of OpenSSH's client that an error about the client contains.
+/// How many output lines of OpenSSH's client an error about a failure of this client contains at
+/// most.
 const MAX_OUTPUT_LINES: usize = 3;
 
 /// The texts in messages of OpenSSH's client by which launch recognizes a failure, each with an
@@ -64,7 +66,7 @@ const SERVER_CLOSED_MESSAGES: [&str; 4] =
     ["kex_exchange_identification", "Connection closed by", "Connection reset by", "banner line"];
 
 /// The reason why OpenSSH's client could not connect to a host or lost the connection, with the
-/// lines that it has printed.
+/// lines that the client has printed.
 #[derive(Debug)]
 pub(in crate::cluster::ssh) struct ClientFailure {
     code: Code,
@@ -79,9 +81,9 @@ pub(in crate::cluster::ssh) struct ClientFailure {
 }
 
 impl ClientFailure {
-    /// Determines why OpenSSH's client has ended; returns `None` if not the client, but the command
-    /// on the host has ended with `status`. `stderr` is what the remote command and the proxy
-    /// command wrote.
+    /// Determines why OpenSSH's client has failed, from its exit status, its log and its stderr;
+    /// returns `None` if the exit status is that of the command on the host. `stderr` is what the
+    /// remote command and the proxy command wrote.
     pub(super) fn from_client_end(
         status: Option<ExitStatus>,
         log: &ClientLogParser,
@@ -124,8 +126,8 @@ impl ClientFailure {
         Some(failure)
     }
 
-    /// Determines from its log why OpenSSH's client has not logged in to a host within the time
-    /// `limit`.
+    /// Builds the failure that OpenSSH's client has not logged in to a host within the time
+    /// `limit`, with the lines of the client's log that may explain it.
     pub(super) fn from_login_timeout(
         limit: Duration,
         log: &ClientLogParser,
@@ -138,7 +140,8 @@ impl ClientFailure {
         Self::new(ssh::SSH_CLIENT_TIMEOUT, ConnectionStage::Authentication, message, output, log)
     }
 
-    /// Creates a failure of OpenSSH's client with this code, stage and message.
+    /// Creates the description of a failure of OpenSSH's client from an error code, the stage of
+    /// the connection that failed, and a message.
     fn new(
         code: Code,
         stage: ConnectionStage,
@@ -150,8 +153,8 @@ impl ClientFailure {
         ClientFailure { code, stage, message, output, host_key, is_closed_by_server: false }
     }
 
-    /// Converts the failure of OpenSSH's client into an error about the connection to the host
-    /// `target`. The last lines of the client are the cause.
+    /// Converts the failure of OpenSSH's client into an error for the user about the connection to
+    /// the host `target`. The last lines of the client are the cause.
     pub(in crate::cluster::ssh) fn into_diagnostic(self, target: &SshTarget) -> Diagnostic {
         let mut error = build_ssh_error(target, self.code, self.message).with_field("client", "openssh");
         if let Some((key_type, fingerprint)) = self.host_key {
@@ -172,8 +175,8 @@ impl ClientFailure {
     }
 }
 
-/// Returns those lines that explain a failure of OpenSSH's client: the last messages of its log or,
-/// without messages, the last lines of `stderr`.
+/// Returns the lines that explain a failure of OpenSSH's client: the last messages of the client's
+/// log or, if it has none, the last lines of `stderr`.
 fn select_error_lines(log: &ClientLogParser, stderr: &[u8]) -> Vec<String> {
     let mut lines: Vec<String> = log.messages().map(str::to_owned).collect();
     let text = String::from_utf8_lossy(stderr);

@@ -4,7 +4,8 @@
 //! The client writes its log in English only, and runs with `LogLevel=DEBUG1` in the C locale.
 use std::collections::VecDeque;
 
-/// The largest number of recent messages of OpenSSH's client that are kept for errors.
+/// The largest number of recent messages of OpenSSH's client that are kept for error messages of
+/// launch.
 const MAX_MESSAGES: usize = 24;
 /// The length, in bytes, of the longest line in the log of OpenSSH's client that is kept. The rest
 /// of a longer line is ignored.
@@ -22,8 +23,8 @@ const IRRELEVANT_LINE_PREFIXES: [&str; 7] = [
     "Pseudo-terminal will not be allocated",
 ];
 
-/// What the log of OpenSSH's client has reported about a connection so far: the login, the host
-/// key, the exit of the command, and messages.
+/// What the log of OpenSSH's client has reported so far: whether the login has succeeded, the host
+/// key, the exit of the remote command, and messages.
 #[derive(Debug, Default)]
 pub(super) struct ClientLogParser {
     /// The beginning of a line whose end has not arrived.
@@ -41,7 +42,7 @@ pub(super) struct ClientLogParser {
 }
 
 impl ClientLogParser {
-    /// Parses `bytes`, the next part of the log of OpenSSH's client.
+    /// Parses `bytes`, the next bytes of the log of OpenSSH's client, and records what they report.
     pub(super) fn parse_chunk(&mut self, bytes: &[u8]) {
         for byte in bytes {
             match byte {

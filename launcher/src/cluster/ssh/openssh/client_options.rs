@@ -14,8 +14,8 @@ const KEEPALIVE_INTERVAL_S: u32 = 15;
 /// The number of unanswered keepalive messages after which OpenSSH's client closes the connection.
 const MAX_UNANSWERED_KEEPALIVES: u32 = 2;
 
-/// The options with which launch starts OpenSSH's client for every host. They override the
-/// configuration where a setting would prompt, open other connections, or change what the
+/// The options of OpenSSH's client that launch sets in the same way for every host. They override
+/// the configuration where a setting would prompt, open other connections, or change what the
 /// connection carries.
 const FIXED_OPTIONS: [&str; 7] = [
     "BatchMode=yes",
@@ -91,8 +91,8 @@ impl ClientOptions {
     }
 }
 
-/// Builds the options of OpenSSH's client that are equal for the connections to a host and to the
-/// job's jump host.
+/// Builds those options of OpenSSH's client that are the same for the connection to a host and for
+/// the connection to the job's jump host.
 fn build_common_arguments(spec: &SshSpec, config_file: Option<&Path>) -> Vec<String> {
     let mut arguments: Vec<String> = vec!["-T".to_owned()];
     if let Some(file) = config_file {
@@ -133,8 +133,8 @@ fn build_destination_arguments(host: &HostAddress) -> Vec<String> {
     arguments
 }
 
-/// Returns the host `jump` that the job configures as the jump host, unless it is `none` or the
-/// host itself.
+/// Parses `jump`, the jump host of the job, and returns it; returns `None` if it is the word `none`
+/// or the host itself.
 fn find_job_jump_host(jump: &str, host: &HostAddress, settings: &SshHostSettings) -> Option<HostAddress> {
     if jump.eq_ignore_ascii_case("none") {
         return None;
@@ -144,8 +144,8 @@ fn find_job_jump_host(jump: &str, host: &HostAddress, settings: &SshHostSettings
     (!is_host).then_some(jump)
 }
 
-/// Builds the command (`ProxyCommand`) through which OpenSSH's client connects to a host through
-/// the job's jump host. A proxy command gets the key and the other settings of the job, which `ssh
+/// Builds the command (`ProxyCommand`) by which OpenSSH's client connects to a host through the
+/// jump host of the job. A proxy command gets the key and the other settings of the job, which `ssh
 /// -J` would not pass on.
 fn build_proxy_command(jump: &HostAddress, spec: &SshSpec, config_file: Option<&Path>) -> String {
     let mut words = vec!["ssh".to_owned()];
@@ -155,13 +155,14 @@ fn build_proxy_command(jump: &HostAddress, spec: &SshSpec, config_file: Option<&
     format!("{} -W '[%h]:%p' {}", quoted(&words), quoted(&destination))
 }
 
-/// Quotes a word for a shell command in an option of OpenSSH's client, and escapes `%`, which the
-/// client interprets.
+/// Quotes a word of a shell command that is an option value of OpenSSH's client, and escapes `%`,
+/// which the client would replace.
 fn quote_word(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''").replace('%', "%%"))
 }
 
-/// Formats the `ssh` command that a user can run to connect to a host in the same way as launch.
+/// Formats an `ssh` command with which the user can connect to a host in the same way as launch
+/// does, for error messages.
 fn format_ssh_command_for_user(
     host: &HostAddress,
     spec: &SshSpec,
@@ -186,7 +187,7 @@ fn format_ssh_command_for_user(
     words.join(" ")
 }
 
-/// Returns the settings of a host in the text `config` of an SSH configuration, for tests.
+/// Returns the settings of a host in `config`, the text of an SSH configuration, for tests.
 #[cfg(test)]
 pub(super) fn read_settings(config: &str, host: &str) -> SshHostSettings {
     let dir = tempfile::tempdir().expect("a directory");

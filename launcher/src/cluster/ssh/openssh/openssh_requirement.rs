@@ -16,11 +16,13 @@ use std::{
 
 /// The number of bytes of an SSH key file that are read to determine the type of the key.
 const MAX_KEY_BYTES: u64 = 16 << 10;
-/// The time limit for the program `klist`, which shows whether the user has a Kerberos ticket.
+/// The time limit of the program `klist`, by which launch determines whether the user has a
+/// Kerberos ticket.
 const KLIST_TIMEOUT: Duration = Duration::from_secs(2);
 /// The SSH key types whose private keys are stored on a hardware key (FIDO).
 const HARDWARE_KEY_TYPES: [&str; 2] = ["sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com"];
-/// The names of the files in `~/.ssh` from which OpenSSH's client uses hardware keys by default.
+/// The names of the key files in `~/.ssh` that OpenSSH's client tries by default and whose private
+/// keys are on a hardware key.
 const DEFAULT_HARDWARE_KEYS: [&str; 2] = ["id_ecdsa_sk", "id_ed25519_sk"];
 
 /// The keywords of the SSH configuration that only OpenSSH's client supports, and not launch's
@@ -50,15 +52,15 @@ pub(in crate::cluster::ssh) struct OpenSshRequirement {
 }
 
 impl OpenSshRequirement {
-    /// Creates the reason for using OpenSSH's client from the text of the setting or file that
-    /// requires it.
+    /// Creates the reason for using OpenSSH's client instead of the built-in one, from the text of
+    /// the setting or file that requires it.
     pub(in crate::cluster::ssh) fn new(option: impl Into<String>) -> OpenSshRequirement {
         OpenSshRequirement { option: option.into() }
     }
 }
 
-/// The key files and known_hosts of a host that may require OpenSSH's client instead of the
-/// built-in client.
+/// The SSH key files and known_hosts files of a host, which are searched for entries that only
+/// OpenSSH's client supports.
 pub(in crate::cluster::ssh) struct HostSshFiles<'a> {
     /// The files of private keys.
     pub(in crate::cluster::ssh) keys: &'a [PathBuf],
@@ -93,7 +95,7 @@ pub(in crate::cluster::ssh) fn find_openssh_requirement(
         })
 }
 
-/// Returns whether a value of the SSH configuration switches a setting on.
+/// Returns whether a value in the SSH configuration, such as `yes`, switches its setting on.
 fn is_setting_switched_on(value: &str) -> bool {
     ["yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
 }

@@ -30,19 +30,22 @@ use std::{
 /// The command that OpenSSH's client runs on the host: a shell that executes each line of its input
 /// as a script. A script may replace the shell.
 const REMOTE_COMMAND: &str = "exec /bin/sh -c 'while IFS= read -r c; do eval \"$c\"; done'";
-/// The number of bytes of the stderr of OpenSSH's client that are kept for error messages.
+/// The number of bytes of the stderr of OpenSSH's client that are kept for error messages of
+/// launch.
 const MAX_STDERR_BYTES: usize = 8 << 10;
-/// How long OpenSSH's client may take to end after it has closed its output.
+/// How long launch waits for the process of OpenSSH's client to end, after the client has closed
+/// its output.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How many times OpenSSH's client is started if the server closes the connection during the
-/// handshake.
+/// How many times OpenSSH's client is started to connect to one host, if the server closes the
+/// connection during the handshake.
 const MAX_CONNECT_ATTEMPTS: u32 = 6;
-/// The pause before OpenSSH's client is started for the second time. The pause doubles with each
-/// further attempt.
+/// The pause before OpenSSH's client is started for the second time, after the server has closed
+/// the connection. The pause doubles with each further attempt.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// A connection to a host through a process of OpenSSH's client. A host that ends the shell,
-/// because a script has failed, gets another connection for the next script.
+/// A connection to a host through a process of OpenSSH's client (`ssh`), over which shell scripts
+/// are run one after another. A host that ends the shell, because a script has failed, gets another
+/// connection for the next script.
 pub(in crate::cluster::ssh) struct OpenSshSession {
     target: SshTarget,
     progress: Arc<ConnectionProgress>,
@@ -71,7 +74,7 @@ impl OpenSshSession {
         self.timeout.set(Duration::from_millis(timeout_ms.into()));
     }
 
-    /// Runs `script`, a shell script of one line, on the host. Blocks.
+    /// Runs `script`, a shell script of one line, on the host through OpenSSH's client. Blocks.
     pub(in crate::cluster::ssh) fn exec_script(&self, script: &str) -> diagnostic::Result<OpenSshChannel> {
         if self.client.borrow().has_ended.get() {
             let client = connect_with_retries(&self.target, &self.progress)?;
@@ -122,7 +125,7 @@ fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(error)
 }
 
-/// What was read so far of the log and the stderr of a process of OpenSSH's client.
+/// What launch has read so far from the log and from the stderr of a process of OpenSSH's client.
 #[derive(Default)]
 struct ClientLogAndStderr {
     log: ClientLogParser,
@@ -132,8 +135,8 @@ struct ClientLogAndStderr {
     has_stderr_ended: bool,
 }
 
-/// A running process of OpenSSH's client (`ssh`), with the stream to the host. Dropping the value
-/// kills the process.
+/// A running process of OpenSSH's client (`ssh`), with its log, its stderr, and the stream to the
+/// command on the host. Dropping the value kills the process.
 pub(super) struct ClientProcess {
     child: SupervisedChild,
     /// The stdin and stdout of the remote command.
@@ -148,7 +151,7 @@ pub(super) struct ClientProcess {
 }
 
 impl ClientProcess {
-    /// Starts OpenSSH's client for the host `target`.
+    /// Starts OpenSSH's client with the options for the host `target`.
     fn spawn(target: &SshTarget) -> diagnostic::Result<ClientProcess> {
         let options = target.client.as_ref().unwrap_or_else(|| unreachable!("OpenSSH's client was chosen"));
         Self::spawn_with_arguments(&options.arguments).map_err(|error| match error.kind() {
@@ -160,7 +163,8 @@ impl ClientProcess {
         })
     }
 
-    /// Starts OpenSSH's client with `arguments` and the command that it runs on the host.
+    /// Starts OpenSSH's client with the options `arguments` and with the command that the client
+    /// runs on the host.
     fn spawn_with_arguments(arguments: &[String]) -> io::Result<ClientProcess> {
         let (stream, client_end) = UnixStream::pair()?;
         let (stderr, stderr_writer) = io::pipe()?;
@@ -218,14 +222,16 @@ impl ClientProcess {
         }
     }
 
-    /// Determines from its log why OpenSSH's client has not logged in within the time `limit`.
+    /// Builds the failure that OpenSSH's client has not logged in to the host within the time
+    /// `limit`, with the lines of the client's log that may explain it.
     fn explain_login_timeout(&self, limit: Duration, target: &SshTarget) -> ClientFailure {
         let state = self.state.borrow();
         ClientFailure::from_login_timeout(limit, &state.log, &state.stderr, target)
     }
 
-    /// Waits until the stream to the host has one of these events, or OpenSSH's client writes to
-    /// its log or stderr. Returns whether the stream is ready. Fails after the deadline.
+    /// Waits until the stream to the host is ready for `events` (reading or writing), or until
+    /// OpenSSH's client writes to its log or stderr, which is then read. Returns whether the stream
+    /// is ready. Fails after the deadline.
     fn poll_stream_and_output(&self, events: PollFlags, deadline: Instant) -> io::Result<bool> {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
@@ -246,8 +252,8 @@ impl ClientProcess {
         Ok(is_ready)
     }
 
-    /// Returns the file descriptors of the client's log and of its stderr, without those that have
-    /// ended.
+    /// Returns the file descriptors of the log and of the stderr of OpenSSH's client, as far as
+    /// they have not ended.
     pub(super) fn list_output_fds(&self) -> Vec<PollFd<'_>> {
         let state = self.state.borrow();
         let log = (!state.has_log_ended).then(|| PollFd::new(self.log.as_fd(), PollFlags::POLLIN));
@@ -282,25 +288,26 @@ impl ClientProcess {
         }
     }
 
-    /// Returns whether the stderr of OpenSSH's client has ended.
+    /// Returns whether the stderr of OpenSSH's client has ended, so that nothing more can be read
+    /// from it.
     pub(super) fn has_stderr_ended(&self) -> bool {
         self.state.borrow().has_stderr_ended
     }
 
-    /// Records that the stderr of OpenSSH's client has ended.
+    /// Records that the stderr of OpenSSH's client has ended, so that it is not read again.
     pub(super) fn set_stderr_ended(&self) {
         self.state.borrow_mut().has_stderr_ended = true;
     }
 
-    /// Discards what was read so far from stderr, which is output of OpenSSH's client, a proxy
-    /// command or the login shell.
+    /// Discards what was read so far from the stderr of OpenSSH's client, which a proxy command or
+    /// the login shell may have written, too.
     pub(super) fn discard_stderr(&self) {
         self.read_log_and_stderr();
         self.state.borrow_mut().stderr.clear();
     }
 
-    /// Waits until the process of OpenSSH's client, whose output has ended, has ended, too. Returns
-    /// the exit status, or `None` if the client still runs.
+    /// Waits for a short time until the process of OpenSSH's client ends, after its output has
+    /// ended. Returns the exit status, or `None` if the client still runs.
     fn wait_for_client_end(&self) -> Option<ExitStatus> {
         self.has_ended.set(true);
         let status = self.child.wait_timeout(EXIT_TIMEOUT);
@@ -308,16 +315,16 @@ impl ClientProcess {
         status
     }
 
-    /// Determines why OpenSSH's client has ended; returns `None` if the command on the host has
-    /// ended.
+    /// Waits for the end of OpenSSH's client, and determines why the client has failed; returns
+    /// `None` if only the command on the host has ended.
     fn explain_client_end(&self, target: &SshTarget) -> Option<ClientFailure> {
         let status = self.wait_for_client_end();
         let state = self.state.borrow();
         ClientFailure::from_client_end(status, &state.log, &state.stderr, target)
     }
 
-    /// Returns the exit status of the command on the host, whose output has ended; `None` if the
-    /// host did not report it. Fails if the connection was lost.
+    /// Returns the exit status of the command on the host, once the output of the command has
+    /// ended; `None` if the host did not report the status. Fails if the connection was lost.
     pub(super) fn remote_exit_status(&self, target: &SshTarget) -> diagnostic::Result<Option<ExitStatus>> {
         if let Some(failure) = self.explain_client_end(target) {
             return Err(failure.into_diagnostic(target));
@@ -327,8 +334,8 @@ impl ClientProcess {
     }
 }
 
-/// Reads the available bytes of a nonblocking file, and passes them to `consume`. Returns whether
-/// the file has ended.
+/// Reads the available bytes of a nonblocking file, and passes them to the function `consume`.
+/// Returns whether the file has ended.
 fn read_available(mut file: &File, mut consume: impl FnMut(&[u8])) -> bool {
     let mut buffer = [0; 4096];
     loop {
@@ -341,21 +348,22 @@ fn read_available(mut file: &File, mut consume: impl FnMut(&[u8])) -> bool {
     }
 }
 
-/// The stdin and stdout of a script that runs on a host through OpenSSH's client.
+/// The stdin and stdout of a script on a host, carried by a running process of OpenSSH's client.
 pub(in crate::cluster::ssh) struct OpenSshChannel {
     pub(super) client: Rc<ClientProcess>,
     timeout: Rc<Cell<Duration>>,
 }
 
 impl OpenSshChannel {
-    /// Determines why the output of the host has ended; returns `None` if the command on the host
-    /// has ended.
+    /// Determines why the output from the host has ended; returns `None` if the connection has not
+    /// failed, but the command on the host has ended.
     pub(in crate::cluster::ssh) fn explain_output_end(&self, target: &SshTarget) -> Option<Diagnostic> {
         self.client.explain_client_end(target).map(|failure| failure.into_diagnostic(target))
     }
 
-    /// Closes the input of the shell on the host, and waits until the shell has ended. Returns its
-    /// exit code (-1 if unknown), and what the last script wrote to stderr.
+    /// Closes the input of the shell that OpenSSH's client runs on the host, and waits until the
+    /// shell has ended. Returns its exit code (-1 if unknown), and what the last script wrote to
+    /// stderr.
     pub(in crate::cluster::ssh) fn end_input_and_wait_for_exit(&mut self) -> (i32, String) {
         _ = self.client.stream.shutdown(Shutdown::Write);
         _ = io::copy(self, &mut io::sink());
@@ -367,8 +375,8 @@ impl OpenSshChannel {
         (code, String::from_utf8_lossy(&state.stderr).into_owned())
     }
 
-    /// Repeats an operation on the nonblocking stream to the host until it succeeds or the time
-    /// limit is reached.
+    /// Repeats the function `operation`, which reads or writes the nonblocking stream to the host,
+    /// until it succeeds or the time limit is reached.
     fn retry_until_timeout<T>(
         &self,
         events: PollFlags,

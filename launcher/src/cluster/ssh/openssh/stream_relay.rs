@@ -47,7 +47,7 @@ pub(in crate::cluster::ssh) fn relay_streams(
     client.remote_exit_status(target)
 }
 
-/// Copies the bytes of one agent between OpenSSH's client and local sockets.
+/// Copies the bytes of one agent between OpenSSH's client and local sockets of the controller.
 struct StreamRelay<'a> {
     client: &'a ClientProcess,
     local: &'a UnixStream,
@@ -62,7 +62,8 @@ struct StreamRelay<'a> {
 }
 
 impl StreamRelay<'_> {
-    /// Copies bytes between the agent and the local sockets until the agent has closed its output.
+    /// Copies bytes between the agent on the host and the local sockets in both directions, until
+    /// the agent has closed its output.
     fn run(mut self) -> io::Result<()> {
         self.local.set_nonblocking(true)?;
         self.stderr.set_nonblocking(true)?;
@@ -78,8 +79,8 @@ impl StreamRelay<'_> {
         }
     }
 
-    /// Copies available input of the agent from the local socket to the agent. Returns whether any
-    /// bytes moved.
+    /// Copies what the controller has written to the local socket to the input of the agent on the
+    /// host. Returns whether any bytes moved.
     fn relay_input(&mut self) -> io::Result<bool> {
         let mut progressed = false;
         if self.has_input && self.to_host.is_empty() {
@@ -103,7 +104,8 @@ impl StreamRelay<'_> {
         Ok(progressed)
     }
 
-    /// Copies available output of the agent to the local socket. Returns whether any bytes moved.
+    /// Copies what the agent on the host has written to its output to the local socket, from which
+    /// the controller reads. Returns whether any bytes moved.
     fn relay_output(&mut self) -> io::Result<bool> {
         let mut progressed = false;
         if self.has_output && self.from_host.is_empty() {
@@ -119,8 +121,8 @@ impl StreamRelay<'_> {
         Ok(progressed)
     }
 
-    /// Copies available standard error of the agent to its local socket. Returns whether any bytes
-    /// moved.
+    /// Copies what the agent on the host has written to its standard error to a local socket, from
+    /// which the controller reads. Returns whether any bytes moved.
     fn relay_stderr(&mut self) -> bool {
         let mut progressed = false;
         if !self.client.has_stderr_ended() && self.from_stderr.is_empty() {
@@ -140,7 +142,7 @@ impl StreamRelay<'_> {
         progressed
     }
 
-    /// Waits until one of the streams of the agent or of the local sockets is ready.
+    /// Waits until a stream of the agent or a local socket is ready to be read or written.
     fn wait_for_io(&self) -> io::Result<()> {
         let mut events = PollFlags::empty();
         events.set(PollFlags::POLLIN, self.has_output && self.from_host.is_empty());

@@ -24,37 +24,38 @@ use std::{
 /// ended.
 const WAIT_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The exit status of a child process, shared by the thread that has started it and the thread that
-/// reaps it; `None` until it was reaped.
+/// The exit status of a child process, which the thread that reaps the process sets for the thread
+/// that has started it; `None` until then.
 type ReapedStatus = Arc<Mutex<Option<ExitStatus>>>;
 
-/// The exit statuses of all [`SupervisedChild`] processes that were not reaped yet, by pid.
+/// The child processes of SSH connections ([`SupervisedChild`]) that were not reaped yet, by pid,
+/// each with the place for its exit status.
 static UNREAPED_CHILDREN: Mutex<BTreeMap<u32, ReapedStatus>> = Mutex::new(BTreeMap::new());
 
-/// Locks a mutex, also after a thread has panicked while it held the lock.
+/// Locks a mutex, even if another thread has panicked while it held the lock.
 fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the pids of the [`SupervisedChild`] processes that were not reaped.
+/// Returns the pids of the child processes of SSH connections ([`SupervisedChild`]) that were not
+/// reaped.
 pub(in crate::cluster::ssh) fn list_unreaped_children() -> Vec<u32> {
     lock_ignoring_poison(&UNREAPED_CHILDREN).keys().copied().collect()
 }
 
-/// Records the exit status of the child process `pid`, which the calling thread has reaped. The
-/// caller holds [`lock_children`]. Ignores processes that were not started here.
+/// Records the exit status of the child process `pid`, which the calling thread has reaped, for the
+/// thread that has started the process. The caller holds [`lock_children`]. Ignores processes that
+/// were not started here.
 pub(in crate::cluster::ssh) fn record_child_exit(pid: u32, status: ExitStatus) {
     if let Some(reaped) = lock_ignoring_poison(&UNREAPED_CHILDREN).remove(&pid) {
         *lock_ignoring_poison(&reaped) = Some(status);
     }
 }
 
-/// A child process that leads a separate process group. Dropping the value kills the group. The
-/// kernel also kills the process if the thread that started it ends. The process is reaped by the
-/// thread that reaps all children of this process, which calls [`record_child_exit`].
-///
-/// The kernel also kills the process if the thread that started it ends. The process is reaped by
-/// the thread that reaps all children of this process, which calls [`record_child_exit`].
+/// A child process, such as `ssh`, that leads a separate process group and is killed with its group
+/// when the value is dropped. The kernel also kills the process if the thread that started it ends.
+/// The process is reaped by the thread that reaps all children of this process, which calls
+/// [`record_child_exit`].
 #[derive(Debug)]
 pub(in crate::cluster::ssh) struct SupervisedChild {
     pid: u32,
@@ -85,8 +86,9 @@ impl SupervisedChild {
         Ok((SupervisedChild { pid: child.id(), reaped }, child))
     }
 
-    /// Runs a command to its end, and returns its exit status and its output. Kills the command and
-    /// fails if it takes longer than `limit`, or if its output does not fit into a pipe.
+    /// Runs a command, such as `ssh -G`, until it ends, and returns its exit status and its output.
+    /// Kills the command and fails if it takes longer than `limit`, or if its output does not fit
+    /// into a pipe.
     pub(in crate::cluster::ssh) fn run_to_end(command: &mut Command, limit: Duration) -> io::Result<Output> {
         use std::{io::Read, os::unix::process::ExitStatusExt, process::Stdio};
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -115,8 +117,8 @@ impl SupervisedChild {
         lock_ignoring_poison(&self.reaped).or_else(|| peek_exit_status(self.pid))
     }
 
-    /// Waits for the end of the process, for at most `limit`. Returns the exit status, or `None` if
-    /// the process still runs.
+    /// Waits for the end of the child process, for at most `limit`. Returns the exit status, or
+    /// `None` if the process still runs.
     pub(super) fn wait_timeout(&self, limit: Duration) -> Option<ExitStatus> {
         let deadline = Instant::now() + limit;
         loop {

@@ -1,4 +1,5 @@
-//! [`TreeHub`]: the controller's part of the tree of agents, on a separate thread.
+//! [`TreeHub`]: the controller's end of the tree of agents, in which agents pass on each other's
+//! messages to the controller, on a separate thread.
 use super::planner::{ExecutableSource, TreePlace, TreePlanner};
 use crate::{
     cluster::{
@@ -31,24 +32,26 @@ use tokio::{
     time::{Instant, MissedTickBehavior, sleep_until},
 };
 
-/// The largest number of commands that may wait for the thread of the controller's part of the
-/// tree. The start of an agent has three at most.
+/// The largest number of commands, such as to add an agent, that may wait for the thread which
+/// connects the controller with the tree of agents. The start of an agent has three at most.
 const MAX_WAITING_COMMANDS: usize = 1 << 17;
-/// The number of messages that fit into each channel of the thread of the controller's part of the
-/// tree.
+/// The number of messages that fit into each channel of the thread which connects the controller
+/// with the tree of agents.
 const CHANNEL_CAPACITY: usize = 1024;
-/// The interval at which a thread that waits for a place in the tree checks whether the start of
-/// its agent was cancelled.
+/// The interval at which a thread that waits for a place for its agent in the tree of agents checks
+/// whether the start of this agent was cancelled.
 const GIVE_UP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// The longest time for which the thread of the controller's part of the tree waits for an event.
+/// The longest time for which the thread that connects the controller with the tree of agents waits
+/// for its next event.
 const MAX_SLEEP: Duration = Duration::from_secs(60);
-/// The number of lines of an agent's standard error that may wait until the controller reads them.
-/// Further ones are dropped.
+/// The number of lines of an agent's standard error that may wait until the controller has read
+/// them. Further ones are dropped.
 const STDERR_CAPACITY: usize = 64;
 /// The number of bytes of an agent's standard error that are read at once.
 const STDERR_CHUNK_BYTES: usize = 4 << 10;
 
-/// A command to the thread of the controller's part of the tree, such as to add an agent.
+/// A command to the thread which connects the controller with the tree of agents: open an agent's
+/// stream, add an agent at the top, or end a stream.
 enum HubCommand {
     /// Open the stream of an agent that is being started.
     Open(NewAgentStreams),
@@ -58,8 +61,8 @@ enum HubCommand {
     Abort(StreamId),
 }
 
-/// An agent that is about to be started in a tree, with the tree's ends of its control connection
-/// and standard error.
+/// The tree's ends of the control connection and of the standard error of an agent that is about to
+/// be started in the tree of agents.
 struct NewAgentStreams {
     stream: StreamId,
     host: String,
@@ -69,8 +72,8 @@ struct NewAgentStreams {
     first_agent: Arc<AtomicU64>,
 }
 
-/// The controller's part of the tree of agents, which is connected with the agents at the top and
-/// passes on the messages of all agents. Its thread ends when the hub and all its streams are
+/// The controller's end of the tree of agents: is connected with the agents at the top, which pass
+/// on the messages of the agents below them. Its thread ends when the hub and all its streams are
 /// dropped.
 pub(crate) struct TreeHub {
     commands: mpsc::Sender<HubCommand>,
@@ -81,7 +84,8 @@ pub(crate) struct TreeHub {
     fetch_token: String,
 }
 
-/// The settings of a tree of agents that come from the job, such as its width.
+/// The settings of the tree of agents that come from the job, such as the largest number of agents
+/// that are connected below each agent.
 #[derive(Clone, Debug)]
 pub(crate) struct TreeSettings {
     /// The largest number of agents below the controller, and below each agent.
@@ -92,15 +96,15 @@ pub(crate) struct TreeSettings {
     pub(crate) ports: PortSelection,
 }
 
-/// Returns the time of silence after which a connection between two neighbours of the tree counts
-/// as broken, for the lease of a host (`run.host_lease`). It is then replaced before the host
-/// counts as lost.
+/// Returns how long a connection between two neighbours in the tree of agents may be silent before
+/// it counts as broken, for hosts that may be silent for `host_lease`. It is then replaced before
+/// the host counts as lost.
 fn compute_link_lease(host_lease: Duration) -> Duration {
     host_lease / 2
 }
 
-/// The [`TreePlanner`], which assigns places in the tree, behind a lock, with condition variables
-/// for threads that wait for its decisions.
+/// The [`TreePlanner`], which assigns agents their places in the tree of agents, behind a mutex,
+/// with condition variables for threads that wait for its decisions.
 ///
 /// A change wakes one thread of each kind, and a thread that gets its decision wakes the next one.
 /// So the work for each decision does not depend on the number of threads.
@@ -112,22 +116,22 @@ struct SharedPlanner {
 }
 
 impl SharedPlanner {
-    /// Locks the mutex of the tree's planner, even if another thread has panicked while it held the
-    /// lock.
+    /// Locks the planner of the tree of agents, even if another thread has panicked while it held
+    /// the lock.
     fn lock_planner(&self) -> MutexGuard<'_, TreePlanner> {
         self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the planner of the tree by calling `change`, and wakes the threads that wait for its
-    /// decisions.
+    /// Changes the planner of the tree of agents by calling `change`, and wakes threads that wait
+    /// for a decision of the planner, such as a place for an agent.
     fn change_and_wake(&self, change: impl FnOnce(&mut TreePlanner)) {
         change(&mut self.lock_planner());
         self.places.notify_one();
         self.sources.notify_one();
     }
 
-    /// Waits until `decide` returns a decision of the tree's planner, such as a place for an agent,
-    /// or until `is_given_up` returns `true`. Checks `is_given_up` every
+    /// Waits until the function `decide` gets a decision from the tree's planner, such as a place
+    /// for an agent, or until the function `is_given_up` returns `true`. Checks `is_given_up` every
     /// [`GIVE_UP_CHECK_INTERVAL`].
     fn wait_for_decision<T>(
         &self,
@@ -151,8 +155,8 @@ impl SharedPlanner {
     }
 }
 
-/// The controller's ends of the control connection and standard error of an agent that is being
-/// started in a tree.
+/// The controller's ends of the control connection and of the standard error of an agent that is
+/// being started in the tree of agents.
 pub(crate) struct StartingAgentStreams {
     pub(crate) id: StreamId,
     pub(crate) halves: StreamHalves,
@@ -161,7 +165,8 @@ pub(crate) struct StartingAgentStreams {
 }
 
 impl TreeHub {
-    /// Starts the thread of the controller's part of a tree of agents.
+    /// Starts the thread that connects the controller with the tree of agents, in which agents pass
+    /// on each other's messages to the controller.
     pub(crate) fn start(settings: TreeSettings) -> io::Result<TreeHub> {
         let mut key = [0; 32];
         getrandom::fill(&mut key)?;
@@ -193,8 +198,8 @@ impl TreeHub {
         &self.fetch_token
     }
 
-    /// Opens the control connection, through the tree, of an agent that is about to be started on
-    /// the host `host`.
+    /// Opens the controller's end of the control connection of an agent that is about to be started
+    /// on the host `host` and will be reached through the tree of agents.
     pub(crate) fn open_agent_stream(
         &self,
         host: &str,
@@ -217,14 +222,14 @@ impl TreeHub {
         StartingAgentStreams { id: stream, halves, stderr, connection }
     }
 
-    /// Assigns an agent (identified by its stream) a place in the tree of agents, if one is free
-    /// now.
+    /// Assigns the agent with the control stream `stream` a place in the tree of agents (at the top
+    /// or below another agent), if a place is free now.
     pub(crate) fn try_place_agent(&self, stream: StreamId) -> Option<TreePlace> {
         self.planner.lock_planner().place_agent(stream)
     }
 
-    /// Waits until an agent (identified by its stream) gets a place in the tree of agents. Returns
-    /// `None` if the start was given up.
+    /// Waits until the agent with the control stream `stream` gets a place in the tree of agents
+    /// (at the top or below another agent). Returns `None` if the start was given up.
     pub(crate) fn wait_for_place(
         &self,
         stream: StreamId,
@@ -237,15 +242,15 @@ impl TreeHub {
         )
     }
 
-    /// Lists the agents of the tree to which an agent (identified by its stream) may connect now.
-    /// The list is empty for an agent that is connected with the controller, and if no agent
-    /// accepts others.
+    /// Lists the agents of the tree below which the agent with the control stream `stream` may be
+    /// connected now. The list is empty for an agent that is connected with the controller, and if
+    /// no agent accepts others.
     pub(crate) fn list_possible_parents(&self, stream: StreamId) -> Vec<TreeParent> {
         self.planner.lock_planner().list_possible_parents_of(stream)
     }
 
-    /// Waits until another host or the controller is free to send the executable of launch to a
-    /// host. Returns `None` if the start was given up.
+    /// Waits until the controller or a host that has the executable of launch is free to send it to
+    /// another host. Returns `None` if the start was given up.
     pub(crate) fn wait_for_executable_source(
         &self,
         is_given_up: impl Fn() -> bool,
@@ -257,13 +262,14 @@ impl TreeHub {
         )
     }
 
-    /// Records that a transfer of launch's executable from `source` to a host has ended.
+    /// Records that `source`, the host or controller that has sent launch's executable to a host,
+    /// is free for another transfer.
     pub(crate) fn release_executable_source(&self, source: &ExecutableSource) {
         self.planner.change_and_wake(|planner| planner.release_executable_source(source));
     }
 
-    /// Builds the first message to an agent of the tree, which states the agent's place and
-    /// possible parents.
+    /// Builds the first message to an agent in the tree of agents, which states the agents to which
+    /// it may connect, the keys and the time limits.
     pub(crate) fn build_first_message(
         &self,
         stream: StreamId,
@@ -286,26 +292,27 @@ impl TreeHub {
         }
     }
 
-    /// Connects an agent with the controller directly, at the top of the tree, over the SSH
-    /// connection `control`. The agent gets its place first. `stderr` carries the agent's standard
-    /// error.
+    /// Connects an agent with the controller directly, as one of the agents at the top of the tree,
+    /// over `control`, which its SSH connection relays. The agent gets its place first. `stderr`
+    /// carries the agent's standard error.
     pub(crate) fn add_root(&self, setup: TreeSetup, control: StdStream, stderr: StdStream) {
         self.send_command(HubCommand::AddRoot { setup: Box::new(setup), control, stderr });
     }
 
-    /// Ends the control connection of an agent that could not be started.
+    /// Ends the control connection `stream` of an agent that could not be started.
     pub(crate) fn abort_stream(&self, stream: StreamId) {
         self.send_command(HubCommand::Abort(stream));
     }
 
-    /// Sends a command to the thread of the controller's part of the tree.
+    /// Sends a command to the thread that connects the controller with the tree of agents.
     fn send_command(&self, command: HubCommand) {
         // An agent whose command does not fit counts as lost after the limit of its first message.
         _ = self.commands.try_send(command);
     }
 }
 
-/// The controller's connection to an agent through the tree of agents.
+/// The controller's handle of its connection to one agent that is reached through the tree of
+/// agents (other agents that pass on messages).
 pub(crate) struct TreeConnection {
     stream: StreamId,
     commands: mpsc::Sender<HubCommand>,
@@ -352,7 +359,8 @@ impl RemoteConnection for TreeConnection {
     }
 }
 
-/// The controller's end of one agent's control connection through the tree.
+/// The controller's end of the control connection of one agent, which other agents of the tree pass
+/// on.
 struct HubStream {
     host: String,
     local: LocalStream,
@@ -364,8 +372,8 @@ struct HubStream {
     first_agent: Arc<AtomicU64>,
 }
 
-/// The event loop of the thread that is the controller's part of the tree, with its links and
-/// streams.
+/// The event loop of the thread that connects the controller with the tree of agents, with its
+/// connections to the agents at the top and the control streams of all agents.
 struct HubLoop {
     planner: Arc<SharedPlanner>,
     /// The time for which a stream may have no way through the tree. Afterwards its agent counts as
@@ -385,7 +393,7 @@ struct HubLoop {
 }
 
 impl HubLoop {
-    /// Creates the event loop of a tree without agents.
+    /// Creates the event loop for a tree of agents that contains no agents yet.
     fn new(planner: Arc<SharedPlanner>, host_lease: Duration) -> HubLoop {
         HubLoop {
             planner,
@@ -401,8 +409,8 @@ impl HubLoop {
         }
     }
 
-    /// Passes on messages between the controller and the agents of the tree until no handle of the
-    /// tree is left.
+    /// Passes on messages between the controller and the agents of the tree until the controller no
+    /// longer uses the tree.
     async fn run_event_loop(mut self, mut commands: mpsc::Receiver<HubCommand>) {
         let mut heartbeats = tokio::time::interval(self.heartbeat_interval);
         heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -428,8 +436,8 @@ impl HubLoop {
         }
     }
 
-    /// Executes a command that the controller, or the thread of an SSH connection, has sent to this
-    /// thread.
+    /// Executes a command, such as to add an agent to the tree, that the controller or the thread
+    /// of an SSH connection has sent.
     fn execute_command(&mut self, command: HubCommand) {
         match command {
             HubCommand::Open(opened) => self.open_stream(opened),
@@ -447,7 +455,8 @@ impl HubLoop {
         }
     }
 
-    /// Registers the control connection of an agent that is about to be started in the tree.
+    /// Registers the control stream of an agent that is about to be started in the tree of agents,
+    /// before the agent has connected.
     fn open_stream(&mut self, opened: NewAgentStreams) {
         let NewAgentStreams { stream, host, halves, stderr, progress, first_agent } = opened;
         self.router.open_stream(stream);
@@ -458,8 +467,8 @@ impl HubLoop {
         self.streams.insert(stream, state);
     }
 
-    /// Connects an agent with the controller directly, at the top of the tree, over the SSH
-    /// connection `control`.
+    /// Connects an agent with the controller directly, as one of the agents at the top of the tree,
+    /// over `control`, which its SSH connection relays.
     fn add_root(&mut self, setup: TreeSetup, control: StdStream, stderr: StdStream) -> io::Result<()> {
         control.set_nonblocking(true)?;
         stderr.set_nonblocking(true)?;
@@ -473,8 +482,8 @@ impl HubLoop {
         Ok(())
     }
 
-    /// Handles a frame (message) from an agent at the top of the tree, or the end of the link to
-    /// that agent.
+    /// Handles a message (frame) from an agent that is connected to the controller directly rather
+    /// than through another agent, or the end of that connection.
     fn on_root_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_frame_arrival(link) {
             return;
@@ -488,8 +497,9 @@ impl HubLoop {
         }
     }
 
-    /// Handles the end of the link to an agent at the top of the tree. The agent cannot connect in
-    /// another way, so its stream ends. The others may find another way.
+    /// Handles the end of the connection to an agent that was connected to the controller directly,
+    /// at the top of the tree of agents. The agent cannot connect in another way, so its stream
+    /// ends. The others may find another way.
     fn on_root_link_ended(&mut self, link: LinkId) {
         self.router.remove_child(link);
         if let Some(stream) = self.roots.remove(&link) {
@@ -498,8 +508,8 @@ impl HubLoop {
         }
     }
 
-    /// Handles an event of the controller's end of an agent's control connection: written bytes,
-    /// read bytes, or its end.
+    /// Handles an event of the controller's own end of an agent's control connection: the
+    /// controller has written or read bytes, or has closed the connection.
     fn handle_local_event(&mut self, event: LocalStreamEvent) {
         match event {
             LocalStreamEvent::Written(stream, bytes) => self.router.write_to_stream(stream, &bytes),
@@ -508,8 +518,9 @@ impl HubLoop {
         }
     }
 
-    /// Executes all actions that the router (the state machine of this part of the tree) requests.
-    /// Handles links that were closed because their queues were full.
+    /// Executes all actions that the router (the state machine that decides how messages are passed
+    /// on in the tree of agents) requests. Handles links that were closed because their queues were
+    /// full.
     fn execute_actions(&mut self) {
         loop {
             let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
@@ -521,7 +532,8 @@ impl HubLoop {
         }
     }
 
-    /// Executes one action that the router (the state machine of this part of the tree) requests.
+    /// Executes one action that the router (the state machine that decides how messages are passed
+    /// on in the tree of agents) requests.
     fn execute_action(&mut self, action: RouterAction) {
         match action {
             RouterAction::Send(link, frame) => self.links.send_frame(link, frame),
@@ -571,7 +583,8 @@ impl HubLoop {
         }
     }
 
-    /// Ends the control connections of agents that have been cut off from the tree for too long.
+    /// Ends the control connections of agents that have had no way to the controller through the
+    /// tree for too long, so that they count as lost.
     fn end_detached_streams(&mut self) {
         while let Some((since, stream)) = self.detached.front().copied()
             && since.elapsed() >= self.max_detached
@@ -589,9 +602,8 @@ impl HubLoop {
         }
     }
 
-    /// Ends the control connection of one agent through the tree, because of `failure` unless the
-    /// SSH connection has recorded another reason. `failure` is the reason, if the connection's
-    /// thread has recorded none.
+    /// Ends the control connection of one agent that is reached through the tree; `failure` is the
+    /// reason, unless the agent's SSH connection has recorded another one.
     fn end_stream(&mut self, stream: StreamId, failure: Option<Diagnostic>) {
         self.planner.change_and_wake(|planner| planner.remove_agent(stream));
         if let Some(state) = self.streams.remove(&stream) {
@@ -603,7 +615,8 @@ impl HubLoop {
     }
 }
 
-/// Reads the standard error of an agent from its SSH connection, and forwards the lines to `lines`.
+/// Reads the standard error of an agent from its SSH connection, and forwards the text to the
+/// channel `lines`.
 async fn forward_stderr(mut stream: UnixStream, lines: mpsc::Sender<String>) {
     let mut buffer = vec![0; STDERR_CHUNK_BYTES];
     while let Ok(count @ 1..) = stream.read(&mut buffer).await {

@@ -13,19 +13,19 @@ const MAX_TRANSFERS_PER_HOST: usize = 1;
 /// The largest number of hosts to which the controller sends the executable of launch at the same
 /// time. A slow host does not delay all others.
 const MAX_CONTROLLER_TRANSFERS: usize = 2;
-/// The largest number of agents above an agent in the tree that are listed as its possible parents.
-/// A tree of the default width with as many levels has millions of agents.
+/// How many of the agents above an agent in the tree are offered to it as possible parents, to
+/// which it may connect. A tree of the default width with as many levels has millions of agents.
 const MAX_ANCESTOR_PARENTS: usize = 8;
-/// The number of agents at the top of the tree that are listed as possible parents of an agent, in
-/// case no agent above it can be reached.
+/// How many agents at the top of the tree are offered to an agent as additional possible parents,
+/// in case it cannot reach any of the agents above it.
 const MAX_FALLBACK_PARENTS: usize = 4;
 
-/// The largest number of agents that are informed at once that their possible parents in the tree
-/// have changed.
+/// How many agents are informed at once that the agents to which they may connect in the tree
+/// (their possible parents) have changed.
 const MAX_PARENT_UPDATES_AT_ONCE: usize = 64;
 
-/// The place of an agent in the tree of agents: directly below the controller, or below another
-/// agent.
+/// The place of an agent in the tree of agents: directly below the controller, or below one of
+/// several other agents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum TreePlace {
     /// The agent is connected with the controller.
@@ -43,7 +43,8 @@ pub(crate) enum ExecutableSource {
     Agent(TreeParent),
 }
 
-/// An agent in the tree of agents, with its parent, depth and number of children.
+/// One agent in the planned tree of agents: its parent, its depth, its number of children, and the
+/// addresses at which it accepts other agents.
 #[derive(Debug, Default)]
 struct PlannedAgent {
     /// The number of agents between the agent and the controller.
@@ -58,8 +59,8 @@ struct PlannedAgent {
     addresses: Option<Vec<SocketAddr>>,
 }
 
-/// Decides which place each agent gets in the tree of agents, and which hosts send the executable
-/// of launch to others.
+/// Decides which place each agent gets in the tree of agents (which pass on each other's messages
+/// to the controller), and which hosts send launch's executable to others.
 #[derive(Debug)]
 pub(crate) struct TreePlanner {
     /// The largest number of agents below the controller, and below each agent.
@@ -80,8 +81,8 @@ pub(crate) struct TreePlanner {
 }
 
 impl TreePlanner {
-    /// Creates the planner of an empty tree in which each agent has at most `width` agents below
-    /// it.
+    /// Creates the planner of an empty tree of agents, in which each agent gets at most `width`
+    /// agents below it.
     pub(crate) fn new(width: usize) -> TreePlanner {
         TreePlanner {
             width: width.max(1),
@@ -95,9 +96,9 @@ impl TreePlanner {
         }
     }
 
-    /// Assigns an agent (identified by its stream) a place in the tree, below the controller or, if
-    /// that has enough agents, below another agent. Returns `None` if the agent has to wait until
-    /// another agent accepts agents.
+    /// Assigns the agent with the control stream `stream` a place in the tree: directly below the
+    /// controller or, if enough agents are there, below another agent. Returns `None` if the agent
+    /// has to wait until another agent accepts agents.
     pub(crate) fn place_agent(&mut self, stream: StreamId) -> Option<TreePlace> {
         if self.roots.len() < self.width {
             self.roots.insert(stream);
@@ -111,15 +112,15 @@ impl TreePlanner {
         Some(TreePlace::Below(self.list_possible_parents_below(parent)))
     }
 
-    /// Lists the agents of the tree to which an agent (identified by its stream) may connect. The
-    /// list is empty for an agent that is connected with the controller.
+    /// Lists the agents of the tree below which the agent with the control stream `stream` may be
+    /// connected. The list is empty for an agent that is connected with the controller.
     pub(crate) fn list_possible_parents_of(&self, stream: StreamId) -> Vec<TreeParent> {
         let parent = self.agents.get(&stream).and_then(|agent| agent.parent);
         parent.map(|parent| self.list_possible_parents_below(parent)).unwrap_or_default()
     }
 
     /// Lists the agents to which a new agent below `parent` may connect: `parent`, the agents above
-    /// that, and some directly below the controller.
+    /// `parent`, and some agents directly below the controller.
     fn list_possible_parents_below(&self, parent: StreamId) -> Vec<TreeParent> {
         let mut parents: Vec<TreeParent> = Vec::new();
         let mut next = Some(parent);
@@ -136,22 +137,23 @@ impl TreePlanner {
         parents
     }
 
-    /// Describes an agent as a possible parent of others, with its addresses; returns `None` if it
-    /// accepts no agents.
+    /// Returns the stream number and the addresses of an agent to which others may connect in the
+    /// tree, or `None` if it accepts no agents.
     fn describe_as_parent(&self, stream: StreamId) -> Option<TreeParent> {
         let addresses = self.agents.get(&stream)?.addresses.clone()?;
         Some(TreeParent { stream, addresses })
     }
 
-    /// Records that an agent accepts agents below it at these addresses, and that its host has the
-    /// executable of launch.
+    /// Records that an agent accepts other agents below it in the tree at the addresses
+    /// `addresses`, and that its host has the executable of launch.
     pub(crate) fn mark_accepting_agents(&mut self, stream: StreamId, addresses: Vec<SocketAddr>) {
         self.change_agent(stream, |agent| agent.addresses = Some(addresses));
     }
 
-    /// Lists a limited number of agents whose possible parents in the tree have changed, each with
-    /// its new list. After a change, a round of calls lists every agent, so that each one knows
-    /// several others that are alive. Without a change, the list is empty.
+    /// Returns a limited number of agents for which the agents to which they may connect in the
+    /// tree (their possible parents) have changed, each with the new list. After a change, a round
+    /// of calls lists every agent, so that each one knows several others that are alive. Without a
+    /// change, the list is empty.
     pub(crate) fn take_parent_updates(&mut self) -> Vec<(StreamId, Vec<TreeParent>)> {
         let first = match self.next_update {
             Some(stream) => stream,
@@ -167,13 +169,14 @@ impl TreePlanner {
         considered.into_iter().filter_map(list).filter(|(_, parents)| !parents.is_empty()).collect()
     }
 
-    /// Records that an agent has lost its way to the controller, so that it accepts no other
-    /// agents.
+    /// Records that an agent cannot reach the controller any more, so that no other agents may
+    /// connect to it.
     pub(crate) fn mark_detached(&mut self, stream: StreamId) {
         self.change_agent(stream, |agent| agent.addresses = None);
     }
 
-    /// Removes an agent that has ended from the planned tree.
+    /// Removes an agent that has ended from the planned tree of agents, so that no other agent
+    /// connects to it.
     pub(crate) fn remove_agent(&mut self, stream: StreamId) {
         self.mark_detached(stream);
         self.roots.remove(&stream);
@@ -182,8 +185,8 @@ impl TreePlanner {
         }
     }
 
-    /// Chooses a source from which a host gets the executable of launch, and reserves it for this
-    /// host. Returns `None` if all hosts that have it are busy.
+    /// Chooses the source (a host or the controller) from which the next host gets the executable
+    /// of launch, and reserves it. Returns `None` if all hosts that have it are busy.
     pub(crate) fn reserve_executable_source(&mut self) -> Option<ExecutableSource> {
         match self.sources.first().copied() {
             Some((transfers, stream)) if transfers < MAX_TRANSFERS_PER_HOST => {
@@ -199,7 +202,8 @@ impl TreePlanner {
         }
     }
 
-    /// Releases the source of launch's executable after its transfer to a host has ended.
+    /// Records that the transfer of launch's executable from `source` to a host has ended, so that
+    /// `source` can serve another host.
     pub(crate) fn release_executable_source(&mut self, source: &ExecutableSource) {
         match source {
             ExecutableSource::Controller => {
@@ -211,8 +215,8 @@ impl TreePlanner {
         }
     }
 
-    /// Changes an agent of the planned tree by calling `change`, and updates its entries in the
-    /// sorted sets from which parents and sources are chosen.
+    /// Changes what is planned for one agent by calling `change`, and updates the sorted sets from
+    /// which parents and sources of the executable are chosen.
     fn change_agent(&mut self, stream: StreamId, change: impl FnOnce(&mut PlannedAgent)) {
         let Some(agent) = self.agents.get_mut(&stream) else { return };
         self.open.remove(&(agent.depth, agent.children, stream));
