@@ -125,7 +125,9 @@ struct TransformerLayer {
     activated: Buf,
 }
 
-/// The shapes (outputs, inputs) of the weights of a layer: qkv, o, gate_up, down.
+/// The shapes (outputs, inputs) of the four weight matrices of a transformer layer: the fused
+/// query, key and value projection, the output projection, the fused gate and up projection, and
+/// the down projection.
 const LAYER_WEIGHT_SHAPES: [(usize, usize); 4] =
     [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)];
 
@@ -187,8 +189,8 @@ impl<'a> TrainingStepBench<'a> {
         );
     }
 
-    /// Runs the forward pass of all layers, then the output layer with the cross-entropy loss and
-    /// their gradients.
+    /// Runs the forward pass of all layers, and then the classifier: the output layer, the
+    /// cross-entropy loss, and the gradients of both.
     fn run_forward(&mut self) {
         let (cpu, m, d, f) = (self.cpu, self.tokens.len(), HIDDEN, INTERMEDIATE);
         cpu.embedding_forward(self.x.view_mut(), self.head.w.view(), &self.tokens, d);
@@ -373,8 +375,8 @@ fn measure_fastest_run(mut run: impl FnMut()) -> f64 {
     best
 }
 
-/// Benchmarks of the ops of the CPU backend, on inputs of `m` rows with the sizes of a small Llama
-/// model.
+/// Benchmarks of the ops of the CPU backend, on matrices of `m` rows (tokens) with the widths of a
+/// small Llama model.
 struct OpsBench<'a> {
     cpu: &'a Cpu,
     peak: f64,
@@ -383,8 +385,8 @@ struct OpsBench<'a> {
 }
 
 impl OpsBench<'_> {
-    /// Times `run`, an op of the CPU backend, and prints its rate in FLOP/s. `flops` is the number
-    /// of floating-point operations of one run.
+    /// Runs `run`, an op of the CPU backend, several times, and prints its rate in GFLOP/s. `flops`
+    /// is the number of floating-point operations of one run.
     fn report_flops(&self, name: &str, flops: usize, run: impl FnMut()) {
         if name.contains(self.only) {
             let rate = flops as f64 / measure_fastest_run(run);
@@ -392,8 +394,8 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Times `run`, an op of the CPU backend, and prints its memory bandwidth. `elements` is the
-    /// number of elements that one run reads and writes.
+    /// Runs `run`, an op of the CPU backend, several times, and prints its memory bandwidth in
+    /// GB/s. `elements` is the number of elements that one run reads and writes.
     fn report_bytes(&self, name: &str, elements: usize, run: impl FnMut()) {
         if name.contains(self.only) {
             let seconds = measure_fastest_run(run);
@@ -405,7 +407,7 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures the matmuls of a transformer layer and of the output layer.
+    /// Measures the rates of the matmuls of a transformer layer and of the output layer.
     fn bench_matmuls(&self) {
         let (cpu, m) = (self.cpu, self.m);
         let shapes = [
@@ -494,7 +496,8 @@ impl OpsBench<'_> {
         }
     }
 
-    /// Measures the output layer with the cross-entropy loss, with and without gradients.
+    /// Measures the classifier, an op that computes the output layer and its cross-entropy loss
+    /// together, with and without gradients.
     fn bench_classifier(&self) {
         let (cpu, m, d, v) = (self.cpu, self.m, HIDDEN, VOCABULARY);
         let (x, w) = (make_random_buf(m * d), make_random_buf(v * d));
@@ -567,7 +570,8 @@ impl OpsBench<'_> {
         self.bench_vector_ops();
     }
 
-    /// Measures elementwise ops, sums of squares by block, and AdamW.
+    /// Measures ops on vectors: elementwise ops, the sums of squares of the vector's blocks, and
+    /// AdamW updates.
     fn bench_vector_ops(&self) {
         let (cpu, len) = (self.cpu, 2 << 20);
         let (mut p, g) = (make_random_buf(len), make_random_buf(len));

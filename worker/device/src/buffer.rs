@@ -10,7 +10,7 @@ use std::{alloc, marker::PhantomData, ops::Range, ptr::NonNull, sync::Arc};
 /// Alignment of every host buffer in bytes: the size of a cache line and of an AVX-512 register.
 pub const BUFFER_ALIGNMENT: usize = 64;
 
-/// Type of the elements of a buffer or a view: `f32`, bf16 or f16.
+/// Type of the elements of a buffer: `f32`, bf16 or f16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dtype {
     /// IEEE single precision.
@@ -34,8 +34,7 @@ impl Dtype {
 /// Owner of memory that does not come from the Rust allocator, such as GPU memory. It frees the
 /// memory of a dropped [`Buf`].
 pub(crate) trait MemoryOwner: Send + Sync {
-    /// Frees `bytes` bytes of memory at `address`, after the buffer to which they belonged was
-    /// dropped.
+    /// Frees `bytes` bytes of memory at `address`, because the buffer that used them was dropped.
     fn release(&self, address: u64, bytes: usize);
 }
 
@@ -43,8 +42,8 @@ impl MemoryOwner for huge_pages::BufferMapping {
     fn release(&self, _: u64, _: usize) {}
 }
 
-/// Location, length and type of consecutive elements in host or GPU memory. No lifetime protects
-/// the memory.
+/// Address, length and type of consecutive elements in host or GPU memory, to which a buffer or a
+/// view refers. No lifetime protects the memory.
 #[derive(Clone, Copy)]
 struct ElementRange {
     ptr: *mut u8,
@@ -92,7 +91,8 @@ impl ElementRange {
     }
 }
 
-/// Generates the methods `len`, `is_empty` and `dtype`, which buffers and views have in common.
+/// Generates the methods `len`, `is_empty` and `dtype` for a type that is a buffer or a view of
+/// one.
 macro_rules! define_element_accessors {
     ($($type:ty),*) => {$(
         impl $type {
@@ -129,8 +129,8 @@ unsafe impl Send for Buf {}
 unsafe impl Sync for Buf {}
 
 impl Buf {
-    /// Creates a buffer of `len` elements at the address `ptr`, whose memory `owner` frees, or the
-    /// Rust allocator if there is no owner.
+    /// Creates a buffer of `len` elements at the address `ptr`; `owner` frees the memory, or the
+    /// Rust allocator if `owner` is `None`.
     fn new(
         ptr: NonNull<u8>,
         len: usize,
@@ -166,8 +166,9 @@ impl Buf {
         Buf::new(ptr, len, dtype, true, None)
     }
 
-    /// Creates a buffer from `len` elements of GPU memory at `address`, which `owner` has allocated
-    /// and will free. The address is ignored if `len` is 0.
+    /// Creates a buffer over `len` elements of GPU memory at `address`; `owner`, which has
+    /// allocated this memory, frees it when the buffer is dropped. The address is ignored if `len`
+    /// is 0.
     pub(crate) fn from_device_allocation(
         owner: Arc<dyn MemoryOwner>,
         address: u64,
@@ -178,8 +179,9 @@ impl Buf {
         Buf::new(ptr, len, dtype, false, Some(owner))
     }
 
-    /// Creates a buffer from `len` elements of host memory at `ptr`, which `owner` has allocated
-    /// and will free. The memory must be zero and aligned to [`BUFFER_ALIGNMENT`].
+    /// Creates a buffer over `len` elements of host memory at `ptr`; `owner`, which has allocated
+    /// this memory, frees it when the buffer is dropped. The memory must be zero and aligned to
+    /// [`BUFFER_ALIGNMENT`].
     pub(crate) fn from_host_allocation(
         owner: Arc<dyn MemoryOwner>,
         ptr: NonNull<u8>,
@@ -189,8 +191,9 @@ impl Buf {
         Buf::new(ptr, len, dtype, true, Some(owner))
     }
 
-    /// Creates a buffer of `len` elements of host memory at `ptr`, which stays valid while `owner`
-    /// exists. The buffer drops `owner` when it is dropped.
+    /// Creates a buffer over `len` existing elements of host memory at `ptr`, and keeps `owner`
+    /// alive, because the memory is valid only as long as `owner` exists. The buffer drops `owner`
+    /// when it is dropped.
     ///
     /// # Safety
     ///
@@ -228,7 +231,7 @@ impl Buf {
         b
     }
 
-    /// Returns the size and the alignment of host memory for `len` elements, in the form that
+    /// Returns the size and the alignment of a host allocation for `len` elements, in the form that
     /// Rust's allocator takes.
     fn allocation_layout(len: usize, dtype: Dtype) -> alloc::Layout {
         let elements = match dtype {

@@ -16,8 +16,8 @@ pub enum Fp8Format {
     E5M2,
 }
 
-/// Exponent (of 2) of the smallest scale of an fp8 matrix. With this scale, every fp8 number times
-/// the scale, and the product of two scales, is a normal `f32`.
+/// The smallest scale of an fp8 matrix is 2 to the power of this number. With this scale, every fp8
+/// number times the scale, and the product of two scales, is a normal `f32`.
 const SMALLEST_SCALE_EXPONENT: i32 = -60;
 
 impl Fp8Format {
@@ -69,9 +69,10 @@ impl Fp8Format {
         f32::from_bits(sign | if magnitude >= infinite { special } else { finite }.to_bits())
     }
 
-    /// Returns the scale `s` of a matrix that is rounded to fp8, whose finite elements have
-    /// magnitudes up to `amax`. The scale is the smallest power of two, at least 2⁻⁶⁰, for which
-    /// `amax / s` is at most [`Fp8Format::largest_finite`]. The scale of a zero matrix is 1.
+    /// Returns the scale `s` by which a matrix is divided before it is rounded to fp8, if `amax` is
+    /// the largest magnitude of its finite elements. The scale is the smallest power of two, at
+    /// least 2⁻⁶⁰, for which `amax / s` is at most [`Fp8Format::largest_finite`]. The scale of a
+    /// zero matrix is 1.
     pub fn compute_scale(self, amax: f32) -> f32 {
         if amax == 0.0 {
             return 1.0;

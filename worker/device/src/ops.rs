@@ -39,8 +39,8 @@ pub use optimizers::{AdamWHyperparams, LionHyperparams, OptimizerOps, SgdHyperpa
 pub use vectors::{NORM_BLOCK_LEN, PendingSumsOfSquares, SampleDropout, StochasticRounding, VectorOps};
 pub use vocabulary::{ClassifierGrads, ClassifierOps, ClassifierShape, EmbeddingOps, IGNORE_LABEL};
 
-/// All operations (ops) that a backend implements for models and optimizers. The backends are the
-/// CPU ([`crate::Cpu`]) and NVIDIA GPUs ([`crate::Cuda`]).
+/// All operations (ops) for models and optimizers, which each backend (CPU or GPU) implements. The
+/// backends are the CPU ([`crate::Cpu`]) and NVIDIA GPUs ([`crate::Cuda`]).
 pub trait Ops:
     Storage
     + MatmulOps

@@ -23,12 +23,12 @@ pub trait Storage: Send + Sync {
     fn check_status(&self) -> Result<(), DeviceError> {
         Ok(())
     }
-    /// Allocates a buffer of `len` zeros in the memory of the backend, where its ops compute.
-    /// Errors name `purpose` as the use of the memory, such as `gradients`. If the memory is full,
-    /// records the failure and returns a buffer without memory, which later calls do not access.
+    /// Allocates a buffer of `len` zeros in the memory of the backend; an out-of-memory error names
+    /// `purpose`, such as `gradients`, as the use of the memory. If the memory is full, records the
+    /// failure and returns a buffer without memory, which later calls do not access.
     fn zeroed_with_purpose(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf;
-    /// Allocates a buffer of `len` zeros in the memory of the backend, for the current step:
-    /// out-of-memory errors name the step as the purpose. See [`Storage::zeroed_with_purpose`].
+    /// Allocates a buffer of `len` zeros in the memory of the backend; an out-of-memory error names
+    /// the training step as the use of the memory. See [`Storage::zeroed_with_purpose`].
     fn zeroed(&self, dtype: Dtype, len: usize) -> Buf {
         self.zeroed_with_purpose("this step", dtype, len)
     }
@@ -101,10 +101,9 @@ pub trait Storage: Send + Sync {
         let done = copies.filter(|event| event.0.is_some()).last().unwrap_or_default();
         Download { bufs: to, done, status: self.check_status() }
     }
-    /// Records the duration of the training step that has just ended, and returns a notice for the
-    /// user if there is one. A backend that can run steps in several ways compares their durations
-    /// and chooses the fastest way. Returns a notice of the backend that was not returned before,
-    /// such as the choice, or `None`.
+    /// Records the duration of the training step that has just ended, from which a backend may
+    /// choose the fastest way to run steps, and returns a notice for the user if there is one.
+    /// Returns a notice of the backend that was not returned before, such as the choice, or `None`.
     fn record_step_duration(&self, _duration: Duration) -> Option<BackendNotice> {
         None
     }
@@ -231,7 +230,7 @@ impl fmt::Display for BackendNotice {
 #[derive(Clone, Default)]
 pub struct Event(Option<Arc<dyn BackendEvent>>);
 
-/// The part of an [`Event`] (a point in the work of a stream) that each backend implements.
+/// The operations on an [`Event`] (a point in the work of a stream) that each backend implements.
 pub(crate) trait BackendEvent: Send + Sync {
     /// Makes this thread's stream wait for the event before the stream's next work. The host does
     /// not block.
@@ -249,7 +248,8 @@ impl Event {
         Event(Some(Arc::new(event)))
     }
 
-    /// Returns whether this is the default event, which counts as reached from the start.
+    /// Returns whether this is the default event, which belongs to no stream and counts as reached
+    /// from the start.
     pub fn is_always_reached(&self) -> bool {
         self.0.is_none()
     }

@@ -11,8 +11,8 @@ use std::{
 /// measurement.
 const FMAS_PER_CHAIN: usize = 20_000;
 
-/// Function that computes several independent sequences of dependent multiply-adds (chains) in
-/// registers, and returns their sum.
+/// Type of the functions that compute several independent sequences of dependent multiply-adds
+/// (chains) in registers, and return their sum.
 type FmaChainsFn = fn(f32) -> f32;
 
 /// Measures the peak rate of multiply-adds on `threads` threads during `time`, and returns the best
@@ -38,8 +38,8 @@ pub(crate) fn measure_peak_flops(instruction_set: &str, threads: usize, time: Du
     (threads * flops) as f64 / best
 }
 
-/// Returns the function that measures multiply-adds with `instruction_set`, and the number of
-/// floating-point operations of one call.
+/// Returns the function that performs multiply-adds with `instruction_set`, and the number of
+/// floating-point operations in one call of it.
 fn select_fma_chains_fn(instruction_set: &str) -> (FmaChainsFn, usize) {
     #[cfg(target_arch = "x86_64")]
     if instruction_set.starts_with("avx512") {
@@ -57,7 +57,7 @@ fn select_fma_chains_fn(instruction_set: &str) -> (FmaChainsFn, usize) {
 }
 
 /// Number of independent sequences of multiply-adds (chains) without vector instructions: enough to
-/// hide their latency.
+/// hide the latency of a multiply-add.
 const PORTABLE_CHAIN_COUNT: usize = 64;
 
 /// Computes several independent sequences of dependent multiply-adds (chains) with the target's
@@ -75,8 +75,8 @@ mod x86 {
     use super::FMAS_PER_CHAIN;
     use std::arch::x86_64::*;
 
-    /// Number of independent sequences of multiply-adds (chains) with AVX-512: enough to hide their
-    /// latency, few enough for the registers.
+    /// Number of independent sequences of multiply-adds (chains) with AVX-512: enough to hide the
+    /// latency of a multiply-add, few enough for the registers.
     pub(super) const AVX512_CHAIN_COUNT: usize = 12;
     pub(super) const AVX2_CHAIN_COUNT: usize = 12;
 

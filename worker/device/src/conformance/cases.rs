@@ -1,5 +1,5 @@
-//! Functions (conformance cases) that run an op and its backward pass for one shape on the GPU and
-//! on the CPU, and compare the results. The cases of experts and fp8 have separate modules.
+//! Functions (conformance cases) that each run an op and its backward pass for one shape on the GPU
+//! and on the CPU, and compare the results. The cases of experts and fp8 have separate modules.
 use super::comparison::{
     Backends, CaseResult, CaseRng, MaxErrors, make_buffer_of_tested_type, make_f32_buffer, make_nan_values,
 };
@@ -12,8 +12,8 @@ use crate::ops::{
 };
 use std::cell::RefCell;
 
-/// Compares the matmuls of linear and Conv1D layers on the GPU with the CPU as the reference, with
-/// and without bias: `m` rows, `n` outputs and `k` inputs.
+/// Compares the matmuls of linear and Conv1D layers on the GPU with those on the CPU (the
+/// reference), with and without bias, for `m` rows, `n` outputs and `k` inputs.
 pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize, k: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -60,8 +60,8 @@ pub(super) fn compare_matmuls(backends: &Backends, seed: u64, m: usize, n: usize
     Ok(errors)
 }
 
-/// Compares RMSNorm, LayerNorm and bias on the GPU with the CPU as the reference, on `m` rows of
-/// `d` elements.
+/// Compares RMSNorm, LayerNorm and the addition of a bias on the GPU with the CPU as the reference,
+/// on `m` rows of `d` elements.
 pub(super) fn compare_norms(backends: &Backends, seed: u64, m: usize, d: usize) -> CaseResult {
     let mut errors = MaxErrors::default();
     let mut rng = CaseRng::new(seed);
@@ -149,8 +149,8 @@ fn compare_layer_norm(
     )
 }
 
-/// Compares RMSNorm of each attention head, and rotary position embeddings, on the GPU with the CPU
-/// as the reference.
+/// Compares the RMSNorm of each attention head, and rotary position embedding, on the GPU with the
+/// CPU as the reference.
 pub(super) fn compare_head_norm_and_rope(
     backends: &Backends,
     seed: u64,
@@ -227,13 +227,14 @@ pub(super) fn compare_activations(backends: &Backends, seed: u64, m: usize, f: u
     Ok(errors)
 }
 
-/// Derives the dropout settings of an attention case from the bits of the random number `first`.
-/// The probability is 0.3.
+/// Derives dropout settings (random key, first sequence) for a comparison of attention on the GPU
+/// and the CPU from the bits of the random number `first`. The probability is 0.3.
 pub(super) fn derive_dropout(first: u64) -> AttentionDropout {
     AttentionDropout { key: [first as u32, 5], probability: 0.3, first_sequence: first >> 22 }
 }
 
-/// Compares attention on the GPU with the CPU as the reference, over documents of random lengths.
+/// Compares attention on the GPU with the CPU as the reference, for sequences of several documents
+/// of random lengths, in which each query attends only to its document.
 pub(super) fn compare_document_attention(
     backends: &Backends,
     seed: u64,
@@ -297,8 +298,8 @@ fn compare_attention_with_starts(
     Ok(errors)
 }
 
-/// Compares the output layer with the cross-entropy loss on the GPU with the CPU as the reference,
-/// with and without gradients.
+/// Compares the classifier op (output layer and cross-entropy loss in one op) on the GPU with the
+/// CPU as the reference, with and without gradients.
 pub(super) fn compare_classifier(backends: &Backends, seed: u64, shape: ClassifierShape) -> CaseResult {
     let ClassifierShape { m, d, v, .. } = shape;
     let mut errors = MaxErrors::default();
@@ -430,8 +431,8 @@ fn compare_stochastic_rounding(backends: &Backends, rng: &mut CaseRng, n: usize)
     Ok(MaxErrors::default())
 }
 
-/// Compares copies within GPU memory, and vector ops that only Muon or some models need, on the GPU
-/// with the CPU as the reference.
+/// Compares copies within GPU memory, and vector ops that only the optimizer Muon or some models
+/// need, on the GPU with the CPU as the reference.
 fn compare_copies_and_rare_vector_ops(backends: &Backends, rng: &mut CaseRng, n: usize) -> CaseResult {
     let (rows, columns) = (n.isqrt(), n / n.isqrt());
     let sums = RefCell::new(Vec::new());
@@ -476,9 +477,9 @@ fn compare_copies_and_rare_vector_ops(backends: &Backends, rng: &mut CaseRng, n:
     Ok(errors)
 }
 
-/// Fails if a sum that an op on the GPU returned to the host differs from the CPU's sum by a
-/// relative error of more than `tolerance`. `sums` are pairs of the CPU's sum and the GPU's sum.
-/// The error contains the name `case`.
+/// Compares a sum that an op on the GPU has returned to the host with the CPU's sum, and fails if
+/// the relative error is more than `tolerance`. `sums` are pairs of the CPU's sum and the GPU's
+/// sum. The error contains the name `case`.
 fn compare_sums(case: String, sums: Vec<Vec<f64>>, tolerance: f64) -> Result<(), ConformanceError> {
     for pair in sums.as_chunks::<2>().0 {
         let [cpu, gpu] = pair.clone();

@@ -1,10 +1,12 @@
-//! Runs an operation on the CPU and on the GPU, and compares the resulting buffers ([`Backends`]).
+//! Runs an operation on the CPU and on the GPU, and compares the contents of the buffers that the
+//! operation has read and written ([`Backends`]).
 use super::error::ConformanceError;
 use crate::ops::{Ops, VectorOps, WriteMode};
 use crate::{Buf, Cpu, Cuda, Dtype, View, ViewMut, storage::Storage};
 
-/// The largest relative errors of a family of ops (such as norms) on the GPU compared with the CPU,
-/// one for each element type. Errors are relative to the largest expected value of a buffer.
+/// The largest errors of the results of a family of ops (such as norms) on the GPU, relative to the
+/// CPU's results, one for each element type. Errors are relative to the largest expected value of a
+/// buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MaxErrors {
     /// Largest error of cases in `f32`.
@@ -46,21 +48,21 @@ pub(super) fn make_f32_buffer(values: Vec<f32>) -> CaseBuffer {
     CaseBuffer { values, varies_type: false }
 }
 
-/// Returns `len` NaNs, with which an output is filled before an op runs. Elements that the op fails
-/// to write are thus detected.
+/// Returns `len` NaNs, with which an op's output is filled before the op runs, so that elements
+/// that the op fails to write are detected.
 pub(super) fn make_nan_values(len: usize) -> Vec<f32> {
     vec![f32::NAN; len]
 }
 
-/// A GPU buffer whose first element is `offset` elements after the start of its allocation, so that
-/// it may be unaligned.
+/// A buffer of an op that is compared, whose first element is `offset` elements after the start of
+/// its allocation, so that it may be unaligned.
 pub(super) struct OffsetBuf {
     pub(super) buf: Buf,
     offset: usize,
 }
 
 impl OffsetBuf {
-    /// Wraps a GPU buffer whose first element is at the start of its allocation (offset 0).
+    /// Wraps a buffer whose first element is at the start of its allocation (offset 0).
     pub(super) fn aligned(buf: Buf) -> Self {
         OffsetBuf { buf, offset: 0 }
     }
@@ -73,8 +75,8 @@ impl OffsetBuf {
     }
 }
 
-/// The CPU backend and the GPU backend whose results are compared, with the element types, buffer
-/// offsets and tolerances of the comparison.
+/// The CPU backend and the GPU backend whose results are compared, with the settings (element type,
+/// buffer offset, tolerance) of each comparison.
 pub(super) struct Backends<'a> {
     pub(super) cpu: Cpu,
     pub(super) cuda: &'a Cuda,
@@ -84,9 +86,9 @@ pub(super) struct Backends<'a> {
 }
 
 impl Backends<'_> {
-    /// Runs operations on the CPU and on the GPU, and then compares the contents of all their
-    /// buffers. The CPU computes in `f32` on values that were rounded to the GPU's element type.
-    /// `case` names the case in errors.
+    /// Runs operations on the CPU and on the GPU, and then compares the contents of all buffers
+    /// that the operations read or wrote. The CPU computes in `f32` on values that were rounded to
+    /// the GPU's element type. `case` names the case in errors.
     pub(super) fn compare<const N: usize>(
         &self,
         case: &str,
@@ -96,8 +98,8 @@ impl Backends<'_> {
         self.compare_with_min_tolerance(0.0, case, buffers, run)
     }
 
-    /// Runs operations on the CPU and on the GPU and compares all buffers. Tolerates relative
-    /// errors up to `min_tolerance`, or up to the tolerance of the element type if that is larger.
+    /// Runs operations on the CPU and on the GPU, and compares all buffers with the tolerance of
+    /// the element type, but at least `min_tolerance`.
     pub(super) fn compare_with_min_tolerance<const N: usize>(
         &self,
         min_tolerance: f64,
@@ -178,8 +180,8 @@ pub(super) fn compute_relative_error(actual: &[f32], expected: &[f32]) -> f64 {
     if actual.len() == expected.len() { differences.fold(0.0, f64::max) } else { f64::INFINITY }
 }
 
-/// Deterministic random number generator (xorshift64*) for the values and shapes of conformance
-/// cases.
+/// Deterministic random number generator (xorshift64*) for the values and shapes with which ops on
+/// the GPU are compared with the CPU.
 pub(super) struct CaseRng(u64);
 
 impl CaseRng {
@@ -210,8 +212,8 @@ impl CaseRng {
         (0..len).map(|_| (self.draw_48_bits() % (1 << 24)) as f32 / (1 << 23) as f32 - 1.0).collect()
     }
 
-    /// Returns `len` initial values for an output: random numbers if the op adds to its output, NaN
-    /// if the op overwrites it.
+    /// Returns `len` values with which an op's output is filled before the op runs: random numbers
+    /// if the op adds to its output, NaN if the op overwrites it.
     pub(super) fn draw_initial_output(&mut self, write: WriteMode, len: usize) -> Vec<f32> {
         match write {
             WriteMode::Overwrite => make_nan_values(len),
@@ -219,14 +221,14 @@ impl CaseRng {
         }
     }
 
-    /// Draws the random seed of a conformance case, and a random dimension in `1..end` for each
-    /// element of `ends`.
+    /// Draws the random seed of one comparison of an op on the GPU with the CPU, and a random
+    /// dimension of at least 1 and less than `end` for each `end` in `ends`.
     pub(super) fn draw_seed_and_dims<const N: usize>(&mut self, ends: [usize; N]) -> (u64, [usize; N]) {
         (self.draw_48_bits(), ends.map(|end| self.draw_in_range(1, end)))
     }
 
-    /// Returns the position at which the document of each token starts, for `b` sequences of `t`
-    /// tokens and documents with a mean length of about `mean`.
+    /// Returns, for each token, the position at which the token's document starts in its sequence;
+    /// there are `b` sequences of `t` tokens, and documents have a mean length of about `mean`.
     pub(super) fn draw_document_starts(&mut self, b: usize, t: usize, mean: usize) -> Vec<u32> {
         let mut starts = Vec::new();
         for _ in 0..b {

@@ -72,8 +72,8 @@ pub enum ConformanceError {
 }
 
 impl ConformanceError {
-    /// Converts the payload of a panic, which an operation raised during the comparison, to an
-    /// error.
+    /// Converts the payload of a panic that an operation raised during its comparison with the CPU
+    /// to an error.
     pub(super) fn from_panic(panic: &(dyn Any + Send)) -> Self {
         ConformanceError::OpFailed(DeviceError(Diagnostic::error(INTERNAL, extract_panic_message(panic))))
     }

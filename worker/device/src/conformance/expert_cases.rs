@@ -105,8 +105,8 @@ fn compare_expert_row_ops(
     )
 }
 
-/// Compares grouped matmuls on the GPU with the CPU as the reference, over groups of the given
-/// numbers of rows.
+/// Compares grouped matmuls, in which each group of rows is multiplied by a separate matrix, on the
+/// GPU with the CPU as the reference, with one group for each number of rows in `sizes`.
 pub(super) fn compare_grouped_matmul(
     backends: &Backends,
     seed: u64,

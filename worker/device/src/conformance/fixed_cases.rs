@@ -71,7 +71,8 @@ pub(super) fn compare_fixed_cases(backends: &Backends) -> impl Iterator<Item = C
     cases.map(|(seed, case)| case.compare(backends, seed))
 }
 
-/// Returns conformance cases whose shapes are at the limits of kernels, each with the seed of its
+/// Returns conformance cases with shapes that kernels easily get wrong (a few rows more than a
+/// tile, odd lengths, empty groups, the widest heads), each with the random seed of its input
 /// values.
 fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
     // The tiles of the backward kernel take 137 KiB of shared memory for heads of 256 elements.
@@ -103,8 +104,9 @@ fn list_boundary_cases(backends: &Backends) -> Vec<(u64, FixedCase)> {
     ]
 }
 
-/// Returns conformance cases for GPU kernels that load eight elements at once, each with the seed
-/// of its values. The length of their rows is a multiple of eight.
+/// Returns conformance cases (shapes on which the GPU is compared with the CPU) for GPU kernels
+/// that load eight elements at once, each with the random seed of its input values. The length of
+/// their rows is a multiple of eight.
 ///
 /// The lengths cover one warp, each thread of a block, several vectors per thread, and rows that do
 /// not fit into registers. Further cases have heads of such lengths, and sums over more rows than a
@@ -128,8 +130,9 @@ fn list_vectorised_cases() -> Vec<(u64, FixedCase)> {
     ]
 }
 
-/// Returns conformance cases of attention whose tiles of queries and keys are entirely, partly or
-/// not visible. Each case has the seed of its values.
+/// Returns conformance cases of attention in which a query attends to all, some or no keys of a
+/// tile (the block of keys that a kernel processes at a time). Each case has the random seed of its
+/// input values.
 ///
 /// The heads have every size for which a kernel exists and sizes between them. The cases cover
 /// groups of 1 to 8 heads, softcap and dropout. With windows of 95 and 79, the mask must hide

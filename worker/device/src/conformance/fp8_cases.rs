@@ -12,8 +12,8 @@ use crate::ops::{FP8_COLUMN_MULTIPLE, Fp8Operand, Ops, WriteMode};
 /// rounding of an operand causes larger errors.
 const SUM_TOLERANCE: f64 = 2e-3;
 
-/// The fp8 formats of the left and right operands of three matmuls: that of the forward pass, that
-/// of the backward pass, and that of the backward pass if the weight has the layout of Conv1D.
+/// The fp8 formats of the left and the right operand in three kinds of matmuls: the forward pass,
+/// most matmuls of the backward pass, and the weight gradient of a Conv1D layer.
 const OPERAND_FORMATS: [[Fp8Format; 2]; 3] = [
     [Fp8Format::E4M3, Fp8Format::E4M3],
     [Fp8Format::E5M2, Fp8Format::E4M3],

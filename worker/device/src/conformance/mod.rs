@@ -32,8 +32,9 @@ pub struct OpFamilyReport {
     pub failure: Option<ConformanceError>,
 }
 
-/// The settings in which each op on the GPU is compared with the CPU: element type, offset of the
-/// buffers in their allocations (in elements), and tolerated relative error.
+/// The settings with which each op on the GPU is compared with the CPU, one after another: element
+/// type, offset of the buffers from the start of their allocations (in elements), and tolerated
+/// relative error.
 ///
 /// The errors stem from rounding: operands are rounded once before an operation, and results once
 /// after the operation. Values that the forward pass keeps for the backward pass are also rounded
@@ -46,9 +47,11 @@ const RUN_SETTINGS: [(Dtype, usize, f64); 5] = [
     (Dtype::F16, 0, 3e-3),
 ];
 
-/// Number of families of operations that are compared on random shapes only.
+/// Number of families of operations (such as norms) for which the GPU is compared with the CPU on
+/// random shapes, and not on fixed ones.
 const RANDOM_ONLY_FAMILY_COUNT: usize = random_cases::RANDOM_CASE_FAMILIES.len();
-/// The names of the families of operations that [`compare_family_with_cpu`] compares.
+/// The names of the families of operations (such as norms) that [`compare_family_with_cpu`]
+/// compares.
 pub const OP_FAMILY_NAMES: [&str; RANDOM_ONLY_FAMILY_COUNT + 2] = {
     let mut names = [""; RANDOM_ONLY_FAMILY_COUNT + 2];
     let mut i = 0;
@@ -60,12 +63,13 @@ pub const OP_FAMILY_NAMES: [&str; RANDOM_ONLY_FAMILY_COUNT + 2] = {
     names[RANDOM_ONLY_FAMILY_COUNT + 1] = "fp8 matmul";
     names
 };
-/// The name under which [`compare_cudnn_attention_with_cpu`] reports the comparison of cuDNN's
-/// attention with the CPU.
+/// Name of the report in which [`compare_cudnn_attention_with_cpu`] returns how attention by cuDNN
+/// differs from attention on the CPU.
 pub const CUDNN_ATTENTION_FAMILY: &str = "attention by cuDNN";
 
-/// Compares every family of operations on the GPU with the CPU, each on `rounds` random shapes and
-/// on shapes that select the kernels' special cases. `seed` determines shapes and values.
+/// Compares the results of every family of operations (such as norms) on the GPU with those on the
+/// CPU, for `rounds` random shapes and for shapes that reach the special cases of kernels. `seed`
+/// determines shapes and values.
 pub fn compare_ops_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> Vec<OpFamilyReport> {
     (0..OP_FAMILY_NAMES.len())
         .filter_map(|family| compare_family_with_cpu(cuda, family, seed, rounds))
@@ -95,13 +99,14 @@ pub fn compare_family_with_cpu(
     cuda.properties().has_fp8().then(|| run_family(cuda, name, matmuls.chain(rounding)))
 }
 
-/// The names of the shapes of real models on which [`compare_realistic_shape_with_cpu`] compares
-/// operations.
+/// The names of the shapes, as large as in real models, on which
+/// [`compare_realistic_shape_with_cpu`] compares operations on the GPU with the CPU.
 pub const REALISTIC_SHAPE_NAMES: &[&str] = &realistic_cases::REALISTIC_CASE_NAMES;
 
-/// Compares operations on a shape of real models, in bf16, with the CPU, which computes on
-/// `threads` threads. `shape` is its position in [`REALISTIC_SHAPE_NAMES`]. Sizes are divided by
-/// `divisor`. Returns `None` if the GPU does not support the operations.
+/// Compares the operations on the GPU, for one shape that is as large as in real models, in bf16,
+/// with the same operations on `threads` CPU threads. `shape` is its position in
+/// [`REALISTIC_SHAPE_NAMES`]. Sizes are divided by `divisor`. Returns `None` if the GPU does not
+/// support the operations.
 pub fn compare_realistic_shape_with_cpu(
     cuda: &Cuda,
     shape: usize,
@@ -119,7 +124,7 @@ pub fn compare_realistic_shape_with_cpu(
     is_supported.then_some(report)
 }
 
-/// Compares cuDNN's attention ([`Cuda::set_attention_backend`]) with attention on the CPU, on
+/// Compares attention by cuDNN ([`Cuda::set_attention_backend`]) with attention on the CPU, on
 /// `rounds` random shapes, on shapes of usual models, and with sliding windows.
 pub fn compare_cudnn_attention_with_cpu(cuda: &Cuda, seed: u64, rounds: usize) -> OpFamilyReport {
     let types = [RUN_SETTINGS[0], (Dtype::Bf16, 8, RUN_SETTINGS[0].2)];
@@ -162,8 +167,8 @@ fn run_family(cuda: &Cuda, family: &'static str, cases: impl Iterator<Item = Cas
     run_cases(family, cases.map(|result| take_status().and(result)))
 }
 
-/// Evaluates `cases`, which compare a family of operations on the GPU with the CPU, until one fails
-/// or panics, and returns the report.
+/// Evaluates `cases`, an iterator of which each step compares an operation on the GPU with the CPU
+/// for one shape, until one fails or panics, and returns the report.
 fn run_cases(family: &'static str, mut cases: impl Iterator<Item = CaseResult>) -> OpFamilyReport {
     let mut report = OpFamilyReport { family, cases: 0, max_errors: MaxErrors::default(), failure: None };
     loop {

@@ -3,13 +3,13 @@ use super::comparison::{Backends, CaseResult, CaseRng};
 use super::{cases, expert_cases, fp8_cases};
 use crate::ops::{AttentionShape, ClassifierShape};
 
-/// Function that compares a family of ops on the GPU with the CPU for one random shape, and returns
-/// the errors.
+/// Type of the functions that compare a family of ops on the GPU with the CPU for one random shape,
+/// and return the largest errors.
 type RandomCaseFn = fn(&Backends, &mut CaseRng) -> CaseResult;
 
-/// The families of ops whose results on a GPU are compared with those on the CPU: the name of each
-/// family, and the function that compares a random case. The position of a family contributes to
-/// the seed of its shapes and values.
+/// The families of ops (such as norms) that are compared on random shapes: the name of each family,
+/// and the function that compares the GPU with the CPU on one such shape. The position of a family
+/// contributes to the seed of its shapes and values.
 pub(super) const RANDOM_CASE_FAMILIES: [(&str, RandomCaseFn); 9] = [
     ("matmul", compare_random_matmuls),
     ("norms, bias", compare_random_norms),
@@ -64,16 +64,16 @@ fn compare_random_attention(backends: &Backends, rng: &mut CaseRng) -> CaseResul
     cases::compare_document_attention(backends, rng.draw_48_bits(), shape)
 }
 
-/// Compares the output layer with the cross-entropy loss, for a random shape, on the GPU with the
-/// CPU as the reference. Some shapes also use softcap.
+/// Compares the classifier op (output layer and cross-entropy loss in one op) on the GPU with the
+/// CPU as the reference, for a random shape. Some shapes also use softcap.
 fn compare_random_classifier(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let softcap = (rng.draw_below(2) == 0).then_some(3.0);
     let (seed, [m, d, v]) = rng.draw_seed_and_dims([40, 40, 200]);
     cases::compare_classifier(backends, seed, ClassifierShape { m, d, v, softcap })
 }
 
-/// Compares the router and the row ops of mixture-of-experts layers, and grouped matmuls, of random
-/// shapes on the GPU with the CPU as the reference.
+/// Compares the router, the ops on rows of tokens, and the grouped matmuls of mixture-of-experts
+/// layers, for random shapes, on the GPU with the CPU as the reference.
 fn compare_random_expert_ops(backends: &Backends, rng: &mut CaseRng) -> CaseResult {
     let count = rng.draw_in_range(1, 70);
     let (seed, [m, per_token, d]) = rng.draw_seed_and_dims([30, 5, 50]);

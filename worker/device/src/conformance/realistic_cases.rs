@@ -10,8 +10,8 @@ use crate::ops::{AdamWHyperparams, AttentionShape, ClassifierShape, Ops, VectorO
 use crate::storage::Storage;
 use crate::{Buf, Cuda, Dtype};
 
-/// The names of the shapes of real models on which the GPU is compared with the CPU. The number of
-/// a case is its position.
+/// The names of the shapes, as large as in real models, on which ops on the GPU are compared with
+/// the CPU. The number of a case is its position.
 pub(super) const REALISTIC_CASE_NAMES: [&str; 13] = [
     "matmul 4096 × 2048 × 2048",
     "norms 4096 × 4096",
@@ -28,9 +28,9 @@ pub(super) const REALISTIC_CASE_NAMES: [&str; 13] = [
     "tensors over 2³¹ bytes",
 ];
 
-/// Compares the operations of the realistic shape with index `number` in [`REALISTIC_CASE_NAMES`]
-/// on the GPU with the CPU. Sizes are divided by `divisor`, which is above 1 for slow GPUs. Returns
-/// `None` if the GPU does not support the operations.
+/// Compares operations on the GPU with the CPU for the shape of a real model that `number` selects,
+/// an index in [`REALISTIC_CASE_NAMES`]. Sizes are divided by `divisor`, which is above 1 for slow
+/// GPUs. Returns `None` if the GPU does not support the operations.
 pub(super) fn compare_realistic_case(
     backends: &Backends,
     number: usize,
@@ -67,11 +67,12 @@ pub(super) fn compare_realistic_case(
     Some(case.compare(backends, number as u64))
 }
 
-/// The number of rows at the end of a large tensor that are compared.
+/// The number of rows at the end of a tensor of more than 2³¹ bytes that are compared with the CPU;
+/// the other rows are not.
 const TAIL_ROWS: usize = 8;
 
-/// A tensor in a comparison of ops on more than 2³¹ bytes: its element type, its row length, and
-/// whether it is small or an output.
+/// Description of a tensor in a comparison of ops on more than 2³¹ bytes: element type, row length,
+/// whether it has a single row, and whether the op overwrites it.
 struct LargeTensor {
     dtype: Dtype,
     /// The number of elements of a row.
@@ -82,8 +83,9 @@ struct LargeTensor {
     is_output: bool,
 }
 
-/// Compares operations on tensors of more than 2³¹ bytes, all rows of which are zero except the
-/// last ones. Kernels that compute with 32-bit offsets read or write other rows.
+/// Compares operations on tensors of more than 2³¹ bytes, in which only the last rows are not zero,
+/// to find kernels whose 32-bit offsets overflow. Kernels that compute with 32-bit offsets read or
+/// write other rows.
 fn compare_large_tensors(backends: &Backends, divisor: usize) -> CaseResult {
     let rows = |n: usize| (n / divisor).max(TAIL_ROWS);
     let tensor = |dtype, row| LargeTensor { dtype, row, is_small: false, is_output: false };
@@ -138,8 +140,8 @@ fn compare_large_tensors(backends: &Backends, divisor: usize) -> CaseResult {
     Ok(errors)
 }
 
-/// Runs an operation on large tensors on the GPU, and on their last rows on the CPU, and compares
-/// the last rows. All other rows of inputs are zero. `run` gets the number of rows.
+/// Runs an operation on tensors of `rows` rows on the GPU, and on only their last rows on the CPU,
+/// and compares the last rows. All other rows of inputs are zero. `run` gets the number of rows.
 fn compare_last_rows<const N: usize>(
     backends: &Backends,
     case: &str,
@@ -189,8 +191,8 @@ fn compare_last_rows<const N: usize>(
     Ok(errors)
 }
 
-/// Allocates a tensor of `rows` rows of zeros in GPU memory, and writes the values `tail` to its
-/// end.
+/// Allocates a tensor of `rows` rows in GPU memory, filled with zeros except for the values `tail`
+/// at its end.
 fn alloc_tensor_with_tail(
     cuda: &Cuda,
     tensor: &LargeTensor,

@@ -12,7 +12,7 @@ const TWO_SQRT_2_OVER_PI: f32 = core::f32::consts::FRAC_2_SQRT_PI * core::f32::c
 /// Coefficient of x³ in GELU's tanh approximation.
 const CUBIC_COEFFICIENT: f32 = 0.044715;
 
-/// Activation function of a gated linear unit: SiLU in SwiGLU, or GELU in GeGLU.
+/// Activation function of the gate in a gated linear unit: SiLU in SwiGLU, or GELU in GeGLU.
 #[derive(Clone, Copy)]
 enum Activation {
     Silu,
@@ -21,7 +21,7 @@ enum Activation {
 
 impl Activation {
     /// Returns the cost of computing this function for one element, as a multiple of the cost of
-    /// copying an element.
+    /// copying an element, by which work is divided into parallel tasks.
     fn relative_cost(self) -> usize {
         match self {
             Activation::Silu => 4,
@@ -120,8 +120,8 @@ multiversion! {
     fn gelu = compute_gelu(y: &mut [f32], x: &[f32])
 }
 multiversion! {
-    /// Computes the gradient of GELU's input with the given instruction set, and replaces `dy` by
-    /// gelu(x).
+    /// Computes GELU's input gradient `dx` with the given instruction set, and overwrites the
+    /// output gradient `dy` with the recomputed output gelu(x).
     fn gelu_gradient = compute_gelu_gradient(dx: &mut [f32], dy: &mut [f32], x: &[f32])
 }
 multiversion! {
@@ -130,7 +130,7 @@ multiversion! {
 }
 multiversion! {
     /// Computes the gradients of a gated linear unit with respect to gate and up, with the given
-    /// instruction set, and replaces `dy` by the output of the forward pass.
+    /// instruction set, and overwrites the output gradient `dy` with the recomputed output.
     fn differentiate_gates = differentiate_gate_rows(
         activation: Activation, dgate_up: &mut [f32], dy: &mut [f32], gate_up: &[f32], f: usize
     )
@@ -187,7 +187,8 @@ fn compute_gelu<S: Simd>(s: S, y: &mut [f32], x: &[f32]) {
     }
 }
 
-/// Computes the gradient of GELU's input, `dx = dy·gelu'(x)`, and replaces `dy` by gelu(x).
+/// Computes GELU's input gradient `dx = dy·gelu'(x)`, and overwrites the output gradient `dy` with
+/// the recomputed output gelu(x).
 #[inline(always)]
 fn compute_gelu_gradient<S: Simd>(s: S, dx: &mut [f32], dy: &mut [f32], x: &[f32]) {
     for i in (0..dx.len()).step_by(LANES) {
@@ -207,8 +208,8 @@ fn activate_gate_rows<S: Simd>(s: S, activation: Activation, y: &mut [f32], gate
     }
 }
 
-/// Computes the gradients of a gated linear unit with respect to gate and up, and replaces `dy` by
-/// the output of the forward pass.
+/// Computes the gradients of a gated linear unit with respect to gate and up, and overwrites the
+/// output gradient `dy` with the recomputed output.
 #[inline(always)]
 fn differentiate_gate_rows<S: Simd>(
     s: S,
@@ -237,8 +238,8 @@ fn activate_rows<S: Simd, A: ActivationFunction>(s: S, y: &mut [f32], gate_up: &
     }
 }
 
-/// Computes the gradients of a gated linear unit for the activation function `A`, and replaces `dy`
-/// by the output of the forward pass.
+/// Computes the gradients of a gated linear unit with the activation function `A`, and overwrites
+/// the output gradient `dy` with the recomputed output.
 #[inline(always)]
 fn differentiate_rows<S: Simd, A: ActivationFunction>(
     s: S,

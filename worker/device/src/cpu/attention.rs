@@ -22,8 +22,8 @@ use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ops::Range;
 
 impl AttentionOps for Cpu {
-    /// Computes causal attention on the CPU, in parallel tasks that each compute a block of queries
-    /// of one head.
+    /// Computes causal attention on the CPU in parallel tasks, each of which computes a block of
+    /// queries of one head.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
         let g = AttentionLayout::new("attention_forward", o.len(), lse.len(), qkv.len(), starts, shape);
@@ -85,8 +85,8 @@ fn compute_scratch_len(g: AttentionLayout) -> usize {
 }
 
 multiversion! {
-    /// Copies the keys and the values of one key head of one sequence into the layout that the
-    /// matmuls of attention read, with the given instruction set.
+    /// Copies the keys and the values of one key head of one sequence into the order in which the
+    /// matmuls of attention read them, with the given instruction set.
     fn pack_keys_and_values = pack_key_head(dst: &mut [f32], qkv: InputElements, g: AttentionLayout, task: usize)
 }
 multiversion! {
@@ -97,9 +97,9 @@ multiversion! {
     )
 }
 
-/// Copies the keys and the values of one key head of one sequence, tile after tile, into the layout
-/// that the matmuls of attention read. The keys are transposed. `task` is the index of the sequence
-/// and head.
+/// Copies the keys and the values of one key head of one sequence, tile after tile, into the order
+/// in which the matmuls of attention read them. The keys are transposed. `task` is the index of the
+/// sequence and head.
 #[inline(always)]
 fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: AttentionLayout, task: usize) {
     let AttentionShape { t, kv_heads, head_dim, .. } = g.shape;
@@ -208,8 +208,8 @@ fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
     }
 }
 
-/// The positions of the queries and keys that belong to a block of attention scores, from which
-/// masking and dropout follow.
+/// The positions of the queries and keys of one block of attention scores, from which follow the
+/// scores that are masked and the random numbers of dropout.
 struct TileMask<'a> {
     /// Position of the strip's first query.
     q0: usize,

@@ -176,8 +176,8 @@ fn differentiate_key_head_simd<S: Simd>(
     }
 }
 
-/// Adds the rows of `x` to rows of one head in the gradient `dst`, the first of which begins at
-/// element `first`.
+/// Adds each row of `x`, gradients of one attention head, to a row of the gradient matrix `dst`;
+/// the first of these rows begins at element `first`.
 ///
 /// # Safety
 ///
@@ -230,8 +230,8 @@ struct KeyHeadTask<'a> {
     kv: usize,
 }
 
-/// A block of queries and a block of keys whose attention scores are computed together, by their
-/// positions.
+/// The positions of a block of queries and of a block of keys whose attention scores are computed
+/// together.
 struct TilePair<'a> {
     h: usize,
     q0: usize,
@@ -241,8 +241,8 @@ struct TilePair<'a> {
 }
 
 impl TilePair<'_> {
-    /// Returns how many keys of the block of keys have a position at or before that of query number
-    /// `last` of the block of queries.
+    /// Returns how many keys of this pair's block of keys are at or before the position of query
+    /// `last`, an index in the pair's block of queries.
     fn count_keys_up_to(&self, last: usize) -> usize {
         (self.q0 + last + 1).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
     }

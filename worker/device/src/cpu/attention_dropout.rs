@@ -5,7 +5,7 @@
 use super::simd::{LANES, Simd, load_lanes, store_lanes};
 use crate::{ops::AttentionDropout, philox::compute_random_words_of_16_blocks};
 
-/// Number of keys in a tile, the block of keys that attention processes at a time.
+/// Number of keys in a tile, the block of keys that attention on the CPU processes at a time.
 pub(crate) const KEY_TILE: usize = 64;
 
 /// Dropout of the attention probabilities of one query head in one sequence.

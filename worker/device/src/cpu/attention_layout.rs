@@ -6,13 +6,13 @@ use super::simd::{LANES, Simd, load_array, store_array, store_lanes, tanh};
 use crate::ops::AttentionShape;
 use std::ops::Range;
 
-/// Number of queries in a tile, the block of queries that attention processes at a time.
+/// Number of queries in a tile, the block of queries that attention on the CPU processes at a time.
 pub(crate) const QUERY_TILE: usize = 64;
-/// Number of elements past the end of a scratch matrix that the micro-kernel may read, because it
-/// always computes a fixed number of rows.
+/// Number of elements past the end of a scratch matrix that the innermost function of matmuls (the
+/// micro-kernel) may read, because it always computes a fixed number of rows.
 pub(crate) const READ_SLACK: usize = 16;
-/// Maximum number of rows of the tile of a matmul that is computed in registers, on any instruction
-/// set.
+/// Maximum number of rows, on any instruction set, of the block of a matmul's result that is
+/// computed in registers (a tile).
 pub(crate) const MAX_TILE_ROWS: usize = 8;
 
 /// The shape of an attention op, and sizes that follow from it, such as the padded head dimension.
@@ -147,8 +147,8 @@ pub(crate) fn transpose_rows<S: Simd>(s: S, dst: &mut [f32], rows: HeadSlice) {
     }
 }
 
-/// Transposes 8 rows of a matrix: `dst[j·KEY_TILE + i] = from[i·stride + j]` for i in 0..8 and j in
-/// 0..deep. `deep` must be a multiple of 8.
+/// Transposes 8 rows of a matrix, which have `deep` elements each: `dst[j·KEY_TILE + i] =
+/// from[i·stride + j]` for i in 0..8 and j in 0..deep. `deep` must be a multiple of 8.
 #[inline(always)]
 fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], stride: usize, deep: usize) {
     for j in (0..deep).step_by(8) {
@@ -158,8 +158,9 @@ fn transpose_strip<S: Simd, E: Element>(s: S, dst: &mut [f32], from: &[E], strid
     }
 }
 
-/// Returns to which keys query `q` attends in the block of keys that begins at position `k0`, as a
-/// range of columns of the block. `start` is the first position to which the query attends.
+/// Returns the range of keys to which query `q` attends in a block of keys, as column numbers in
+/// the block, whose first key has the position `k0`. `start` is the first position to which the
+/// query attends.
 #[inline(always)]
 pub(crate) fn find_visible_keys(q: usize, start: u32, k0: usize) -> Range<usize> {
     let end = (q + 1).clamp(k0, k0 + KEY_TILE) - k0;

@@ -49,8 +49,8 @@ impl Cpu {
         self.pool.thread_count()
     }
 
-    /// Returns how many bytes of scratch memory the CPU backend has allocated for ops, in use or
-    /// free.
+    /// Returns how many bytes of scratch memory (temporary memory of ops) the CPU backend has
+    /// allocated, whether in use or free.
     pub fn scratch_bytes(&self) -> usize {
         self.scratch.total_bytes()
     }

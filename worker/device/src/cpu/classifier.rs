@@ -17,8 +17,8 @@ use crate::buffer::{View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
 
-/// Maximum number of logits in memory at a time, except that at least [`MIN_CHUNK_ROWS`] rows are
-/// processed at a time. The number of rows of a chunk depends on the vocabulary alone.
+/// Maximum number of logits that are in memory at a time, except that at least [`MIN_CHUNK_ROWS`]
+/// rows of logits always are. The number of rows of a chunk depends on the vocabulary alone.
 const MAX_CHUNK_LOGITS: usize = 4 << 20;
 /// Maximum number of rows whose logits are in memory at a time (a chunk of rows).
 const MAX_CHUNK_ROWS: usize = 512;
@@ -80,8 +80,8 @@ impl ClassifierOps for Cpu {
     }
 }
 
-/// The gradients that the classifier's backward pass writes: those of the inputs, and of the output
-/// layer's weight; see [`ClassifierGrads`] for the fields.
+/// The gradients that the classifier's backward pass writes: those of its inputs, and that of the
+/// output layer's weight.
 struct ClassifierBackwardOutputs<'a> {
     dx: OutputElements<'a>,
     dw: &'a mut [f32],
@@ -103,7 +103,7 @@ struct LogitStatistics {
 }
 
 impl LogitStatistics {
-    /// Size of the statistics of a row of logits, in `f32` elements.
+    /// Number of `f32` elements in which the statistics of one row of logits are stored.
     const FLOAT_COUNT: usize = size_of::<Self>() / size_of::<f32>();
     /// The statistics of a row of logits of which no logit was added yet.
     const EMPTY: Self = LogitStatistics { max: f64::NEG_INFINITY, total: 0.0, label_logit: 0.0 };

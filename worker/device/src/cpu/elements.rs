@@ -146,8 +146,8 @@ impl Element for F16 {
     }
 }
 
-/// Evaluates an expression for the typed slice (`f32`, bf16 or f16) that an [`InputElements`]
-/// contains: `with_elements!(input, x => body)`.
+/// Evaluates the expression `body` with `x` bound to the slice of `f32`, bf16 or f16 numbers that
+/// an [`InputElements`] contains: `with_elements!(input, x => body)`.
 macro_rules! with_elements {
     ($in:expr, $x:ident => $body:expr) => {
         match $in {
@@ -469,8 +469,8 @@ fn widen_in_parallel(cpu: &Cpu, to: &mut [f32], from: InputElements) {
 }
 
 impl Cpu {
-    /// Wraps `v`, of any element type, as the output of an op whose parallel tasks run on this
-    /// backend.
+    /// Wraps `v`, with elements of any type, as the output of an op whose parallel tasks run on
+    /// this CPU backend.
     pub(super) fn as_output<'a>(&'a self, v: ViewMut<'a>) -> OutputElements<'a> {
         OutputElements::new(self, v)
     }

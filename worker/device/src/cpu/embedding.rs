@@ -15,8 +15,9 @@ impl EmbeddingOps for Cpu {
         copy_selected_rows(self, "embedding_forward", x, w, tokens, d);
     }
 
-    /// Adds the gradient of each token's embedding to its row of the weight's gradient. Each task
-    /// sums some columns over all tokens, so every element is summed in the order of the tokens.
+    /// Adds the gradient of each token's embedding to the token's row in the gradient of the
+    /// embedding weight. Each task sums some columns over all tokens, so every element is summed in
+    /// the order of the tokens.
     fn embedding_backward(&self, dw: ViewMut, dx: View, tokens: &[u32], d: usize) {
         expect_lens("embedding_backward", [("dx", dx.len(), tokens.len() * d)]);
         let (dw, dx) = (DisjointSlices::new(dw.host_slice_mut()), InputElements::from(dx));

@@ -1,4 +1,4 @@
-//! Matmul on the CPU whose operands are rounded to fp8, as the reference for the results of GPUs.
+//! Matmul on the CPU whose operands are rounded to fp8; the results of GPUs are compared with it.
 //! The rounded operands are multiplied as bfloat16.
 //!
 //! An fp8 number times its scale is exactly a bfloat16, because it has at most four significant
@@ -12,7 +12,8 @@ use super::row_outputs::SliceRows;
 use crate::buffer::ViewMut;
 use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
-/// Number of elements among which one parallel task finds the largest magnitude.
+/// Number of elements of a matrix in which one parallel task searches for the largest magnitude,
+/// from which the scale for fp8 follows.
 const ELEMENTS_PER_TASK: usize = 16 << 10;
 
 impl Fp8Ops for Cpu {

@@ -52,8 +52,8 @@ impl InstructionSet {
     }
 }
 
-/// Defines a function that calls a generic kernel, compiled for every instruction set, with the
-/// instruction set that the caller passes.
+/// Defines a function that runs a generic kernel compiled for the instruction set that the caller
+/// passes, such as AVX-512.
 ///
 /// `multiversion! { fn name = body(arg: Type, …) -> Result }` defines `name(instruction_set, arg,
 /// …)`, which calls `#[inline(always)] fn body<S: Simd>(s: S, arg: Type, …)`, compiled for the

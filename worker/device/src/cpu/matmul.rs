@@ -23,15 +23,15 @@ use std::ops::Range;
 /// Maximum number of terms of each sum that a matmul adds in one pass over the operands. A strip of
 /// the left operand then takes 16 KiB of the L1 cache.
 const MAX_DEPTH_BLOCK: usize = 512;
-/// Number of elements of the smaller operand of a matmul that are packed (copied in the order of
+/// Maximum number of elements of a matmul's smaller operand that are packed (copied in the order of
 /// their use) at a time, for all tasks to read.
 const SHARED_PACKED_LEN: usize = 1 << 20;
-/// Number of elements of the larger operand of a matmul that one task packs (copies in the order of
-/// their use) at a time. They take half of an L2 cache.
+/// Maximum number of elements of a matmul's larger operand that one task packs (copies in the order
+/// of their use) at a time. They take half of an L2 cache.
 const TASK_PACKED_LEN: usize = 96 << 10;
-/// Number of elements of the packed right operand that stay in the L2 cache while they are
-/// multiplied by strips of the left operand. The rest of the cache holds the result and prefetched
-/// elements.
+/// Number of elements of a matmul's right operand, packed (copied in the order of their use), that
+/// stay in the L2 cache while several rows of the left operand are multiplied by them. The rest of
+/// the cache holds the result and prefetched elements.
 const RESIDENT_PANELS_LEN: usize = 48 << 10;
 
 /// The shape of one matmul, and whether the result is overwritten or added to.
@@ -49,8 +49,8 @@ pub(crate) struct MatmulShape {
     pub(crate) write: WriteMode,
 }
 
-/// Returns how many rows and columns of a result the micro-kernel of an instruction set computes at
-/// a time.
+/// Returns how many rows and columns of a matmul's result the innermost function (the micro-kernel)
+/// computes at a time with this instruction set.
 fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
     match instruction_set {
         #[cfg(target_arch = "x86_64")]
@@ -63,8 +63,8 @@ fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
     }
 }
 
-/// Returns how many terms of each sum a matmul adds in one pass, if a sum has `k` terms. The last
-/// pass may add fewer.
+/// Returns how many of the `k` products that make up each element of a matmul's result are added in
+/// one pass over the operands. The last pass may add fewer.
 fn choose_depth_block_len(k: usize) -> usize {
     k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK))
 }
@@ -157,8 +157,8 @@ pub(crate) fn matmul_with_bias(
     unsafe { matmul_row_blocks(cpu, &c, 0, a, b, bias.as_deref(), shape) }
 }
 
-/// Computes a matmul with a result of any element type, and writes the result to `c` from element
-/// `first` on.
+/// Computes a matmul with a result of any element type, and writes the result to `c`, beginning at
+/// element `first`.
 ///
 /// # Safety
 ///
@@ -209,8 +209,8 @@ unsafe fn matmul_row_blocks(
 }
 
 /// An operand of a matmul that may be packed, that is, copied in the order in which the
-/// micro-kernel reads it. Consists of the elements, the number of rows (left operand) or columns
-/// (right operand), and the number of rows or columns per panel.
+/// micro-kernel (the innermost function) reads it. Consists of the elements, the number of rows
+/// (left operand) or columns (right operand), and the number of rows or columns per panel.
 #[derive(Clone, Copy)]
 struct PackableOperand<'a> {
     operand: Operand<'a>,
@@ -218,8 +218,8 @@ struct PackableOperand<'a> {
     width: usize,
 }
 
-/// Copies a range of the rows or columns of an operand into `packed`, on all threads, in the order
-/// in which the micro-kernel reads them.
+/// Copies a range of the rows or columns of a matmul's operand into `packed` in the order in which
+/// the micro-kernel (the innermost function) reads them, on all threads.
 fn pack_shared_operand(
     cpu: &Cpu,
     packed: &mut [f32],
@@ -250,8 +250,9 @@ fn pack_shared_operand(
     });
 }
 
-/// One pass of a matmul: adds some of the terms of each sum, for a range of the operand that all
-/// tasks share. A pass includes all rows or columns of the other operand.
+/// One pass of a matmul, which adds some of the products of each sum, for some rows or columns of
+/// the operand whose packed copy all tasks share. A pass includes all rows or columns of the other
+/// operand.
 struct MatmulPass<'a> {
     c: &'a DisjointSlices<'a, f32>,
     ldc: usize,
@@ -315,8 +316,8 @@ impl MatmulPass<'_> {
     }
 }
 
-/// An operand of a matmul that the micro-kernel reads in place, without packing, because its rows
-/// (left) or columns (right) are contiguous.
+/// An operand of a matmul that the micro-kernel (the innermost function) reads in place, without a
+/// packed copy, because its elements are `f32` in a suitable order.
 #[derive(Clone, Copy)]
 struct UnpackedOperand<'a> {
     data: &'a [f32],
@@ -326,9 +327,9 @@ struct UnpackedOperand<'a> {
 }
 
 impl<'a> UnpackedOperand<'a> {
-    /// Returns the left operand `a` with `m` rows if the micro-kernel can read it without packing.
-    /// Returns `None` if the operand is not `f32`, its rows are not contiguous, or it has fewer
-    /// than `mr` rows, the height of a tile.
+    /// Returns the left operand `a` of a matmul, which has `m` rows, if the micro-kernel (the
+    /// innermost function) can read it without a packed copy. Returns `None` if the operand is not
+    /// `f32`, its rows are not contiguous, or it has fewer than `mr` rows, the height of a tile.
     fn from_rows(a: Operand<'a>, m: usize, mr: usize) -> Option<Self> {
         match a.data {
             InputElements::F32(data) if a.depth_stride == 1 && m >= mr => {
@@ -338,9 +339,9 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the right operand `b` with `n` columns if the micro-kernel can read it without
-    /// packing. Returns `None` if the operand is not `f32`, its columns are not contiguous, or the
-    /// last columns do not fill a vector.
+    /// Returns the right operand `b` of a matmul, which has `n` columns, if the micro-kernel (the
+    /// innermost function) can read it without a packed copy. Returns `None` if the operand is not
+    /// `f32`, its columns are not contiguous, or the last columns do not fill a vector.
     fn from_columns(b: Operand<'a>, n: usize) -> Option<Self> {
         match b.data {
             InputElements::F32(data) if b.row_stride == 1 && n.is_multiple_of(LANES) => {
@@ -350,16 +351,16 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the address of element `first` of the operand, after checking that the micro-kernel
-    /// can read `lines` runs of `len` elements from there. The runs are `stride` elements apart.
-    /// Panics if a run is out of bounds.
+    /// Returns the address of element `first` of the operand, after checking that the `lines` runs
+    /// of `len` contiguous elements that the micro-kernel reads from there are in bounds. The runs
+    /// are `stride` elements apart. Panics if a run is out of bounds.
     fn get_checked_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
         self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }
 }
 
-/// The operands of a matmul that the micro-kernel reads in place, without packing. An operand that
-/// is packed is `None`.
+/// The operands of a matmul that the micro-kernel (the innermost function) reads in place, without
+/// a packed copy. An operand that is packed is `None`.
 #[derive(Clone, Copy)]
 struct UnpackedOperands<'a> {
     a: Option<UnpackedOperand<'a>>,
@@ -374,7 +375,8 @@ impl UnpackedOperands<'_> {
     }
 }
 
-/// The memory from which a matmul task reads one operand: packed panels, or the operand itself.
+/// The memory from which a matmul task reads one operand: a packed copy (in the order in which the
+/// micro-kernel reads it), or the operand itself.
 #[derive(Clone, Copy)]
 enum OperandSource<'a> {
     /// Packed panels of the block's rows or columns.
@@ -457,9 +459,9 @@ fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: Oper
     }
 }
 
-/// Computes a tile of a matmul's result in registers and writes a part of it to `t.c`: `rows` rows
-/// from row `rows_above` of the tile, and the first `columns` elements of each. A tile that is not
-/// written completely is first computed in a buffer.
+/// Computes a tile (a small block of a matmul's result) in registers, and writes `rows` of its
+/// rows, beginning with row `rows_above`, and the first `columns` elements of each to the result. A
+/// tile that is not written completely is first computed in a buffer.
 ///
 /// # Safety
 ///

@@ -74,7 +74,7 @@ impl MatmulOps for Cpu {
     }
 }
 
-/// Checks the lengths of the arguments, and computes the matmul with bias `y[m,n] = a·b + bias`.
+/// Checks the lengths of the arguments, and computes a matmul with bias: `y[m,n] = a·b + bias`.
 /// Panics if a length does not fit the shape. `op` is the op's name in panics.
 fn check_and_matmul_with_bias(
     cpu: &Cpu,

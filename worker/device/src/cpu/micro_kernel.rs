@@ -74,9 +74,9 @@ unsafe fn compute_tile_with_strides<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// Multiplies two small matrices in scratch memory with the micro-kernel. The result has `rows`
-/// rows, which must be a multiple of [`Simd::TILE_ROWS`], and `nvecs` vectors per row. `t`
-/// describes the operands.
+/// Multiplies two small matrices in scratch memory with the micro-kernel, the function that
+/// computes a small tile in registers. The result has `rows` rows, which must be a multiple of
+/// [`Simd::TILE_ROWS`], and `nvecs` vectors per row. `t` describes the operands.
 ///
 /// # Safety
 ///

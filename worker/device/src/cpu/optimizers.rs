@@ -12,8 +12,8 @@ use crate::ops::{
     expect_lens,
 };
 
-/// Wraps an `f32` vector as an output of an op, so that parallel tasks can update different ranges
-/// of its elements.
+/// Wraps an `f32` vector that an optimizer updates as rows of one element each, so that parallel
+/// tasks can update different ranges of it.
 fn to_element_rows(x: ViewMut<'_>) -> SliceRows<'_, f32> {
     SliceRows::new(x.host_slice_mut(), 1)
 }

@@ -1,4 +1,5 @@
-//! Copies operands of a matmul in the order in which the micro-kernel reads them (packing).
+//! Copies operands of a matmul in the order in which the micro-kernel, the innermost function,
+//! reads them (packing).
 //!
 //! A packed panel has `panel_width` rows of the left operand, or columns of the right operand.
 //! Element `i` of the panel at depth `p` is at `panel[p·panel_width + i]`.
@@ -7,10 +8,10 @@ use super::instruction_set::multiversion;
 use super::simd::{LANES, Simd};
 use std::ops::Range;
 
-/// An operand of a matmul on the CPU: its elements, and the strides between rows and between terms
-/// of the sums. Element `p` of row `i` (left operand) or column `i` (right operand) is at
-/// `data[i·row_stride + p·depth_stride]`, and `p` counts the terms of the sums. One of the strides
-/// must be 1.
+/// An operand of a matmul on the CPU: its elements, the distance between its rows, and the distance
+/// between consecutive terms of the sums. Element `p` of row `i` (left operand) or column `i`
+/// (right operand) is at `data[i·row_stride + p·depth_stride]`, and `p` counts the terms of the
+/// sums. One of the strides must be 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
     /// The elements of the operand, of any type.
@@ -22,25 +23,27 @@ pub(crate) struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// Creates an operand whose rows are `stride` elements apart, and contiguous along the summed
-    /// dimension.
+    /// Creates a matmul operand from elements whose rows are contiguous along the summed dimension
+    /// and `stride` elements apart.
     pub(crate) fn from_rows(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
         Operand { data: data.into(), row_stride: stride, depth_stride: 1 }
     }
 
-    /// Creates an operand that is stored transposed: one row of `stride` elements for each term of
-    /// the sums.
+    /// Creates a matmul operand from elements that are stored transposed: one row of `stride`
+    /// elements for each term of the sums.
     pub(crate) fn from_transposed(data: impl Into<InputElements<'a>>, stride: usize) -> Operand<'a> {
         Operand { data: data.into(), row_stride: 1, depth_stride: stride }
     }
 
-    /// Returns the operand without its first `i` rows (left operand) or columns (right operand).
+    /// Returns the matmul operand without its first `i` rows (left operand) or columns (right
+    /// operand).
     pub(crate) fn skip_rows(self, i: usize) -> Operand<'a> {
         Operand { data: self.data.slice(i * self.row_stride..self.data.len()), ..self }
     }
 }
 
-/// An operand of a matmul (see [`Operand`]) whose elements have the type `E`.
+/// An operand of a matmul, with its elements of type `E` and the distances between its rows and
+/// between the terms of the sums.
 #[derive(Clone, Copy)]
 struct TypedOperand<'a, E> {
     data: &'a [E],
@@ -48,8 +51,8 @@ struct TypedOperand<'a, E> {
     depth: usize,
 }
 
-/// The block of a matmul operand that one call packs (copies for the micro-kernel): its first
-/// element, and its numbers of rows and terms.
+/// Describes the block of a matmul operand that is packed at once (copied in the order in which the
+/// micro-kernel reads it): its first row, its numbers of rows and terms, and the width of panels.
 #[derive(Clone)]
 pub(crate) struct PackBlock {
     /// Index of the first row (left operand) or column (right operand).
@@ -63,9 +66,9 @@ pub(crate) struct PackBlock {
 }
 
 impl PackBlock {
-    /// Returns the number of `f32` elements that this block takes when it is packed (copied for the
-    /// micro-kernel). This includes the surplus that a transposed strip of 8 rows writes past a
-    /// narrower panel.
+    /// Returns the number of `f32` elements that this block of a matmul operand takes when it is
+    /// packed (copied for the micro-kernel). This includes the surplus that a transposed strip of 8
+    /// rows writes past a narrower panel.
     pub(crate) fn packed_len(&self) -> usize {
         let surplus = if self.panel_width.is_multiple_of(8) { 0 } else { 8 };
         self.rows.next_multiple_of(self.panel_width) * self.depth.len() + surplus
@@ -73,14 +76,14 @@ impl PackBlock {
 }
 
 multiversion! {
-    /// Copies a block of the matmul operand `src` into `dst` in the micro-kernel's order, one panel
-    /// after another. Missing rows of the last panel become 0. `dst` has at least
-    /// [`PackBlock::packed_len`] elements.
+    /// Copies a block of the matmul operand `src` into `dst` in the order in which the micro-kernel
+    /// reads it: as panels of a few rows (or columns) each. Missing rows of the last panel become
+    /// 0. `dst` has at least [`PackBlock::packed_len`] elements.
     pub(crate) fn pack = pack_block(dst: &mut [f32], src: Operand, block: PackBlock)
 }
 
-/// Copies a block of a matmul operand, with elements of any type, into panels in the micro-kernel's
-/// order.
+/// Copies a block of a matmul operand, with elements of any type, into panels of a few rows or
+/// columns, in the order in which the micro-kernel reads them.
 #[inline(always)]
 fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     assert!(dst.len() >= block.packed_len(), "the packed panels do not fit into their buffer");
@@ -88,8 +91,8 @@ fn pack_block<S: Simd>(s: S, dst: &mut [f32], src: Operand, block: PackBlock) {
     with_elements!(data, data => pack_elements(s, dst, TypedOperand { data, row, depth }, block));
 }
 
-/// Copies a block of a matmul operand, with elements of type `E`, into panels in the micro-kernel's
-/// order.
+/// Copies a block of a matmul operand, with elements of type `E`, into panels of a few rows or
+/// columns, in the order in which the micro-kernel reads them.
 #[inline(always)]
 fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E>, block: PackBlock) {
     let panels = block.rows.div_ceil(block.panel_width);
@@ -105,16 +108,17 @@ fn pack_elements<S: Simd, E: Element>(s: S, dst: &mut [f32], src: TypedOperand<E
     }
 }
 
-/// Number of elements that are copied together when several panels are packed at the same time.
-/// They are whole cache lines of the source, and belong to few panels that are written at the same
-/// time.
+/// Number of adjacent elements of a matmul operand that are copied together when several panels
+/// (groups of a few rows) are packed at the same time. They are whole cache lines of the source,
+/// and belong to few panels that are written at the same time.
 const ELEMENTS_PER_COPY: usize = 32;
 
-/// Number of rows by which prefetching of the source is ahead of the row that is copied.
+/// How many rows ahead of the row that is being copied the elements of a matmul operand are
+/// prefetched into the cache.
 const PREFETCH_ROWS: usize = 12;
 
-/// Packs the panels `panels` of an operand whose row stride is 1, which means that elements of
-/// neighbouring rows are adjacent in memory.
+/// Copies the panels (groups of a few rows) with the numbers `panels` of a matmul operand in which
+/// the elements of neighbouring rows are adjacent in memory.
 #[inline(always)]
 fn copy_panels<S: Simd, E: Element>(
     s: S,
@@ -169,8 +173,8 @@ fn widen_elements<E: Element>(to: &mut [f32], from: &[E]) {
     to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
 }
 
-/// Packs one panel of an operand whose rows are contiguous in memory, by transposing blocks of 8 ×
-/// 8 elements. The remaining elements are copied one by one.
+/// Copies one panel (a group of a few rows) of a matmul operand whose rows are contiguous in
+/// memory, by transposing blocks of 8 × 8 elements. The remaining elements are copied one by one.
 #[inline(always)]
 fn transpose_panel<S: Simd, E: Element>(
     s: S,

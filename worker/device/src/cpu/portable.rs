@@ -18,7 +18,7 @@ fn build_lanes(f: impl Fn(usize) -> f32) -> [f32; LANES] {
     core::array::from_fn(f)
 }
 
-/// Defines methods of [`Simd`] that compute an expression in each lane.
+/// Defines methods of [`Simd`] that each compute an expression in every lane of their operands.
 macro_rules! lanewise {
     ($($name:ident($($x:ident),+) = $lane:expr;)+) => {$(
         #[inline(always)]
@@ -106,7 +106,8 @@ impl Simd for Portable {
     }
 }
 
-/// Combines all lanes of `v` to one number with `f`, in the order of [`Simd::sum`].
+/// Combines all lanes of `v` to one number with `f`, in a fixed order: lanes `i` and `i + 8`, then
+/// `i` and `i + 4`, then `i` and `i + 2`, and at last `i` and `i + 1`.
 #[inline(always)]
 fn reduce_lanes(mut v: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     for w in [8, 4, 2, 1] {

@@ -8,7 +8,8 @@ use crate::buffer::{View, ViewMut};
 use crate::ops::{HeadLayout, HeadNormOps, WriteMode, expect_lens};
 use std::ops::Range;
 
-/// Returns the range of columns that the heads to normalize take in each row of the wider matrix.
+/// Returns the range of columns that the attention heads to normalize take together in each row of
+/// the wider matrix.
 fn head_columns(layout: HeadLayout) -> Range<usize> {
     layout.first_column..layout.first_column + layout.width()
 }

@@ -7,7 +7,8 @@ use super::simd::{LANES, Simd, exp, load_lanes, store_lanes};
 use crate::buffer::{View, ViewMut};
 use crate::ops::{RouterBackwardInputs, RouterOps, RouterShape};
 
-/// Cost of computing an exponential, as a multiple of the cost of copying an element.
+/// Cost of computing an exponential, as a multiple of the cost of copying an element, by which work
+/// is divided into parallel tasks.
 const EXP_COST: usize = 4;
 
 impl RouterOps for Cpu {

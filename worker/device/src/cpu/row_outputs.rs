@@ -1,4 +1,5 @@
-//! [`RowOutputs`]: one or more outputs of an op on the CPU, whose rows parallel tasks write.
+//! [`RowOutputs`]: one or more outputs of an op on the CPU, of which parallel tasks write different
+//! rows.
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{F32Output, OutputElements, PriorContents};
@@ -6,11 +7,12 @@ use crate::buffer::ViewMut;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
-/// Number of rows in each partial sum of an op on the CPU that sums over all rows. The partial sums
-/// are then added in the order of the rows.
+/// Number of rows whose contributions are added to one partial sum, when an op on the CPU sums over
+/// all rows, such as for the gradient of a bias. The partial sums are then added in the order of
+/// the rows.
 const ROWS_PER_PARTIAL_SUM: usize = 32;
 
-/// One or more outputs of an op on the CPU, whose rows parallel tasks write.
+/// One or more outputs of an op on the CPU, of which parallel tasks write different rows.
 pub(crate) trait RowOutputs: Sync {
     /// The type of the output rows that one task writes.
     type Rows;
@@ -23,8 +25,8 @@ pub(crate) trait RowOutputs: Sync {
     unsafe fn get_rows(&self, rows: &Range<usize>) -> Self::Rows;
 }
 
-/// An output of an op, of any element type, whose rows parallel tasks write as `f32`. The rows may
-/// be limited to some columns.
+/// An output of an op, with elements of any type, of which parallel tasks write different rows as
+/// `f32`. The rows may be limited to some columns.
 pub(crate) struct ElementRows<'a> {
     elements: OutputElements<'a>,
     /// Index of the first row's first element.
@@ -48,7 +50,7 @@ impl<'a> RowOutputs for ElementRows<'a> {
     }
 }
 
-/// An output of an op, given as a slice, whose rows parallel tasks write.
+/// An output of an op that is a slice of `T`, of which parallel tasks write different rows.
 pub(crate) struct SliceRows<'a, T> {
     slices: DisjointSlices<'a, T>,
     width: usize,
@@ -89,8 +91,8 @@ impl<A: RowOutputs, B: RowOutputs, C: RowOutputs> RowOutputs for (A, B, C) {
 }
 
 impl Cpu {
-    /// Divides the output `y` into rows of `width` elements, which tasks overwrite or add to,
-    /// depending on `write`.
+    /// Divides the output `y` into rows of `width` elements, which tasks overwrite or add to, as
+    /// the mode `write` states.
     pub(super) fn as_output_rows<'a>(
         &'a self,
         y: ViewMut<'a>,
@@ -111,8 +113,8 @@ impl Cpu {
         self.as_output_rows(y, width, WriteMode::Accumulate)
     }
 
-    /// Selects a range of columns of the output `y`, whose rows have `stride` elements, for tasks
-    /// that read and write one row at a time.
+    /// Selects a range of columns of the output `y`, which has rows of `stride` elements, for tasks
+    /// that each read and write one row at a time.
     pub(super) fn as_columns_to_update<'a>(
         &'a self,
         y: ViewMut<'a>,
@@ -163,8 +165,8 @@ impl Cpu {
         self.run_over_output_rows(len, 1, self.as_rows_to_update(y, 1), |range, mut y| work(range, &mut y));
     }
 
-    /// Runs `work` on blocks of rows of an op's outputs in parallel, and adds what it sums over all
-    /// rows (such as the gradient of a weight) to `totals`.
+    /// Runs `work` on blocks of rows of an op's outputs in parallel, and adds the sums over all
+    /// rows that `work` computes (such as the gradient of a weight) to `totals`.
     ///
     /// `work` also writes the chunk's rows of the outputs. It adds the chunk's contributions to its
     /// last argument, which contains one sum after another in the order of `totals`. The chunks'

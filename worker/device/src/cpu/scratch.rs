@@ -8,7 +8,8 @@ use std::{
     },
 };
 
-/// Minimum length, in elements, of scratch buffers whose size is rounded up to whole huge pages.
+/// Minimum length, in elements, from which on a scratch buffer's size is rounded up to whole huge
+/// pages.
 const HUGE_PAGE_MIN_LEN: usize = 64 << 10;
 
 /// Pool of `f32` buffers that ops on the CPU borrow as temporary memory.

@@ -10,13 +10,13 @@
 /// Number of lanes (elements) of a vector ([`Simd::V`]) on every instruction set.
 pub(crate) const LANES: usize = 16;
 
-/// Number of elements of the largest tile that the micro-kernel of any instruction set computes:
-/// rows × vectors × lanes.
+/// Number of elements of the largest block (tile) of a matmul's result that is computed in
+/// registers at once, on any instruction set: rows × vectors × lanes.
 pub(crate) const MAX_TILE_LEN: usize = 8 * 3 * LANES;
 
-/// The operands and the result of one tile of a matmul that the micro-kernel computes. The
-/// micro-kernel computes `c[i·c_row_stride + j] (=|+=) Σ_p a[i·a_row_stride + p·a_depth_stride] ·
-/// b[p·b_row_stride + j]`.
+/// Addresses and strides of the operands and the result of one small block (tile) of a matmul,
+/// which the micro-kernel computes in registers. The micro-kernel computes `c[i·c_row_stride + j]
+/// (=|+=) Σ_p a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
 pub(crate) struct MicroTile {
     /// Number of terms in the sum of each element.
     pub(crate) depth: usize,
@@ -100,7 +100,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// Computes `c − a·b` in each lane, rounded once if the machine has a fused multiply-add.
     fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// Computes `v · 2ⁿ` in each lane, rounded once. The lanes of `n` are integers in −150..=129.
+    /// Computes `v · 2ⁿ` in each lane, with an integer `n` for each lane, rounded once. The lanes
+    /// of `n` are integers in −150..=129.
     fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V;
     /// Returns the sum of the lanes in a fixed order: first lanes `i` and `i + 8` are added, then
     /// `i` and `i + 4`, then `i` and `i + 2`, and at last `i` and `i + 1`.
@@ -110,16 +111,16 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
 
     /// Prefetches the cache line at `p`, which may be an invalid address.
     fn prefetch(self, p: *const f32);
-    /// Computes a tile of a matmul in registers, with [`Simd::TILE_ROWS`] rows and `nv` vectors per
-    /// row, at most [`Simd::TILE_ROW_VECTORS`].
+    /// Computes a block of a matmul's result in registers, with [`Simd::TILE_ROWS`] rows and `nv`
+    /// vectors of 16 elements per row.
     ///
     /// # Safety
     ///
     /// The caller must meet the requirements of [`super::micro_kernel::compute_tile`].
     unsafe fn run_micro_kernel(self, nv: usize, t: &MicroTile);
-    /// Transposes 8 × 8 elements: `dst[p·ldd + i] = src[i·lds + p]` for i and p in 0..8. The rows
-    /// of `dst` are stored in rising order, each with all eight elements. If `ldd < 8`, each row
-    /// therefore overwrites the end of the row before.
+    /// Transposes 8 × 8 elements in memory: `dst[p·ldd + i] = src[i·lds + p]` for i and p in 0..8.
+    /// The rows of `dst` are stored in rising order, each with all eight elements. If `ldd < 8`,
+    /// each row therefore overwrites the end of the row before.
     ///
     /// # Safety
     ///

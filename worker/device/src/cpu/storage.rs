@@ -1,4 +1,5 @@
-//! The implementation of [`Storage`] by the CPU backend: all memory is host memory.
+//! Implements [`Storage`], the allocation and copying of buffers, for the CPU backend, where all
+//! memory is host memory.
 use super::backend::Cpu;
 use crate::{
     buffer::{Buf, Dtype, View, ViewMut},

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 
-/// Number of times that a thread of the pool polls for work, or for the end of work, before it
-/// blocks. The polling takes some 10 µs.
+/// Number of times that an idle thread of the pool polls for tasks, or the calling thread for their
+/// completion, before it blocks. The polling takes some 10 µs.
 const SPIN_ITERATIONS: usize = 1000;
 
 /// The threads of the CPU backend. They run the tasks of an op together with the calling thread.
@@ -36,8 +36,8 @@ struct PoolState {
     helpers_done: Condvar,
 }
 
-/// The function that a thread pool runs at present (its task set), if there is one, and the helper
-/// threads' progress on it.
+/// The set of tasks that a thread pool runs at present, if there is one, and what the pool knows
+/// about its helper threads: how many sleep, and the first panic.
 #[derive(Default)]
 struct TaskSetSlot {
     /// The task set that helpers may join.
@@ -49,8 +49,8 @@ struct TaskSetSlot {
     panic: Option<Box<dyn Any + Send>>,
 }
 
-/// A function, and for how many task numbers the threads of a pool call it. Both pointers are valid
-/// while the task set is in the slot or a helper is active.
+/// A set of tasks for a thread pool: a function, and how many task numbers the threads call it
+/// with. Both pointers are valid while the task set is in the slot or a helper is active.
 #[derive(Clone, Copy)]
 struct TaskSet {
     run: *const (dyn Fn(usize) + Sync),
@@ -132,7 +132,7 @@ impl Drop for ThreadPool {
 }
 
 /// Guard that, when dropped, ends the helper threads' work on the current task set, so that no
-/// thread uses its pointers any more.
+/// thread uses the pointers in the task set any more.
 struct CloseTaskSetOnDrop<'a>(&'a PoolState);
 
 impl Drop for CloseTaskSetOnDrop<'_> {
@@ -210,9 +210,9 @@ impl PoolState {
         }
     }
 
-    /// Blocks a helper thread until a task set with a number above `last_number` is posted, and
-    /// joins the work on it. Returns the number of the new task set, and the task set itself if it
-    /// is still open. Returns `None` if the pool ends.
+    /// Blocks a helper thread until a task set (a function and its number of tasks) with a number
+    /// above `last_number` is posted, and joins the work on it. Returns the number of the new task
+    /// set, and the task set itself if it is still open. Returns `None` if the pool ends.
     fn wait_for_task_set(&self, last_number: u64) -> Option<(u64, Option<TaskSet>)> {
         for _ in 0..SPIN_ITERATIONS {
             if self.task_set_count.load(Ordering::Acquire) != last_number {

@@ -26,8 +26,8 @@ pub(crate) struct Avx512(());
 pub(crate) struct Avx2(());
 
 impl Avx512 {
-    /// Creates a value that permits the use of AVX-512, without checking whether the machine has
-    /// the instructions.
+    /// Creates a value of this type, whose methods execute AVX-512 instructions, without checking
+    /// whether the machine has them.
     ///
     /// # Safety
     ///
@@ -39,8 +39,8 @@ impl Avx512 {
 }
 
 impl Avx2 {
-    /// Creates a value that permits the use of AVX2, without checking whether the machine has the
-    /// instructions.
+    /// Creates a value of this type, whose methods execute AVX2 instructions, without checking
+    /// whether the machine has them.
     ///
     /// # Safety
     ///
@@ -51,8 +51,9 @@ impl Avx2 {
     }
 }
 
-/// Calls a CPU intrinsic in a method of a type whose values exist only on machines that have the
-/// instruction. Callers of the method must pass valid pointers.
+/// Calls a CPU intrinsic such as `_mm512_add_ps` from a method of [`Avx512`] or [`Avx2`], values of
+/// which exist only on machines that have the instruction. Callers of the method must pass valid
+/// pointers.
 macro_rules! intrinsic {
     ($e:expr) => {
         // SAFETY: `Avx512` and `Avx2` exist only on machines with these instructions, and the
@@ -143,7 +144,8 @@ impl Simd for Avx512 {
     }
 }
 
-/// Computes a tile of a matmul in AVX-512 registers ([`Simd::run_micro_kernel`]).
+/// Computes a block of a matmul's result in AVX-512 registers: 8 rows × `nv` vectors of 16
+/// elements.
 ///
 /// # Safety
 ///
@@ -160,11 +162,13 @@ unsafe fn run_micro_kernel_avx512(s: Avx512, nv: usize, t: &MicroTile) {
     }
 }
 
-/// Lane masks for AVX2's `maskload` and `maskstore`: 8 set masks, then 8 clear masks. The eight
-/// consecutive masks from index `8 − n` on select the first `n` lanes.
+/// Array of 8 set masks and then 8 clear ones, from which the mask of the first `n` lanes is loaded
+/// for AVX2's masked loads and stores. The eight consecutive masks from index `8 − n` on select the
+/// first `n` lanes.
 static LANE_MASKS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
 
-/// Returns the masks of two ymm registers that together select the first `n` of 16 lanes.
+/// Returns the masks for two ymm registers (8 lanes each) that together select the first `n` of 16
+/// lanes.
 #[inline(always)]
 fn mask_first_lanes_x2(n: usize) -> [__m256i; 2] {
     let (a, b) = (n.min(8), n.saturating_sub(8));
@@ -242,7 +246,7 @@ impl Simd for Avx2 {
     }
 }
 
-/// Computes a tile of a matmul in AVX2 registers ([`Simd::run_micro_kernel`]).
+/// Computes a block of a matmul's result in AVX2 registers: 6 rows × one vector of 16 elements.
 ///
 /// # Safety
 ///
@@ -267,7 +271,8 @@ fn scale_8_lanes_pow2(v: __m256, n: __m256) -> __m256 {
     _mm256_mul_ps(_mm256_mul_ps(v, high), low)
 }
 
-/// Returns the sum of 8 lanes, added in the order of [`Simd::sum`].
+/// Returns the sum of 8 lanes, added in a fixed order: lanes `i` and `i + 4`, then `i` and `i + 2`,
+/// and at last `i` and `i + 1`.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn sum_8_lanes(v: __m256) -> f32 {
@@ -276,7 +281,7 @@ fn sum_8_lanes(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
 }
 
-/// Returns the value of the largest of 8 lanes.
+/// Returns the largest value of 8 lanes, or an arbitrary lane's value if one is NaN.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn max_of_8_lanes(v: __m256) -> f32 {
@@ -285,8 +290,8 @@ fn max_of_8_lanes(v: __m256) -> f32 {
     _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
 }
 
-/// Implements [`Simd::transpose8`]: interleaves pairs of rows, then pairs of pairs, then the halves
-/// of the registers.
+/// Transposes 8 × 8 elements in AVX registers: interleaves pairs of rows, then pairs of pairs, then
+/// the halves of the registers.
 ///
 /// # Safety
 ///

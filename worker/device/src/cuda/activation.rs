@@ -7,12 +7,12 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ActivationOps, RopeOps, RopeShape, expect_lens};
 use std::ffi::CStr;
 
-/// The names of the two kernels that compute one function on the GPU: one for bf16 tensors, and one
-/// for tensors of any element types.
+/// The names of the two kernels that compute one function, such as SwiGLU, on the GPU: one for bf16
+/// tensors, and one for tensors of any element types.
 type KernelNames = [&'static CStr; 2];
 
-/// Returns the name of the kernel for bf16 if all tensors are bf16 and can be accessed as vectors
-/// of eight elements, otherwise the name of the kernel for any types.
+/// Returns the name of the kernel for bf16 if all tensors are bf16 and can be read and written in
+/// vectors of eight elements, otherwise the name of the kernel for any types.
 fn select_kernel<const N: usize>(
     [bf16, general]: KernelNames,
     width: usize,
@@ -31,8 +31,8 @@ impl RopeOps for Cuda {
     }
 }
 
-/// Applies rotary position embedding to the heads of a matrix in GPU memory, in place. `sign` is 1
-/// for the forward pass and −1 for the backward pass.
+/// Applies rotary position embedding in place to the attention heads at the beginning of each row
+/// of a matrix in GPU memory. `sign` is 1 for the forward pass and −1 for the backward pass.
 fn rotate_heads(cuda: &Cuda, x: ViewMut, cos: View, sin: View, shape: RopeShape, sign: f32) {
     shape.check_lengths(x.len(), cos.len(), sin.len());
     let RopeShape { b, t, heads, head_dim, stride } = shape;
@@ -91,8 +91,8 @@ fn gated_forward(cuda: &Cuda, names: KernelNames, y: ViewMut, gate_up: View, [m,
     cuda.launch(ACTIVATION_SOURCE, name, LaunchSize::RowBlocks { rows: m, width: f }, &[&y, &gate_up, &f]);
 }
 
-/// Computes the gradient of a gated linear unit on the GPU, and overwrites `dy` with the output of
-/// the forward pass.
+/// Computes the gradients of a gated linear unit with respect to gate and up on the GPU, and
+/// overwrites the output gradient `dy` with the recomputed output.
 fn gated_backward(
     cuda: &Cuda,
     names: KernelNames,

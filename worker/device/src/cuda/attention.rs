@@ -1,6 +1,6 @@
-//! Attention on a GPU, by cuDNN or by the built-in kernels. A block of a built-in kernel owns a
-//! tile of queries or keys. The built-in kernels use tensor cores if all tensors are bf16 and heads
-//! have at most 128 elements, and otherwise compute in f32.
+//! Attention on a GPU, computed by cuDNN or by the built-in CUDA kernels. A block of a built-in
+//! kernel owns a tile of queries or keys. The built-in kernels use tensor cores if all tensors are
+//! bf16 and heads have at most 128 elements, and otherwise compute in f32.
 use super::backend::{Cuda, LaunchSize};
 use super::compile::{ATTENTION_SOURCE, FLASH_HOPPER_SOURCE, FLASH_SOURCE};
 use super::cudnn::{AttentionOperands, AttentionPass};
@@ -10,20 +10,22 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ffi::CStr;
 
-/// Number of queries or keys that one thread block of a kernel of attention.cu processes at a time.
-/// This is `TILE` of attention.cu.
+/// Number of queries or keys that one thread block processes at a time in the kernels of
+/// attention.cu, which compute attention in f32 arithmetic. This is `TILE` of attention.cu.
 const TILE_ROWS: usize = 32;
-/// Number of threads per block of a kernel of attention.cu.
+/// Number of threads per block of the kernels of attention.cu, which compute attention in f32
+/// arithmetic.
 const THREADS_PER_BLOCK: u32 = 128;
-/// Maximum head dimension of the kernels of attention.cu. This is `MAX_HEAD_DIM` of attention.cu.
+/// Maximum head dimension of the kernels of attention.cu, which compute attention in f32
+/// arithmetic. This is `MAX_HEAD_DIM` of attention.cu.
 const MAX_HEAD_DIM: usize = 256;
 
-/// Number of queries or keys that one block of a kernel of flash.cu processes. This is `BLOCK_ROWS`
-/// of flash.cu.
+/// Number of queries or keys that one thread block processes in the kernels of flash.cu, which
+/// compute attention on tensor cores. This is `BLOCK_ROWS` of flash.cu.
 const FLASH_TILE_ROWS: usize = 128;
-/// Maximum number of bytes of shared memory that a block of flash.cu needs in addition to its rows
-/// of queries, keys, values or gradients. The bytes contain the statistics of two steps of 64 such
-/// rows, and `BlockState`.
+/// Maximum number of bytes of shared memory that a thread block of the kernels in flash.cu
+/// (attention on tensor cores) needs in addition to its rows of queries, keys, values or gradients.
+/// The bytes contain the statistics of two steps of 64 such rows, and `BlockState`.
 const FLASH_EXTRA_SHARED_BYTES: usize = 2 * 3 * 64 * 4 + 128;
 
 /// The compute capability of Hopper GPUs, whose kernels are in flash_hopper.cu.
@@ -65,9 +67,10 @@ impl AttentionArg {
     }
 }
 
-/// Returns the grid of blocks and the shared memory with which a kernel of attention.cu is
-/// launched: one block per tile, head and sequence. Shared memory holds `row_tiles` tiles of rows
-/// and `score_tiles` tiles of scores. Panics if the GPU has too little shared memory.
+/// Returns the grid of thread blocks and the shared memory with which a kernel of attention.cu
+/// (attention in f32 arithmetic) is launched: one block per tile of queries or keys, head and
+/// sequence. Shared memory holds `row_tiles` tiles of rows and `score_tiles` tiles of scores.
+/// Panics if the GPU has too little shared memory.
 fn compute_tiled_launch_size(
     cuda: &Cuda,
     s: AttentionShape,
@@ -91,8 +94,9 @@ fn compute_tiled_launch_size(
     LaunchSize::Config(LaunchConfig { grid, block: [THREADS_PER_BLOCK, 1, 1], shared })
 }
 
-/// Kernel argument that determines the order in which the blocks of an attention kernel process
-/// heads and tiles. The layout is that of `BlockOrder` in blocks.cuh.
+/// Kernel argument that determines in which order the thread blocks of an attention kernel process
+/// heads and tiles, so that the rows that they read stay in the L2 cache. The layout is that of
+/// `BlockOrder` in blocks.cuh.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct BlockOrder {
@@ -109,9 +113,10 @@ struct BlockOrder {
 // SAFETY: struct BlockOrder of blocks.cuh.
 unsafe impl KernelArg for BlockOrder {}
 
-/// One attention kernel of flash.cu in its variants for different head dimensions and options, with
-/// the launch parameters of each. The first index is 0 for heads of at most 64 elements and 1 for
-/// heads of at most 128. The second index is 1 for attention with a softcap or dropout.
+/// One attention kernel of flash.cu (attention on tensor cores) in variants for different head
+/// dimensions and options, with the launch parameters of each variant. The first index is 0 for
+/// heads of at most 64 elements and 1 for heads of at most 128. The second index is 1 for attention
+/// with a softcap or dropout.
 struct FlashKernel {
     names: [[&'static CStr; 2]; 2],
     /// Number of warps per block of each variant.
@@ -125,15 +130,15 @@ struct FlashKernel {
     is_by_keys: bool,
 }
 
-/// The variants of the kernel of flash.cu for the forward pass.
+/// The variants of the forward kernel of flash.cu, which computes attention on tensor cores.
 const FLASH_FORWARD: FlashKernel = FlashKernel {
     names: [[c"flash_forward_64", c"flash_forward_64_any"], [c"flash_forward_128", c"flash_forward_128_any"]],
     warps: [[4, 4], [4, 8]],
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-/// The variants of the kernel of flash.cu that computes the gradients of queries. Each of its
-/// blocks processes some queries.
+/// The variants of the kernel of flash.cu (attention on tensor cores) that computes the gradients
+/// of queries. Each of its blocks processes some queries.
 const FLASH_BACKWARD_Q: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_q_64", c"flash_backward_q_64_any"],
@@ -143,8 +148,8 @@ const FLASH_BACKWARD_Q: FlashKernel = FlashKernel {
     rows: [[256, 256], [256, 256]],
     is_by_keys: false,
 };
-/// The variants of the kernel of flash.cu that computes the gradients of keys and values. Each of
-/// its blocks processes some keys.
+/// The variants of the kernel of flash.cu (attention on tensor cores) that computes the gradients
+/// of keys and values. Each of its blocks processes some keys.
 const FLASH_BACKWARD_KV: FlashKernel = FlashKernel {
     names: [
         [c"flash_backward_kv_64", c"flash_backward_kv_64_any"],
@@ -156,8 +161,9 @@ const FLASH_BACKWARD_KV: FlashKernel = FlashKernel {
 };
 
 impl FlashKernel {
-    /// Enqueues the variant of this kernel of flash.cu that fits the attention shape `s`. The
-    /// kernel receives `arguments`, then the shape and the order of the blocks.
+    /// Enqueues the variant of this kernel of flash.cu (attention on tensor cores) that fits the
+    /// attention shape `s`. The kernel receives `arguments`, then the shape and the order of the
+    /// blocks.
     fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
         let dim_index = usize::from(s.head_dim > 64);
         let variant = usize::from(s.softcap.is_some() || s.dropout.is_some());
@@ -177,7 +183,7 @@ impl FlashKernel {
     }
 
     /// Chooses the order in which the thread blocks of this kernel process heads and tiles for the
-    /// attention shape `s`.
+    /// attention shape `s`, so that the rows that they read stay in the L2 cache.
     fn compute_block_order(&self, s: AttentionShape, l2_cache_bytes: usize) -> BlockOrder {
         BlockOrder::new(s, FLASH_TILE_ROWS, self.is_by_keys, l2_cache_bytes)
     }
@@ -185,8 +191,9 @@ impl FlashKernel {
 
 impl BlockOrder {
     /// Chooses the order in which the thread blocks of an attention kernel process heads and tiles
-    /// of `tile_rows` rows for the shape `s`. All blocks of a head read the same rows, so heads are
-    /// scheduled in groups whose rows fit into half of the L2 cache.
+    /// of `tile_rows` rows for the shape `s`, so that the rows that they read stay in the L2 cache.
+    /// All blocks of a head read the same rows, so heads are scheduled in groups whose rows fit
+    /// into half of the L2 cache.
     fn new(s: AttentionShape, tile_rows: usize, is_by_keys: bool, l2_cache_bytes: usize) -> BlockOrder {
         let tiles = s.t.div_ceil(tile_rows);
         let group = s.heads / s.kv_heads;
@@ -199,8 +206,8 @@ impl BlockOrder {
     }
 }
 
-/// An attention kernel of flash_hopper.cu in two variants, for heads of 64 and of 128 elements,
-/// which are the two elements of each array.
+/// An attention kernel of flash_hopper.cu (tensor cores of Hopper GPUs) in two variants: element 0
+/// of each array is for heads of 64 elements, element 1 for heads of 128.
 struct HopperKernel {
     names: [&'static CStr; 2],
     /// Number of warpgroups per block that own rows. Each owns 64 rows, and another one copies.
@@ -214,7 +221,8 @@ struct HopperKernel {
     is_by_keys: bool,
 }
 
-/// The kernel of flash_hopper.cu for the forward pass.
+/// The two variants of the forward kernel of flash_hopper.cu, which computes attention on the
+/// tensor cores of Hopper GPUs.
 const HOPPER_FORWARD: HopperKernel = HopperKernel {
     names: [c"hopper_forward_64", c"hopper_forward_128"],
     warpgroups: [2, 2],
@@ -222,7 +230,8 @@ const HOPPER_FORWARD: HopperKernel = HopperKernel {
     owned_tensors: 1,
     is_by_keys: false,
 };
-/// The kernel of flash_hopper.cu that computes the gradients of queries.
+/// The two variants of the kernel of flash_hopper.cu (attention on Hopper GPUs) that computes the
+/// gradients of queries.
 const HOPPER_BACKWARD_Q: HopperKernel = HopperKernel {
     names: [c"hopper_backward_q_64", c"hopper_backward_q_128"],
     warpgroups: [2, 2],
@@ -230,7 +239,8 @@ const HOPPER_BACKWARD_Q: HopperKernel = HopperKernel {
     owned_tensors: 2,
     is_by_keys: false,
 };
-/// The kernel of flash_hopper.cu that computes the gradients of keys and values.
+/// The two variants of the kernel of flash_hopper.cu (attention on Hopper GPUs) that computes the
+/// gradients of keys and values.
 const HOPPER_BACKWARD_KV: HopperKernel = HopperKernel {
     names: [c"hopper_backward_kv_64", c"hopper_backward_kv_128"],
     warpgroups: [3, 2],
@@ -240,9 +250,10 @@ const HOPPER_BACKWARD_KV: HopperKernel = HopperKernel {
 };
 
 impl HopperKernel {
-    /// Returns the number of threads and the bytes of shared memory that a block of this kernel has
-    /// for heads of `head_dim` elements. Shared memory contains the rows that the block owns and
-    /// the ring, each with statistics and first keys, barriers, and the bytes that align the tiles.
+    /// Returns the number of threads and the bytes of shared memory of each thread block of this
+    /// kernel, for heads of `head_dim` elements. Shared memory contains the rows that the block
+    /// owns and the ring, each with statistics and first keys, barriers, and the bytes that align
+    /// the tiles.
     fn compute_block_resources(&self, head_dim: usize) -> (u32, usize) {
         let index = usize::from(head_dim > 64);
         let (rows, (tile_rows, tiles)) = (64 * self.warpgroups[index], self.ring[index]);
@@ -253,8 +264,9 @@ impl HopperKernel {
         (128 * (self.warpgroups[index] as u32 + 1), tile_bytes + statistics + barriers + 32 + 1024)
     }
 
-    /// Enqueues the variant of this kernel of flash_hopper.cu that fits the attention shape `s`.
-    /// The kernel receives `arguments`, then the shape and the order of the blocks.
+    /// Enqueues the variant of this kernel of flash_hopper.cu (attention on Hopper GPUs) that fits
+    /// the attention shape `s`. The kernel receives `arguments`, then the shape and the order of
+    /// the blocks.
     fn launch(&self, cuda: &Cuda, s: AttentionShape, arguments: &[&dyn KernelArg]) {
         let index = usize::from(s.head_dim > 64);
         let width = (s.heads + 2 * s.kv_heads) * s.head_dim;
@@ -273,8 +285,8 @@ impl HopperKernel {
     }
 }
 
-/// Returns true if the kernels of flash_hopper.cu compute attention of the shape `s` on this GPU.
-/// `tensors` are all tensors of bf16 elements.
+/// Returns true if the kernels of flash_hopper.cu (attention on the tensor cores of Hopper GPUs)
+/// are used for the shape `s` on this GPU. `tensors` are all tensors of bf16 elements.
 fn uses_hopper_kernels(cuda: &Cuda, s: AttentionShape, tensors: &[&TensorArg]) -> bool {
     let is_plain = s.softcap.is_none() && s.dropout.is_none();
     let is_aligned = tensors.iter().all(|tensor| tensor.at.is_multiple_of(16));
@@ -373,10 +385,10 @@ impl AttentionOps for Cuda {
     }
 }
 
-/// Enqueues a pass of attention on cuDNN and returns true, or returns false if the built-in kernels
-/// must compute the pass. Returns false if cuDNN is not used or was not selected for this shape.
-/// The caller must then launch the built-in kernels, also if this call ran them with `run_built_in`
-/// to time them.
+/// Enqueues the forward or backward pass of attention on cuDNN and returns true, or returns false
+/// if the built-in kernels must compute the pass. Returns false if cuDNN is not used or was not
+/// selected for this shape. The caller must then launch the built-in kernels, also if this call ran
+/// them with `run_built_in` to time them.
 fn try_run_on_cudnn(
     cuda: &Cuda,
     is_bf16: bool,

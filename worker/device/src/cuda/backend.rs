@@ -60,8 +60,8 @@ impl MemoryOwner for Gpu {
     }
 }
 
-/// Owner of a buffer that has no memory, because the GPU's memory was full when the buffer was
-/// allocated.
+/// Owner of a buffer to which no GPU memory belongs, because the GPU's memory was full when the
+/// buffer was allocated; it has nothing to free.
 pub(super) struct NoMemory;
 
 impl MemoryOwner for NoMemory {
@@ -186,16 +186,17 @@ impl Cuda {
         self.gpu.make_current()
     }
 
-    /// Issues all GPU calls that were recorded but not yet issued, and returns the CUDA stream (a
-    /// `CUstream`) on which this thread's work runs. Fails if this or an earlier call failed.
+    /// Issues all GPU calls that were recorded for a CUDA graph but not issued yet, and returns the
+    /// CUDA stream (a `CUstream`) on which this thread's work runs. Fails if this or an earlier
+    /// call failed.
     pub fn flush_and_get_stream(&self) -> std::result::Result<*mut std::ffi::c_void, DeviceError> {
         self.gpu.status.check_no_failure()?;
         Ok(self.gpu.with_flushed_stream(CUstream::cast)?)
     }
 
-    /// Returns the first failure of a GPU call as an error and clears it, so that later calls are
-    /// made again. Until it is cleared, all later calls are skipped. The conformance comparison
-    /// uses this to continue after a failure.
+    /// Returns the first failure of a GPU call as an error and clears it; until it is cleared, all
+    /// later GPU calls are skipped. The conformance comparison uses this to continue after a
+    /// failure.
     pub fn take_failure(&self) -> std::result::Result<(), DeviceError> {
         self.gpu.status.take_failure()
     }
@@ -237,14 +238,16 @@ impl Cuda {
         self.gpu.call_and_record_failure(upload).unwrap_or(0)
     }
 
-    /// Locks the map of the caches that hold recently uploaded kernel inputs, by stream and thread.
+    /// Locks the map that contains, for each stream and thread, the cache of kernel inputs that
+    /// were uploaded to the GPU recently.
     pub(super) fn lock_host_inputs(&self) -> MutexGuard<'_, HashMap<(usize, ThreadId), HostInputCache>> {
         // a panic does not leave the map in an invalid state
         self.host_inputs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues the kernel `name` of `source` on this thread's stream, with as many blocks and
-    /// threads as `work` needs. Without work, launches nothing.
+    /// Enqueues the kernel `name` of the CUDA source file `source` on this thread's stream, with
+    /// the numbers of blocks and threads that the amount of work `work` requires. Without work,
+    /// launches nothing.
     pub(super) fn launch(
         &self,
         source: KernelSource,
@@ -271,7 +274,8 @@ impl Cuda {
         self.gpu.call_and_record_failure(|| self.cublas_lt.has_algorithm(&self.gpu, matmul)).unwrap_or(false)
     }
 
-    /// Makes a GPU call, and measures its GPU time under the name `name` while profiling is on.
+    /// Makes a GPU call that enqueues work, and measures the GPU time of that work under the name
+    /// `name` while profiling is on.
     pub(super) fn run_profiled(&self, name: impl FnOnce() -> String, call: impl FnOnce() -> Result<()>) {
         self.gpu.call_and_record_failure(|| self.profile.run_profiled(&self.gpu, name, call));
     }
@@ -282,7 +286,8 @@ impl Cuda {
     }
 }
 
-/// Number of threads per block for kernels that work with any number of threads.
+/// Number of threads per block with which kernels are launched that work with any number of
+/// threads.
 pub(super) const THREADS_PER_BLOCK: usize = 256;
 
 /// Returns the number of threads with which a kernel processes a row of `width` elements: whole

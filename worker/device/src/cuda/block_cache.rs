@@ -3,15 +3,17 @@
 use super::bindings::{Address, driver_sys::CUstream};
 use std::collections::{BTreeMap, HashMap};
 
-/// Minimum size in bytes of large blocks, whose sizes are multiples of [`LARGE_GRANULARITY`].
+/// Minimum size in bytes of a large block of GPU memory; larger and smaller blocks have different
+/// granularities.
 const MIN_LARGE_BLOCK_BYTES: usize = 1 << 20;
-/// The size of a small block of GPU memory is a multiple of this number of bytes.
-const SMALL_GRANULARITY: usize = 512;
-/// The size of a large block is a multiple of this number of bytes, which is also the unit in which
-/// the driver allocates memory.
-const LARGE_GRANULARITY: usize = 2 << 20;
-/// A free block is reused if it exceeds the requested size by at most that size divided by this
+/// The size in bytes of each small block of GPU memory (less than 1 MiB) is a multiple of this
 /// number.
+const SMALL_GRANULARITY: usize = 512;
+/// The size in bytes of each large block of GPU memory (1 MiB and more) is a multiple of this
+/// number, which is also the unit in which the driver allocates memory.
+const LARGE_GRANULARITY: usize = 2 << 20;
+/// Limits the memory that the reuse of a block wastes: a free block is used for a request if it
+/// exceeds the requested size by at most the requested size divided by this number.
 const MAX_WASTE_DIVISOR: usize = 4;
 
 /// The blocks of GPU memory that this process has allocated on a GPU without memory pools, in use
@@ -25,14 +27,15 @@ pub(super) struct BlockCache {
     free: HashMap<usize, BTreeMap<usize, Vec<Address>>>,
 }
 
-/// Returns the size in bytes of the block that is allocated for a request of `bytes` bytes.
+/// Returns the size in bytes of the block that is allocated for a request of `bytes` bytes: a
+/// multiple of the granularity of small or large blocks.
 pub(super) fn round_block_size(bytes: usize) -> usize {
     bytes.next_multiple_of(if bytes < MIN_LARGE_BLOCK_BYTES { SMALL_GRANULARITY } else { LARGE_GRANULARITY })
 }
 
 impl BlockCache {
-    /// Removes and returns the smallest free block of the stream that has at least `bytes` bytes
-    /// and is not much larger. Returns `None` if there is no such block.
+    /// Removes and returns the smallest free block of `stream` that has at least `bytes` bytes and
+    /// is not so large that much memory would be wasted. Returns `None` if there is no such block.
     pub(super) fn take_fitting_block(&mut self, bytes: usize, stream: CUstream) -> Option<Address> {
         let needed = round_block_size(bytes);
         let blocks = self.free.get_mut(&stream.addr())?;
@@ -45,19 +48,22 @@ impl BlockCache {
         at
     }
 
-    /// Adds a newly allocated block of `bytes` bytes at the GPU address `at`, which is in use.
+    /// Adds a block of `bytes` bytes of GPU memory at the address `at`, which has just been
+    /// allocated and is in use.
     pub(super) fn add_used_block(&mut self, at: Address, bytes: usize) {
         self.sizes.insert(at, bytes);
     }
 
-    /// Marks the block at the GPU address `at` as free for later work of `stream`.
+    /// Marks the block at the GPU address `at` as free, so that later work on `stream` can reuse
+    /// it.
     pub(super) fn mark_free(&mut self, at: Address, stream: CUstream) {
         if let Some(bytes) = self.sizes.get(&at) {
             self.free.entry(stream.addr()).or_default().entry(*bytes).or_default().push(at);
         }
     }
 
-    /// Removes all free blocks of GPU memory from the cache and returns their addresses.
+    /// Removes all free blocks of GPU memory from the cache and returns their addresses, so that
+    /// they can be given back to the driver.
     pub(super) fn take_free_blocks(&mut self) -> Vec<Address> {
         let free: Vec<Address> =
             std::mem::take(&mut self.free).into_values().flat_map(BTreeMap::into_values).flatten().collect();

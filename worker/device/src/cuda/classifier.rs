@@ -10,9 +10,9 @@ use crate::buffer::{Dtype, View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, WriteMode};
 use crate::storage::Storage;
 
-/// Maximum number of logits in memory at a time, except that at least [`MIN_CHUNK_ROWS`] rows are
-/// processed at a time. Chunks are large because each chunk reads and writes the whole gradient of
-/// the matrix, and because matmuls are efficient with many rows.
+/// Maximum number of logits that are in GPU memory at a time, except that at least
+/// [`MIN_CHUNK_ROWS`] rows of logits always are. Chunks are large because each chunk reads and
+/// writes the whole gradient of the matrix, and because matmuls are efficient with many rows.
 const MAX_CHUNK_LOGITS: usize = 256 << 20;
 /// Minimum number of rows whose logits are in memory at a time (a chunk of rows).
 const MIN_CHUNK_ROWS: usize = 1024;
@@ -145,9 +145,10 @@ impl ClassifierOps for Cuda {
 }
 
 impl Cuda {
-    /// Copies the output layer's weight `w`, rows of `d` elements, to scratch memory and appends
-    /// rows of zeros, if `layout` requires a copy. Returns the matrix that the matmuls read, and
-    /// the memory of the copy, which the caller must keep until the matmuls are enqueued.
+    /// Copies the output layer's weight `w`, whose rows have `d` elements, to scratch memory and
+    /// appends rows of zeros, if `layout` requires a padded vocabulary. Returns the matrix that the
+    /// matmuls read, and the memory of the copy, which the caller must keep until the matmuls are
+    /// enqueued.
     fn pad_output_matrix(
         &self,
         w: View,

@@ -34,7 +34,7 @@ const HOPPER_ARCHITECTURE: &str = "sm_90";
 const HOPPER_SPECIFIC_ARCHITECTURE: &str = "sm_90a";
 
 impl KernelSource {
-    /// Returns the architecture for which NVRTC compiles this source if the GPU has the
+    /// Returns the architecture for which NVRTC compiles this source file for a GPU of the
     /// architecture `gpu`, such as `sm_90`. Returns `None` if the GPU cannot run the kernels.
     pub(super) fn find_architecture<'a>(&self, gpu: &'a str) -> Option<&'a str> {
         match self.is_for_hopper {
@@ -68,8 +68,8 @@ pub(super) const ELEMENTWISE_SOURCE: KernelSource = kernel_source!("elementwise.
 pub(super) const NORM_SOURCE: KernelSource = kernel_source!("norm.cu");
 /// Source file of the kernels of activation functions and rotary position embedding.
 pub(super) const ACTIVATION_SOURCE: KernelSource = kernel_source!("activation.cu");
-/// Source file of the kernels of the token embedding, the router, and ops on the rows of tokens
-/// that experts process.
+/// Source file of the kernels of the token embedding, of the router of mixture-of-experts layers,
+/// and of ops on the rows of tokens that experts process.
 pub(super) const EXPERT_ROWS_SOURCE: KernelSource = kernel_source!("expert_rows.cu");
 /// Source file of the kernels of the cross-entropy loss.
 pub(super) const CLASSIFIER_SOURCE: KernelSource = kernel_source!("classifier.cu");
@@ -247,8 +247,8 @@ pub(super) fn list_kernel_names() -> impl Iterator<Item = (KernelSource, CString
     })
 }
 
-/// Kernels that were launched, by source file and name, each with the configuration of its first
-/// launch.
+/// The kernels that were launched so far, by source file and name, each with the launch
+/// configuration of its first launch.
 type LaunchedFunctions = HashMap<(&'static str, &'static CStr), (KernelFunction, LaunchConfig)>;
 
 /// The CUDA kernels of one GPU, whose source files are compiled and loaded when they are first
@@ -322,7 +322,8 @@ impl KernelModules {
         Ok(function)
     }
 
-    /// Returns the kernel `name` of a source file, without preparing it for a launch.
+    /// Returns the kernel `name` of a source file, which is first compiled and loaded if necessary,
+    /// for queries about the kernel rather than for launches.
     pub(super) fn find_function(
         &self,
         gpu: &GpuContext,
@@ -332,8 +333,8 @@ impl KernelModules {
         self.get_or_load_module(gpu, source)?.find_function(gpu, name)
     }
 
-    /// Returns the kernels that were launched so far, ordered by name, each with the configuration
-    /// of its first launch.
+    /// Returns the kernels that were launched so far, ordered by name, each with the launch
+    /// configuration of its first launch.
     pub(super) fn list_launched_functions(&self) -> Vec<(String, KernelFunction, LaunchConfig)> {
         let functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         let launched = functions

@@ -19,8 +19,8 @@ use std::{
 
 /// The lowest compute capability of a supported GPU: 8.0 (Ampere). Older GPUs have no bf16.
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
-/// The text with which errors name work that failed on the GPU after it was enqueued, in place of
-/// the name of a function.
+/// The text that errors contain instead of a function's name if work fails on the GPU after it was
+/// enqueued.
 pub(super) const GPU_WORK_LABEL: &str = "work on the GPU";
 
 /// The CUDA context and the streams of one open GPU.
@@ -155,8 +155,8 @@ impl Drop for GpuContext {
     }
 }
 
-/// Creates a CUDA stream of this priority without implicit synchronization with other streams,
-/// including the default stream.
+/// Creates a CUDA stream with the given priority that does not synchronize implicitly with other
+/// streams, including the default stream.
 pub(super) fn create_stream(driver: &DriverApi, priority: c_int) -> Result<CUstream> {
     let mut stream = ptr::null_mut();
     let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;

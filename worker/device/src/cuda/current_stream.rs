@@ -3,8 +3,8 @@ use super::bindings::driver_sys::CUstream;
 use super::context::GpuContext;
 use std::cell::Cell;
 
-/// The CUDA stream setting of a thread: a separate stream and the main stream of its GPU, or `None`
-/// if the thread uses the main stream.
+/// The CUDA stream setting of a thread: its separate stream together with the main stream of the
+/// stream's GPU, or `None` if the thread uses the main stream.
 pub(super) type ThreadStreamSetting = Option<(CUstream, CUstream)>;
 
 thread_local! {
@@ -12,8 +12,8 @@ thread_local! {
     static THREAD_STREAM: Cell<ThreadStreamSetting> = const { Cell::new(None) };
 }
 
-/// Makes this thread use the CUDA stream again that it used before
-/// [`GpuContext::set_thread_stream`] returned `setting`.
+/// Restores the CUDA stream setting that this thread had before a call of
+/// [`GpuContext::set_thread_stream`], which returned it as `setting`.
 pub(super) fn restore_thread_stream(setting: ThreadStreamSetting) {
     THREAD_STREAM.set(setting);
 }

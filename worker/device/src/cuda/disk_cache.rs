@@ -1,4 +1,5 @@
-//! Files in which compiled kernels and chosen matmul algorithms are cached for other processes.
+//! Files in which compiled kernels and the fastest algorithms of matmuls are cached for other
+//! processes and later runs.
 //!
 //! A file is used only if it is complete and its hash is right.
 use std::{
@@ -8,14 +9,15 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Maximum size in bytes of the content of a file of the kernel cache. Larger files are ignored.
+/// Maximum size in bytes of the content of a file in the cache of compiled kernels and matmul
+/// algorithms on disk. Larger files are ignored.
 pub(super) const MAX_CONTENT_BYTES: usize = 64 << 20;
 
-/// The first bytes of a cache file, which identify what kind of content follows. The content's hash
-/// follows.
+/// The first bytes of a file in the cache of compiled kernels and matmul algorithms, which identify
+/// the kind of its content. The content's hash follows.
 pub(super) type Magic = [u8; 16];
-/// Number of bytes before the content of a cache file: the first bytes ([`Magic`]) and the
-/// content's hash.
+/// Number of bytes that precede the content in a cache file: the bytes that identify the kind of
+/// content ([`Magic`]), and the content's hash.
 const HEADER_BYTES: usize = size_of::<Magic>() + blake3::OUT_LEN;
 
 /// Reads the content of a cache file (a compiled kernel or a chosen algorithm), after checking its
@@ -28,8 +30,8 @@ pub(super) fn read_cache_file(path: &Path, magic: &Magic) -> Option<Vec<u8>> {
     (begin == magic && hash == blake3::hash(content).as_bytes()).then(|| content.to_vec())
 }
 
-/// Writes a cache file atomically: other processes see the complete file or no file. Creates
-/// missing directories.
+/// Writes a file of the kernel cache atomically: other processes see the complete file or no file.
+/// Creates missing directories.
 pub(super) fn write_cache_file(path: &Path, magic: &Magic, content: &[u8]) -> io::Result<()> {
     let directory = path.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(directory)?;

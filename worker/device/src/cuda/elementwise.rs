@@ -124,8 +124,8 @@ impl VectorOps for Cuda {
     }
 }
 
-/// Returns the number of blocks of [`NORM_BLOCK_LEN`] elements in several vectors, each of which
-/// has its own last block.
+/// Returns the total number of blocks of [`NORM_BLOCK_LEN`] elements in several vectors; the last
+/// block of each vector may be shorter.
 fn count_norm_blocks(vectors: &[View]) -> usize {
     vectors.iter().map(|x| x.len().div_ceil(NORM_BLOCK_LEN)).sum()
 }
@@ -147,14 +147,14 @@ impl Cuda {
     }
 }
 
-/// Enqueues the conversion of `len` elements of `x` to the element type of `y`, where they are
-/// stored.
+/// Enqueues a kernel that converts `len` elements of `x` to the element type of `y`, and writes
+/// them to `y`.
 pub(super) fn convert_elements(cuda: &Cuda, y: TensorArg, x: TensorArg, len: usize) {
     cuda.launch(ELEMENTWISE_SOURCE, c"cast", LaunchSize::ElementsBy8(len), &[&y, &x, &len]);
 }
 
-/// Scalar arguments of the CUDA kernel `dropout`. The layout is that of `DropoutScalars` in
-/// elementwise.cu.
+/// Scalar arguments of the CUDA kernel `dropout`, such as the key of its random numbers. The layout
+/// is that of `DropoutScalars` in elementwise.cu.
 #[repr(C)]
 struct DropoutScalars {
     sample: usize,

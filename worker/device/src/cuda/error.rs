@@ -159,7 +159,7 @@ impl CudaError {
         }
     }
 
-    /// Returns true if the error is this status code of a function of the CUDA driver.
+    /// Returns true if this error is a failed CUDA call with the driver's status code `code`.
     pub(super) fn has_driver_status(&self, code: CUresult) -> bool {
         matches!(self, CudaError::Call { status, .. } if *status == code as i32)
     }
@@ -178,7 +178,8 @@ impl CudaError {
         *status == CUresult::CUDA_ERROR_OUT_OF_MEMORY as i32
     }
 
-    /// Returns this error with `name` as the failed function, or as the purpose of its call.
+    /// Returns this error with `name`, a function or a purpose such as "work on the GPU", as what
+    /// has failed, if this is a failed CUDA call.
     pub(super) fn with_function(mut self, name: impl Into<String>) -> Self {
         if let CudaError::Call { function, .. } = &mut self {
             *function = name.into();

@@ -89,15 +89,16 @@ fn gather_selected_rows(cuda: &Cuda, op: &'static str, y: ViewMut, x: View, rows
     cuda.launch(EXPERT_ROWS_SOURCE, c"gather_rows", work, &[&y, &x, &rows, &d]);
 }
 
-/// Panics if a row index is out of bounds for a matrix of `len` elements in rows of `d` elements.
+/// Panics if a row index in `rows` is out of bounds for a matrix with `len` elements in total and
+/// rows of `d` elements.
 fn check_row_indices(op: &str, indices: &[u32], len: usize, d: usize) {
     let available = len.checked_div(d).unwrap_or(0);
     let outside = indices.iter().find(|index| **index as usize >= available);
     assert!(outside.is_none() || d == 0, "{op}: row {outside:?} is not below {available}");
 }
 
-/// The numbers of a batch's rows, grouped by the token of each row, so that the gradients of each
-/// token can be summed in order.
+/// The row indices of a batch of tokens, grouped by token, so that the gradients of each token's
+/// embedding can be summed in order.
 #[derive(Debug, PartialEq)]
 struct RowsByToken {
     /// The tokens of the batch, each once, in increasing order.
@@ -109,8 +110,8 @@ struct RowsByToken {
     order: Vec<u32>,
 }
 
-/// Groups the numbers of a batch's rows by the token of each row. `tokens[i]` is the token of row
-/// `i`.
+/// Groups the row indices of a batch of tokens by token, so that the gradients of each token's
+/// embedding can be summed in order. `tokens[i]` is the token of row `i`.
 fn group_by_token(tokens: &[u32]) -> RowsByToken {
     let mut order: Vec<u32> = (0..tokens.len() as u32).collect();
     order.sort_by_key(|&row| tokens[row as usize]); // stable

@@ -12,8 +12,8 @@ use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;
 use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
-/// Alignment of fp8 operands that cuBLASLt requires: addresses in bytes, and the number of terms of
-/// each sum.
+/// Alignment that cuBLASLt requires of fp8 operands: a multiple of this number in their addresses
+/// (in bytes) and in the number of terms of each sum.
 const ALIGNMENT: usize = 16;
 /// Maximum number of threads per block of the kernels that quantize to fp8. The kernel that
 /// transposes a tile has exactly this number of threads.

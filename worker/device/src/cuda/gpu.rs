@@ -55,15 +55,15 @@ impl Gpu {
         }))
     }
 
-    /// Locks the recorded GPU calls if this thread's calls are recorded for CUDA graphs. Returns
-    /// `None` if the calls are issued immediately.
+    /// Locks the GPU calls that are recorded for CUDA graphs, if calls of this thread are recorded.
+    /// Returns `None` if the calls are issued immediately.
     pub(super) fn lock_if_recording(&self) -> Option<MutexGuard<'_, GraphState>> {
         (self.graphs.is_enabled() && self.current_stream() == self.main_stream)
             .then(|| self.graphs.lock_graph_state())
     }
 
-    /// Issues every recorded call to the GPU, and then runs `f` with the CUDA stream of this
-    /// thread. With graphs on, no other thread uses the main stream meanwhile.
+    /// Issues every recorded but not yet issued call to the GPU, and then runs `f` with the CUDA
+    /// stream of this thread. With graphs on, no other thread uses the main stream meanwhile.
     pub(super) fn with_flushed_stream<T>(&self, f: impl FnOnce(CUstream) -> T) -> Result<T> {
         self.make_current()?;
         let mut recording = self.lock_if_recording();
@@ -71,8 +71,8 @@ impl Gpu {
         Ok(f(self.current_stream()))
     }
 
-    /// Enqueues a GPU call on this thread's stream: records the call with `record` if CUDA graphs
-    /// are on, otherwise issues it with `issue`.
+    /// Enqueues a GPU call on this thread's stream: records the call for a later CUDA graph with
+    /// `record` if CUDA graphs are on, otherwise issues it immediately with `issue`.
     pub(super) fn enqueue(
         &self,
         record: impl FnOnce(&mut CallBatch),
@@ -89,9 +89,9 @@ impl Gpu {
         }
     }
 
-    /// Makes a GPU call for an op that cannot return an error: records an error as the failure of
-    /// the GPU, and otherwise returns the call's value. Returns `None` if the call failed, or was
-    /// not made because an earlier one failed.
+    /// Makes a GPU call for an op that cannot return an error: returns the call's value, or records
+    /// its error as the GPU's first failure, after which all calls are skipped. Returns `None` if
+    /// the call failed, or was not made because an earlier one failed.
     pub(super) fn call_and_record_failure<T>(&self, call: impl FnOnce() -> Result<T>) -> Option<T> {
         if self.status.has_failed() { None } else { self.status.ok_or_record_failure(call()) }
     }

@@ -30,14 +30,15 @@ impl Cuda {
         self.gpu.graphs.lock_graph_state().stats()
     }
 
-    /// Locks the measurement of whether training steps are faster with CUDA graphs. It is `None` if
-    /// nothing is measured.
+    /// Locks the state of the measurement that decides whether training steps run with CUDA graphs.
+    /// It is `None` if nothing is measured.
     fn lock_graph_tuner(&self) -> MutexGuard<'_, Option<GraphUseAutotuner>> {
         self.graph_autotuner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records the duration of a training step, and returns the next notice for the user about CUDA
-    /// graphs or cuDNN. Implements [`crate::Storage::record_step_duration`].
+    /// Records the duration of a training step, by which the use of CUDA graphs is decided, and
+    /// returns the next notice for the user about CUDA graphs or cuDNN. Implements
+    /// [`crate::Storage::record_step_duration`].
     pub(super) fn record_step_and_take_notice(&self, duration: Duration) -> Option<BackendNotice> {
         let mut tuner = self.lock_graph_tuner();
         if let Some(error) = self.gpu.graphs.lock_graph_state().take_disable_reason() {

@@ -1,5 +1,5 @@
-//! Records GPU calls in batches. A batch that occurs again is issued with a single launch of a CUDA
-//! graph.
+//! Records GPU calls in batches, so that a batch that occurs again is issued with a single launch
+//! of a CUDA graph.
 //!
 //! With graphs on, kernels, matmuls, fills and copies within the GPU are recorded into a
 //! [`CallBatch`] instead of being issued. A batch ends at [`MAX_BATCH_CALLS`] calls, or at anything
@@ -32,21 +32,21 @@ use std::{
 /// Minimum number of recorded GPU calls of which a CUDA graph is made. Shorter batches are issued
 /// call by call.
 const MIN_BATCH_CALLS: usize = 4;
-/// Maximum number of GPU calls that are recorded before they are issued. The limit keeps the GPU
-/// busy while the next calls are recorded. It also limits the number of calls that cannot be in a
-/// graph because one call of the batch differs each time.
+/// Maximum number of GPU calls that are recorded before they are issued as a batch (one by one or
+/// as a CUDA graph). The limit keeps the GPU busy while the next calls are recorded. It also limits
+/// the number of calls that cannot be in a graph because one call of the batch differs each time.
 const MAX_BATCH_CALLS: usize = 64;
 /// Maximum number of cached CUDA graphs. A new graph evicts the one whose last launch is the
 /// longest ago.
 const MAX_GRAPHS: usize = 512;
-/// Maximum number of batches of recorded calls whose hashes are remembered, so that a second
-/// occurrence is recognized.
+/// Maximum number of batches of recorded calls whose hashes are remembered, so that a batch that
+/// occurs again is recognized and becomes a CUDA graph.
 const MAX_SEEN_HASHES: usize = 4096;
-/// Maximum number of batches of recorded calls that are kept in full, so that similar batches can
-/// be compared with them.
+/// Maximum number of batches of recorded calls without a CUDA graph that are kept in full, so that
+/// similar batches can be compared with them.
 const MAX_UNMATCHED_BATCHES: usize = 256;
-/// Maximum number of CUDA graphs that may be evicted before their second launch. Beyond this limit,
-/// no more graphs are created, because the batches do not repeat.
+/// Number of CUDA graphs evicted before their second launch from which on no more graphs are
+/// created, because the recorded calls do not repeat.
 const MAX_WASTED_GRAPHS: usize = 64;
 
 /// Statistics of CUDA graphs: how many GPU calls were issued in graphs and how many one by one.
@@ -75,7 +75,7 @@ pub(super) struct MainStreamGraphs {
     state: Mutex<GraphState>,
 }
 
-/// A cached CUDA graph, and the batch of recorded calls that it replaces.
+/// A cached CUDA graph, and the batch of recorded GPU calls that one launch of the graph replaces.
 struct CachedGraph {
     batch: CallBatch,
     graph: ExecutableGraph,
@@ -85,8 +85,8 @@ struct CachedGraph {
     launches: u64,
 }
 
-/// The lock-protected state of [`MainStreamGraphs`]: recorded calls, cached CUDA graphs, and
-/// scratch memory of the main stream.
+/// The lock-protected state of [`MainStreamGraphs`]: GPU calls recorded for the main stream, cached
+/// CUDA graphs, and scratch memory of the main stream.
 #[derive(Default)]
 pub(super) struct GraphState {
     on: Arc<AtomicBool>,
@@ -195,15 +195,15 @@ impl GraphState {
         issued
     }
 
-    /// Issues every recorded GPU call to the main stream, and stores an error for the next caller
-    /// that can return it. The next flush returns the error.
+    /// Issues every recorded GPU call to the main stream, and stores an error, if one occurs, for
+    /// the next caller that can return it. The next flush returns the error.
     pub(super) fn flush_deferring_error(&mut self, gpu: &GpuContext) {
         if let Err(error) = self.flush_batch(gpu) {
             self.deferred_error = Some(error);
         }
     }
 
-    /// Issues the recorded GPU calls if they have reached the maximum number or CUDA graphs are
+    /// Issues the recorded GPU calls if their number has reached the maximum, or if CUDA graphs are
     /// off.
     pub(super) fn flush_batch_if_full(&mut self, gpu: &GpuContext) -> Result<()> {
         if self.batch.len() >= MAX_BATCH_CALLS || !self.is_enabled() { self.flush_batch(gpu) } else { Ok(()) }
@@ -223,8 +223,8 @@ impl GraphState {
         if has_graph && self.launch_graph(gpu, hash) { Ok(()) } else { self.issue_calls_one_by_one(gpu) }
     }
 
-    /// Provides a CUDA graph for the recorded calls: captures a new graph, or updates the graph of
-    /// a similar batch of calls. Returns false if the calls must be issued one by one.
+    /// Captures a CUDA graph of the recorded calls, or updates the graph of a similar batch of
+    /// calls, if that is worth its cost. Returns false if the calls must be issued one by one.
     ///
     /// If the batch has occurred before, a new graph is captured. Otherwise, if a graph exists for
     /// a similar batch (one with an equal structure hash), that graph is updated. Otherwise, a new
@@ -249,7 +249,7 @@ impl GraphState {
     }
 
     /// Stores the recorded batch of calls, for which no CUDA graph was made, so that a similar
-    /// batch can be recognized later.
+    /// batch can be recognized and compared with it later.
     fn remember_unmatched_batch(&mut self, structure_hash: u64) {
         if self.unmatched_batches.len() >= MAX_UNMATCHED_BATCHES {
             self.unmatched_batches.clear(); // the next step fills it again
@@ -345,9 +345,9 @@ impl GraphState {
         }
     }
 
-    /// Allocates `bytes` bytes of scratch memory for the main stream, in the blocks of GPU memory
-    /// that are kept for it or in a new block. Returns `None` if the GPU has no memory left for
-    /// another block.
+    /// Allocates `bytes` bytes of scratch memory for the main stream, in blocks of GPU memory that
+    /// are reserved for this purpose, or in a new block. Returns `None` if the GPU has no memory
+    /// left for another block.
     pub(super) fn allocate_scratch(&mut self, gpu: &GpuContext, bytes: usize) -> Result<Option<Address>> {
         if let Some(at) = self.arena.allocate(bytes) {
             return Ok(Some(at));
@@ -367,8 +367,8 @@ impl GraphState {
         Ok(self.arena.allocate(bytes))
     }
 
-    /// Frees the scratch memory of the main stream that begins at the GPU address `at`. With graphs
-    /// off, also returns unused blocks to the driver's pool.
+    /// Frees the scratch memory of the main stream that begins at the GPU address `at`, for later
+    /// requests. With graphs off, also returns unused blocks to the driver's pool.
     pub(super) fn free_scratch_range(&mut self, gpu: &GpuContext, at: Address) {
         self.arena.free_range(at);
         if !self.is_enabled() {
@@ -376,8 +376,8 @@ impl GraphState {
         }
     }
 
-    /// Returns the blocks of scratch memory in which nothing is allocated to the driver's memory
-    /// pool.
+    /// Gives the unused blocks of scratch memory, in which nothing is allocated, back to the memory
+    /// pool of the driver.
     pub(super) fn release_idle_blocks(&mut self, gpu: &GpuContext) {
         let idle = self.arena.take_idle_blocks();
         if !idle.is_empty() {
@@ -393,8 +393,8 @@ impl GraphState {
         self.on.load(Relaxed)
     }
 
-    /// Turns CUDA graphs off permanently because of `error`. The scratch memory stays, because
-    /// recorded calls use it.
+    /// Turns CUDA graphs off permanently because of `error`, an error that occurred when a graph
+    /// was made or launched. The scratch memory stays, because recorded calls use it.
     fn disable_graphs(&mut self, gpu: &GpuContext, error: CudaError) {
         self.disable_reason = Some(error);
         self.on.store(false, Relaxed);

@@ -12,11 +12,12 @@ use super::memory::DeviceMemory;
 use super::pinned_memory::PinnedRing;
 use std::{collections::HashMap, sync::Arc};
 
-/// Maximum number of inputs with equal names and sizes of which copies are kept on the GPU. More
-/// than one copy is needed if layers alternate between inputs.
+/// Maximum number of kernel inputs with equal names and sizes (such as the labels of two batches)
+/// of which copies are kept on the GPU. More than one copy is needed if layers alternate between
+/// inputs.
 const MAX_SLOTS_PER_INPUT: usize = 4;
-/// Number of consecutive uploads, each of which brings back the input that the previous one
-/// overwrote, after which one more copy is kept on the GPU.
+/// Number of consecutive uploads that replace an input by the one overwritten before, after which
+/// one more copy is kept on the GPU, so that both stay there.
 const ALTERNATIONS_BEFORE_NEW_SLOT: u32 = 2;
 /// Minimum size in bytes of the GPU memory in which a copy of one kernel input is kept. Sizes are
 /// powers of two.
@@ -32,7 +33,8 @@ pub(super) struct HostInputCache {
     ring: PinnedRing,
 }
 
-/// The GPU memory for several inputs with equal names and sizes.
+/// The GPU memory for copies of several kernel inputs with equal names and sizes, and the content
+/// of these copies.
 #[derive(Default)]
 struct InputSlots {
     /// GPU memory of each slot, and a copy of the slot's content.
@@ -46,9 +48,9 @@ struct InputSlots {
 }
 
 impl HostInputCache {
-    /// Uploads `input`, the kernel input called `name`, unless a copy on the GPU already has this
-    /// content. Returns the GPU address of the copy, which is valid until another input of this
-    /// name is uploaded. The address of an empty input is 0.
+    /// Uploads `input`, the content of the kernel input called `name`, unless a copy on the GPU
+    /// already has this content. Returns the GPU address of the copy, which is valid until another
+    /// input of this name is uploaded. The address of an empty input is 0.
     pub(super) fn upload_if_changed(
         &mut self,
         gpu: &Arc<Gpu>,

@@ -19,7 +19,8 @@ use std::{
     },
 };
 
-/// The number of entries of the launch log, in which a new entry overwrites the oldest one.
+/// The number of entries (one for each GPU call) of the launch log, in which a new entry overwrites
+/// the oldest one.
 const ENTRY_COUNT: usize = 64;
 /// The number of 64-bit words of an entry (one GPU call) of the launch log.
 const ENTRY_WORDS: usize = 64;

@@ -55,14 +55,14 @@ pub struct OpenLibrary {
     pub path: PathBuf,
 }
 
-/// Returns the major version at the end of a file name: 13 for `libnvrtc.so.13`.
+/// Returns the major version at the end of a library's file name: 13 for `libnvrtc.so.13`.
 fn parse_major_version(file_name: &str) -> Option<u32> {
     file_name.rsplit_once(".so.")?.1.parse().ok()
 }
 
 impl LibrarySearchPaths {
-    /// Returns these search paths, restricted to versions of libraries that a driver for CUDA
-    /// version `major` can use.
+    /// Returns these search paths, restricted to versions of libraries that work with a driver for
+    /// the CUDA version `major`.
     pub(super) fn with_driver_version(&self, major: u32) -> LibrarySearchPaths {
         LibrarySearchPaths { driver_cuda_major: Some(major), ..self.clone() }
     }
@@ -134,8 +134,8 @@ impl LibrarySearchPaths {
         })
     }
 
-    /// Returns the library file at `path` as rejected, because its version is too new for the
-    /// driver, or `None` if there is no such file.
+    /// Returns a description of the library file at `path` as rejected because its version is too
+    /// new for the driver, or `None` if there is no such file.
     fn find_too_new_file(&self, path: PathBuf) -> Option<RejectedLibrary> {
         let driver_cuda_major = self.driver_cuda_major.filter(|_| path.exists())?;
         Some(RejectedLibrary { path, reason: RejectReason::NewerThanDriver { driver_cuda_major } })

@@ -40,8 +40,9 @@ pub const MATMUL_WORKSPACE_BYTES: usize = 32 << 20;
 /// dropped, and created again when they are needed.
 const MAX_PLANS: usize = 4096;
 
-/// The plans (algorithms and descriptors) of matmuls, by key and by whether the key contains a
-/// rounded size (a size bucket). The value is `None` where the library has no algorithm.
+/// The plans (algorithms and descriptors) of matmuls, by the properties of the matmul, and by
+/// whether one of its sizes is rounded to a size bucket in them. The value is `None` where the
+/// library has no algorithm.
 type MatmulPlans = HashMap<(Key, bool), Option<Arc<MatmulPlan>>>;
 
 /// The opened cuBLASLt library, and the plans (algorithms and descriptors) of the matmuls that were
@@ -127,9 +128,9 @@ impl CublasLt {
         Ok(address)
     }
 
-    /// Finds the plan (algorithm and descriptors) and the layouts of a matmul, and returns the
-    /// matmul ready to be issued, except that its workspace is not allocated. Returns `None` if the
-    /// library has no algorithm.
+    /// Finds the plan (algorithm and descriptors) for a matmul, and returns the matmul ready to be
+    /// issued, except that its workspace is not allocated. Returns `None` if the library has no
+    /// algorithm.
     ///
     /// The algorithm for a varying size is the one for its size bucket. Where the library rejects
     /// that algorithm for the actual size, the algorithm for exactly this matmul is used, and not
@@ -154,8 +155,9 @@ impl CublasLt {
         Ok(plan.and_then(|plan| prepared(plan.clone(), plan.layouts.clone(), plan.workspace)))
     }
 
-    /// Returns how many bytes of workspace the algorithm of `plan` needs for operands with these
-    /// layouts. Returns `None` if the algorithm cannot compute the matmul.
+    /// Returns how many bytes of workspace the algorithm of `plan` needs for operands with the
+    /// sizes and strides that `layouts` describes. Returns `None` if the algorithm cannot compute
+    /// the matmul.
     fn query_algorithm_workspace(&self, plan: &MatmulPlan, layouts: &MatrixLayouts) -> Option<usize> {
         let [first, second, result] = layouts.handles;
         let mut checked = MaybeUninit::zeroed();

@@ -46,7 +46,8 @@ impl MatmulOperand {
         TensorArg { at: self.at, dtype: dtype_code(self.dtype) }
     }
 
-    /// Returns true if some row of the operand does not begin at a multiple of 16 bytes.
+    /// Returns true if some row of the operand begins at a GPU address that is not a multiple of 16
+    /// bytes.
     fn is_unaligned(&self) -> bool {
         !self.at.is_multiple_of(16) || !(self.stride * self.dtype.size()).is_multiple_of(16)
     }
@@ -69,8 +70,8 @@ pub(super) fn matmul(
     matmul_with_varying_size(cuda, [c, a, b], sizes, write, None);
 }
 
-/// Computes the matmul `c[m, n] (=|+=) a[m, k] · b[k, n]` on the GPU, one size of which may vary
-/// from call to call. `varying` is the size that differs from call to call, if there is one.
+/// Computes the matmul `c[m, n] (=|+=) a[m, k] · b[k, n]` on the GPU, where the size `varying` (`m`
+/// or `k`), if given, differs from call to call.
 pub(super) fn matmul_with_varying_size(
     cuda: &Cuda,
     operands: [MatmulOperand; 3],
@@ -88,8 +89,9 @@ pub(super) fn matmul_with_varying_size(
     }
 }
 
-/// Computes a matmul with both operands converted to `dtype`. Returns false without computing
-/// anything if the operands are 16-bit and unaligned and cuBLASLt has no algorithm for them.
+/// Computes a matmul on the GPU after converting both operands to the element type `dtype`. Returns
+/// false without computing anything if the operands are 16-bit and unaligned and cuBLASLt has no
+/// algorithm for them.
 fn matmul_with_operand_type(
     dtype: Dtype,
     cuda: &Cuda,
@@ -160,9 +162,9 @@ pub(super) fn matmul_with_bias(
     if cuda.has_matmul_algorithm(&request) { cuda.enqueue_matmul(&request) } else { run_separately() }
 }
 
-/// Completes a matmul that has nothing to multiply, because `m`, `n` or `k` is 0. Returns true if
-/// so, otherwise returns false without doing anything. If only `k` is 0, the matmul is a matrix of
-/// zeros. It is then written to `c`, unless `write` is [`WriteMode::Accumulate`].
+/// Handles a matmul of which `m`, `n` or `k` is 0, without cuBLASLt: zeroes the result `c` if only
+/// `k` is 0, unless `write` is [`WriteMode::Accumulate`]. Returns true if a size is 0, otherwise
+/// returns false without doing anything.
 pub(super) fn finish_empty_matmul(
     cuda: &Cuda,
     c: MatmulOperand,
@@ -176,8 +178,8 @@ pub(super) fn finish_empty_matmul(
     len == 0 || k == 0
 }
 
-/// Runs `run`, a matmul that can write only f32, and stores the `len` elements of its result in
-/// `c`, which may have another type.
+/// Runs the matmul function `run`, which can write only f32, and stores the `len` elements of its
+/// result in `c`, which may have another type.
 ///
 /// `run` receives f32 scratch memory with the layout of `c`, and the flag `add`. If `add` is false,
 /// `run` must overwrite the scratch memory with the matmul. If `add` is true, the scratch memory

@@ -11,15 +11,15 @@ use crate::ops::{
 };
 use std::ffi::CStr;
 
-/// Number of rows that one block of threads adds when a kernel sums over rows. This is
-/// `ROWS_PER_PARTIAL_SUM` of norm.cu.
+/// Number of rows that one thread block adds to one partial sum when a kernel sums over rows, such
+/// as for the gradient of a weight. This is `ROWS_PER_PARTIAL_SUM` of norm.cu.
 const ROWS_PER_PARTIAL_SUM: usize = 64;
-/// Number of columns that one block of threads processes when a kernel sums over rows. This is
-/// `COLUMNS_PER_BLOCK` of norm.cu.
+/// Number of columns of a matrix that one thread block processes when a kernel sums over rows. This
+/// is `COLUMNS_PER_BLOCK` of norm.cu.
 const COLUMNS_PER_BLOCK: usize = 256;
 
-/// Kernel argument: where the rows of a tensor, or the heads within its rows, are stored. The
-/// layout of this type is that of `RowLayout` in norm.cu.
+/// Kernel argument that describes where the rows of a tensor, or the heads within its rows, are
+/// stored. The layout of this type is that of `RowLayout` in norm.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct RowLayout {
@@ -39,14 +39,14 @@ impl RowLayout {
         RowLayout { count: rows, d, heads_per_row: 1, stride: d, first: 0 }
     }
 
-    /// Returns true if kernels can read every row as vectors of eight elements, provided that they
-    /// can read the first row so.
+    /// Returns true if kernels can read every row in vectors of eight elements, provided that the
+    /// tensor's address is aligned.
     fn are_vectorizable(&self) -> bool {
         [self.d, self.stride, self.first].iter().all(|n| n % 8 == 0)
     }
 
-    /// Returns the layout in which each head of a wider matrix is a row. Panics if there are too
-    /// many heads for a grid.
+    /// Returns the layout by which kernels process each head of a wider matrix as a row. Panics if
+    /// there are too many heads for a grid.
     fn from_heads(h: HeadLayout) -> Self {
         let count = h.rows * h.heads;
         assert!(count < 1 << 31, "rmsnorm_heads: {count} heads exceed the grid");
@@ -55,8 +55,8 @@ impl RowLayout {
     }
 }
 
-/// Returns which of three kernels suits rows of `d` elements, by the number of elements that each
-/// thread must hold. If the tensors can be accessed as vectors of eight elements, returns the
+/// Returns which of three kernels suits rows of `d` elements, by how many elements each thread must
+/// hold in registers. If the tensors can be accessed as vectors of eight elements, returns the
 /// kernel `one` for up to one vector per thread, or the kernel `up_to_four` for up to four. Returns
 /// the kernel `general` otherwise, and for longer rows.
 fn select_kernel(
@@ -72,12 +72,14 @@ fn select_kernel(
     }
 }
 
-/// Pairs each tensor with the element type bf16, as [`are_vectorizable`] takes them.
+/// Returns each tensor together with the element type bf16, for a check whether all of them are
+/// bf16 and can be read in vectors.
 fn pair_with_bf16<const N: usize>(tensors: [TensorArg; N]) -> [(TensorArg, Dtype); N] {
     tensors.map(|tensor| (tensor, Dtype::Bf16))
 }
 
-/// The factor by which each row is multiplied before [`sum_rows`] sums the rows.
+/// What each row of the output gradient is multiplied by, elementwise, before the rows are summed
+/// to the gradient of a bias or of a norm's weight: 1, or the normalized input.
 #[derive(Clone, Copy)]
 enum RowFactor {
     One,
@@ -89,8 +91,8 @@ enum RowFactor {
     LayerNormed(TensorArg, Address),
 }
 
-/// Enqueues the sum of the rows of `dy`, each multiplied by a factor, and adds the sum to `out[d]`.
-/// `factor` is the weight of each row. The order of the sum depends only on the number of rows.
+/// Enqueues kernels that multiply the rows of `dy` elementwise by `factor`, sum them, and add the
+/// sum to `out[d]`. The order of the sum depends only on the number of rows.
 fn sum_rows(cuda: &Cuda, out: Address, dy: TensorArg, factor: RowFactor, at: RowLayout) {
     let RowLayout { count: rows, d, .. } = at;
     let chunks = rows.div_ceil(ROWS_PER_PARTIAL_SUM);

@@ -10,10 +10,12 @@ use std::{
     sync::Arc,
 };
 
-/// Maximum number of bytes of pinned host memory in the ring of buffers of one size. If so many
-/// uploads are enqueued, the next one waits for the oldest one.
+/// Maximum number of bytes of pinned host memory in a ring of buffers of one size, through which
+/// small inputs are uploaded to the GPU. If so many uploads are enqueued, the next one waits for
+/// the oldest one.
 const MAX_RING_BYTES: usize = 16 << 20;
-/// Minimum size in bytes of a pinned buffer in a ring. Sizes are powers of two.
+/// Minimum size in bytes of a pinned buffer through which small inputs are uploaded to the GPU.
+/// Sizes are powers of two.
 const MIN_BUFFER_BYTES: usize = 256;
 
 /// Owner of a buffer in pinned host memory, which frees the memory when the buffer is dropped.

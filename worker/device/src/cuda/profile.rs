@@ -23,7 +23,8 @@ pub struct ProfileEntry {
     pub seconds: f64,
 }
 
-/// The GPU calls that were measured since profiling was started, and whether profiling is on.
+/// The profiler of one GPU: whether profiling is on, and the GPU calls that were measured since it
+/// was started.
 #[derive(Default)]
 pub(super) struct GpuProfiler {
     is_on: AtomicBool,

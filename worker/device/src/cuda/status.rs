@@ -6,8 +6,8 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-/// The first failure of a GPU call in an op that cannot return an error, or no failure. After it,
-/// the GPU's backend ignores all calls.
+/// The first failure of a GPU call in an op that cannot return an error, or no failure; after a
+/// failure, all later calls are skipped.
 #[derive(Default)]
 pub(super) struct DeviceStatus {
     /// True if `failure` is set. Read before every call.
@@ -28,7 +28,8 @@ impl DeviceStatus {
         result.map_err(|error| self.record_failure(error.into())).ok()
     }
 
-    /// Records `failure` as the first failure of a GPU call, unless an earlier one was recorded.
+    /// Records `failure` as the GPU's first failure, after which all GPU calls are skipped, unless
+    /// an earlier one was recorded.
     pub(super) fn record_failure(&self, failure: DeviceError) {
         self.lock_first_failure().get_or_insert(failure);
         self.has_failed.store(true, Relaxed);
@@ -42,8 +43,8 @@ impl DeviceStatus {
         self.lock_first_failure().clone().map_or(Ok(()), Err)
     }
 
-    /// Returns the first failure of a GPU call as an error and clears it, so that later calls are
-    /// made again.
+    /// Returns the first failure of a GPU call as an error and clears it; until it is cleared, all
+    /// later GPU calls are skipped.
     pub(super) fn take_failure(&self) -> Result<(), DeviceError> {
         self.has_failed.store(false, Relaxed);
         self.lock_first_failure().take().map_or(Ok(()), Err)

@@ -33,12 +33,13 @@ impl Gpu {
         self.record_event_with_flags(CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// Records a CUDA event that also measures the time at which the GPU reaches it.
+    /// Records a CUDA event on this thread's stream that also measures the time at which the GPU
+    /// reaches it.
     pub(super) fn record_timed_event(self: &Arc<Self>) -> Result<CudaEvent> {
         self.record_event_with_flags(CUevent_flags::CU_EVENT_DEFAULT)
     }
 
-    /// Records a CUDA event that is created with the flags `flags`.
+    /// Records a CUDA event, created with the CUDA flags `flags`, on this thread's stream.
     fn record_event_with_flags(self: &Arc<Self>, flags: CUevent_flags) -> Result<CudaEvent> {
         self.make_current()?;
         let mut event = CudaEvent { gpu: self.clone(), handle: ptr::null_mut() };

@@ -3,7 +3,8 @@ use super::bindings::Address;
 use super::launch::KernelArg;
 use crate::buffer::{Dtype, View, ViewMut};
 
-/// Kernel argument for a tensor in GPU memory: its address and the code of its element type.
+/// Kernel argument for a tensor in GPU memory: its address, and the number that stands for its
+/// element type.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct TensorArg {
@@ -18,7 +19,7 @@ impl TensorArg {
     /// Kernel argument for an optional tensor that is absent.
     pub(super) const NONE: TensorArg = TensorArg { at: 0, dtype: 0 };
 
-    /// Returns this tensor, or `other` if this tensor is absent.
+    /// Returns this kernel argument for an optional tensor, or `other` if the tensor is absent.
     pub(super) fn or(self, other: TensorArg) -> TensorArg {
         if self.at == 0 { other } else { self }
     }
@@ -63,9 +64,9 @@ pub(super) fn f32_gpu_address(v: View) -> Address {
     gpu_address(v)
 }
 
-/// Returns whether all tensors have the given element types, and can be accessed as vectors of
-/// eight elements. Each tensor must have its type, begin at a multiple of 16 bytes, and have rows
-/// of a multiple of eight elements. The name of a kernel that requires this ends in the type.
+/// Returns whether each tensor has the element type with which it is paired, and can be read and
+/// written in vectors of eight elements. Each tensor must begin at a multiple of 16 bytes, and have
+/// rows of a multiple of eight elements. The name of a kernel that requires this ends in the type.
 pub(super) fn are_vectorizable(width: usize, tensors: &[(TensorArg, Dtype)]) -> bool {
     let is_aligned = |(tensor, dtype): &(TensorArg, Dtype)| {
         tensor.at.is_multiple_of(16) && tensor.dtype == dtype_code(*dtype)

@@ -12,8 +12,8 @@ pub trait RopeOps {
     fn rope_backward(&self, dx: ViewMut, cos: View, sin: View, shape: RopeShape);
 }
 
-/// Shape of a matrix to whose heads rotary position embedding is applied. The matrix has `b·t`
-/// rows.
+/// Shape of a matrix with one row per token, in which rotary position embedding rotates the
+/// attention heads at the beginning of each row. The matrix has `b·t` rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RopeShape {
     /// Number of sequences.
@@ -29,8 +29,8 @@ pub struct RopeShape {
 }
 
 impl RopeShape {
-    /// Panics if the heads do not fit the rows, or if the length of the matrix `x` or of a table
-    /// does not fit the shape.
+    /// Panics if the heads do not fit into the rows, or if the length of the matrix `x` or of a
+    /// table of cosines or sines does not fit the shape.
     pub(crate) fn check_lengths(&self, x: usize, cos: usize, sin: usize) {
         let (op, RopeShape { b, t, heads, head_dim, stride }) = ("rope", *self);
         assert!(
@@ -44,8 +44,8 @@ impl RopeShape {
 
 /// Ops for causal grouped-query attention: the forward and the backward pass.
 pub trait AttentionOps {
-    /// Computes causal grouped-query attention with memory linear in `t` (Dao et al.,
-    /// "FlashAttention", 2022).
+    /// Computes causal grouped-query attention with memory linear in the sequence length (Dao et
+    /// al., "FlashAttention", 2022).
     ///
     /// - `o[b·t, heads·head_dim]` is the output.
     /// - `lse[b, heads, t]` receives the log-sum-exp of each query's scores, before dropout, for
@@ -55,10 +55,10 @@ pub trait AttentionOps {
     /// - `starts[b·t]` is the position, in its sequence, of the first token to which each token may
     ///   attend: the start of its document or of its window, or 0 if there is neither.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape);
-    /// Computes the gradient of attention with respect to `qkv`, and overwrites `dqkv` with it.
-    /// `dqkv` has the layout of `qkv`. `d_o` is the gradient of the output `o`. `o` and `lse` must
-    /// be the outputs of the forward pass. `qkv`, `starts` and `shape` must be the arguments of the
-    /// forward pass.
+    /// Computes the gradient of attention with respect to `qkv` (queries, keys and values), and
+    /// overwrites `dqkv` with it. `dqkv` has the layout of `qkv`. `d_o` is the gradient of the
+    /// output `o`. `o` and `lse` must be the outputs of the forward pass. `qkv`, `starts` and
+    /// `shape` must be the arguments of the forward pass.
     fn attention_backward(
         &self,
         dqkv: ViewMut,

@@ -5,8 +5,8 @@ use crate::buffer::{View, ViewMut};
 
 /// Ops for the router of a mixture-of-experts layer: the forward and the backward pass.
 pub trait RouterOps {
-    /// Computes a router: computes the probabilities of the experts, the softmax of `logits[m,
-    /// experts]`, and selects the experts with the largest ones for each token.
+    /// Computes a mixture-of-experts router: the softmax of `logits[m, experts]`, and for each
+    /// token the experts with the largest probabilities and their weights.
     ///
     /// - `probs[m, experts]` receives the softmax of each row of `logits`.
     /// - `lse[m]` receives the log-sum-exp of each row of `logits`.

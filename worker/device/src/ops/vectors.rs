@@ -54,7 +54,8 @@ pub trait VectorOps {
     }
 }
 
-/// Sums of squares of blocks of elements, which a backend may still be computing.
+/// Sums of squares of blocks of elements, which are complete or still being computed and copied to
+/// the host.
 pub enum PendingSumsOfSquares {
     /// The sums, and the staging buffer, which was not used.
     Complete(Vec<f64>, Buf),
@@ -113,10 +114,10 @@ impl SampleDropout {
     }
 }
 
-/// Where the random numbers for the stochastic rounding of a range of a tensor come from: key,
-/// first element and step. A value between two neighbouring bf16 numbers becomes the number with
-/// the larger magnitude with a probability of `(|value| − |lower|) / (|upper| − |lower|)`, where
-/// `|lower|` and `|upper|` are the magnitudes of the two numbers.
+/// The source of the random numbers for the stochastic rounding of a range of a tensor: random key,
+/// index of the range's first element, and optimizer step. A value between two neighbouring bf16
+/// numbers becomes the number with the larger magnitude with a probability of `(|value| − |lower|)
+/// / (|upper| − |lower|)`, where `|lower|` and `|upper|` are the magnitudes of the two numbers.
 ///
 /// Element `i` of the tensor takes the upper 16 bits of word `i mod 4` of the Philox block `⌊i /
 /// 4⌋` at the sample 0 and the step `step` ([`crate::philox::compute_random_words`]). The result

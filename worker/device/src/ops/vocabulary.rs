@@ -14,8 +14,8 @@ pub trait EmbeddingOps {
 
 /// Ops for the classifier, which computes the output layer and the cross-entropy loss together.
 pub trait ClassifierOps {
-    /// Computes the cross-entropy loss of the logits `x[m,d] · w[v,d]ᵀ` in chunks of rows, so that
-    /// only the logits of one chunk are in memory.
+    /// Computes the logits `x[m,d] · w[v,d]ᵀ` and their cross-entropy loss in chunks of rows, so
+    /// that the logits of only one chunk are in memory at a time.
     ///
     /// `loss[m]` receives the loss of each row, which is 0 where `labels[m]` is [`IGNORE_LABEL`].
     /// If `grads` is given, also computes `dx[m,d] = dlogits · w` and `dw[v,d] (=|+=) dlogitsᵀ ·
@@ -47,8 +47,8 @@ pub struct ClassifierShape {
 /// Label of a position that has no loss, such as a token of a prompt.
 pub const IGNORE_LABEL: u32 = u32::MAX;
 
-/// Where the classifier writes its gradients, those of the inputs and of the output layer's weight,
-/// and their scale.
+/// The buffers to which the classifier writes the gradients of its inputs and of the output layer's
+/// weight, and the factor by which the gradients are multiplied.
 pub struct ClassifierGrads<'a> {
     /// Gradient of the classifier's input, `[m, d]`; overwritten.
     pub dx: ViewMut<'a>,

@@ -1,5 +1,5 @@
-//! Declares the functions of a CUDA library, with methods that turn status codes into errors
-//! ([`cuda_library!`]).
+//! Declares the functions of a CUDA library that is opened at run time, with methods that turn
+//! status codes into errors ([`cuda_library!`]).
 use std::ffi::{CStr, c_char, c_int};
 
 /// A status code that a CUDA library returns; 0 is success.

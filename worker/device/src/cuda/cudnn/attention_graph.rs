@@ -30,8 +30,8 @@ const D_Q_ID: i64 = 10;
 const D_K_ID: i64 = 11;
 const D_V_ID: i64 = 12;
 const KEEP_SCALE_ID: i64 = 13;
-/// Id of the tensor in cuDNN's graph that holds Σ dO·O for each query, which the backward pass
-/// computes.
+/// Id, in cuDNN's graph, of the tensor that holds for each query the sum Σ dO·O over the head's
+/// elements, an intermediate result of the backward pass.
 const DOTS_ID: i64 = 14;
 /// Id of the fp32 tensor in cuDNN's graph in which the gradient of the queries is accumulated.
 const D_Q_SUMS_ID: i64 = 15;
@@ -66,7 +66,8 @@ impl AttentionMask {
     }
 }
 
-/// Why cuDNN cannot compute attention for certain arguments.
+/// Why cuDNN cannot compute attention: an unsupported shape, option (softcap, dropout), mask,
+/// element type or alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(in super::super) enum UnsupportedAttention {
     #[error("attention of tensors that are not bf16")]
@@ -87,7 +88,8 @@ pub(in super::super) enum UnsupportedAttention {
     Documents,
 }
 
-/// The forward or the backward pass of attention of one shape, which cuDNN can compute.
+/// The forward or the backward pass of attention of one shape, in the form in which cuDNN computes
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) struct AttentionPass {
     pub(super) shape: AttentionShape,
@@ -114,7 +116,8 @@ impl AttentionOperands {
     }
 }
 
-/// A temporary `f32` tensor that a pass of cuDNN's attention needs in addition to its operands.
+/// A temporary `f32` tensor in GPU memory that cuDNN needs for a pass of attention in addition to
+/// the inputs and outputs.
 pub(super) struct ExtraTensor {
     pub(super) id: i64,
     pub(super) elements: usize,
@@ -133,7 +136,8 @@ struct AttentionTensorLayout {
 }
 
 impl AttentionTensorLayout {
-    /// Takes the sizes from the attention shape `s`.
+    /// Takes the sizes from the attention shape `s`, for the dimensions and strides of cuDNN's
+    /// tensors.
     fn new(s: AttentionShape) -> Self {
         let [b, t, heads, kv_heads, dim] = [s.b, s.t, s.heads, s.kv_heads, s.head_dim].map(|n| n as i64);
         AttentionTensorLayout { b, t, heads, kv_heads, dim }
@@ -171,9 +175,10 @@ impl AttentionTensorLayout {
 }
 
 impl AttentionPass {
-    /// Creates the description of the forward or backward pass of attention with these arguments
-    /// for cuDNN. Fails with the reason if cuDNN cannot compute the pass. `is_bf16` is true if all
-    /// tensors of the pass are bf16.
+    /// Creates the description of a forward or backward pass of attention for cuDNN, from its
+    /// shape, its operands, and the first visible key of each query (`starts`). Fails with the
+    /// reason if cuDNN cannot compute the pass. `is_bf16` is true if all tensors of the pass are
+    /// bf16.
     pub(in super::super) fn new(
         shape: AttentionShape,
         starts: &[u32],
@@ -255,8 +260,9 @@ impl AttentionPass {
     }
 
     /// Waits for the attention pass to complete, and copies its results from the GPU to the host as
-    /// f32. The results of the forward pass are output and log-sum-exp, and those of the backward
-    /// pass the gradients of q, k and v.
+    /// `f32`, where cuDNN's are compared with those of the built-in kernels. The results of the
+    /// forward pass are output and log-sum-exp, and those of the backward pass the gradients of q,
+    /// k and v.
     pub(super) fn download_results(&self, gpu: &Gpu, at: &AttentionOperands) -> Result<[Vec<f32>; 3]> {
         let s = self.shape;
         let rows = s.b * s.t;
@@ -282,7 +288,8 @@ impl AttentionPass {
         Ok([download_bf16(at.o, rows * queries)?, lse, Vec::new()])
     }
 
-    /// Returns the ids and values of the scalars that cuDNN's graph reads from host memory.
+    /// Returns the ids and values of the scalars (such as the scale of scores) that cuDNN's graph
+    /// reads from host memory.
     fn list_scalars(&self) -> Vec<(i64, f32)> {
         let mut scalars = vec![(SCALE_ID, self.shape.scale), (MASK_VALUE_ID, f32::NEG_INFINITY)];
         if let AttentionMask::Window(window) = self.mask {
@@ -294,8 +301,8 @@ impl AttentionPass {
         scalars
     }
 
-    /// Describes the attention shape for messages: `attention of 2 × 2048 tokens, 32 and 8 heads of
-    /// 128`.
+    /// Describes the attention shape of this pass for messages: `attention of 2 × 2048 tokens, 32
+    /// and 8 heads of 128`.
     pub(super) fn describe_shape(&self) -> String {
         let s = self.shape;
         let window = if let AttentionMask::Window(window) = self.mask {
@@ -344,8 +351,8 @@ fn create_attention_plans(
     create_graph_plans(graph, pass.list_scalars(), target)
 }
 
-/// Adds the tensor of queries, keys or values to the graph of cuDNN operations, as a part of `qkv`
-/// or of the gradient of `qkv`.
+/// Adds the tensor of queries, keys or values (a part of `qkv`), or of their gradients, to the
+/// graph of cuDNN operations.
 fn add_qkv_tensor(
     g: &mut OperationGraph,
     id: i64,

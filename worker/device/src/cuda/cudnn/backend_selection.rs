@@ -15,10 +15,11 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Number of timed runs of an attention implementation, after one run that is not timed.
+/// Number of timed runs of cuDNN or of the built-in kernels when their speed is compared for an
+/// attention shape, after one run that is not timed.
 const TIMED_RUNS: usize = 4;
-/// Largest accepted difference between the results of cuDNN and of the built-in kernels, relative
-/// to the largest value. Results and intermediate results of both are rounded to bf16.
+/// Largest accepted difference between the attention results of cuDNN and of the built-in kernels,
+/// relative to the largest value. Results and intermediate results of both are rounded to bf16.
 const TOLERANCE: f64 = 2e-2;
 
 /// Which implementation computes attention on a GPU: cuDNN or the built-in kernels.
@@ -33,8 +34,8 @@ pub enum AttentionBackend {
     Cudnn,
 }
 
-/// The key under which the execution plan of an attention pass is stored: sizes, bits of the scale,
-/// mask, and the direction (forward or backward).
+/// The key under which cuDNN's execution plan for an attention pass is stored: sizes, bits of the
+/// scale, mask, and direction (forward or backward).
 type AttentionPassKey = ([usize; 5], u32, AttentionMask, bool);
 
 /// The opened cuDNN library, and the execution plans for attention that were selected so far.
@@ -48,7 +49,8 @@ pub(in super::super) struct CudnnAttention {
     notices: Mutex<VecDeque<BackendNotice>>,
 }
 
-/// Why an execution plan of cuDNN for attention is not used.
+/// Why cuDNN is not used for attention of a certain shape: there is no execution plan, or the plan
+/// failed, was inaccurate, or could not be timed.
 #[derive(Debug, thiserror::Error)]
 enum PlanRejection {
     #[error("cuDNN has no plan")]
@@ -63,8 +65,8 @@ enum PlanRejection {
     NotTimed,
 }
 
-/// Returns the key under which the execution plan that was selected for an attention pass is
-/// stored.
+/// Returns the key under which the execution plan of cuDNN that was selected for an attention pass
+/// is stored.
 fn compute_pass_key(pass: &AttentionPass) -> AttentionPassKey {
     let s = pass.shape;
     ([s.b, s.t, s.heads, s.kv_heads, s.head_dim], s.scale.to_bits(), pass.mask, pass.is_backward)
@@ -193,9 +195,9 @@ impl CudnnAttention {
         Ok((cudnn_seconds < built_in_seconds).then_some(plan))
     }
 
-    /// Runs an execution plan of cuDNN for attention, compares its results with `expected`, and
-    /// returns the seconds of a run. Fails if the plan does not work or its results differ from
-    /// `expected`.
+    /// Runs an execution plan of cuDNN for attention, compares its results with `expected`, those
+    /// of the built-in kernels, and returns the seconds that a run takes. Fails if the plan does
+    /// not work or its results differ from `expected`.
     fn check_and_time_plan(
         &self,
         gpu: &Arc<Gpu>,
@@ -215,8 +217,8 @@ impl CudnnAttention {
         Ok((seconds.ok_or(PlanRejection::NotTimed)?, plan))
     }
 
-    /// Queues a warning for the user that cuDNN does not compute an attention shape, because its
-    /// plans were rejected.
+    /// Queues a warning for the user that the built-in kernels compute an attention shape instead
+    /// of cuDNN, because cuDNN's plans for it were rejected.
     fn report_rejection(&self, pass: &AttentionPass, rejection: &PlanRejection) {
         let attention = pass.describe();
         let message = format!("{attention} does not use cuDNN");
@@ -270,15 +272,16 @@ impl CudnnAttention {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push_back(notice);
     }
 
-    /// Returns the error that cuDNN cannot compute `attention`, the description of an attention
-    /// shape.
+    /// Returns the error that cuDNN cannot compute attention of a certain shape, which the text
+    /// `attention` describes.
     fn unsupported_error(&self, attention: String) -> CudaError {
         CudaError::AttentionUnsupported { version: self.cudnn.format_version(), attention }
     }
 }
 
-/// Returns the largest difference between `results` and `expected`, relative to the largest
-/// expected value of each tensor. Returns infinity if one value is finite where the other is not.
+/// Returns the largest difference between cuDNN's attention `results` and the `expected` ones,
+/// relative to the largest expected value of each tensor. Returns infinity if one value is finite
+/// where the other is not.
 fn compute_relative_difference(results: &[Vec<f32>; 3], expected: &[Vec<f32>; 3]) -> f64 {
     let difference = |(result, expected): (&Vec<f32>, &Vec<f32>)| {
         let finite = expected.iter().map(|x| x.abs()).filter(|x| x.is_finite());

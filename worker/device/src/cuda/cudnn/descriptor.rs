@@ -19,7 +19,8 @@ const MAX_ENGINE_CONFIGS: i64 = 4;
 ///
 /// Values must have the memory layout that cuDNN expects for [`AttributeValue::TYPE`].
 pub(super) unsafe trait AttributeValue {
-    /// The number by which cuDNN identifies this type of attribute values.
+    /// The number by which cuDNN identifies the type of attribute values that this Rust type
+    /// represents.
     const TYPE: cudnnBackendAttributeType_t;
 }
 

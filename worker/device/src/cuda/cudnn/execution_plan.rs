@@ -13,8 +13,8 @@ use std::{ffi::c_void, ptr, sync::Arc};
 /// sub-codes.
 const NOT_SUPPORTED_STATUSES: std::ops::Range<i32> = 3000..4000;
 
-/// The GPU for which cuDNN compiles an execution plan: the GPU of a handle, or one that is only
-/// known by its properties.
+/// The GPU for which cuDNN compiles an execution plan: the GPU of an open cuDNN handle, or a GPU
+/// that this machine need not have, described by its properties.
 pub(super) enum PlanTarget {
     /// The GPU to which this cuDNN handle belongs.
     Handle(cudnnHandle_t),
@@ -58,8 +58,8 @@ pub(super) fn create_graph_plans(
     Ok(configs.into_iter().filter_map(compile))
 }
 
-/// Turns an error with which cuDNN rejects an unsupported request into `None`. Fails with any other
-/// error.
+/// Returns `None` instead of an error with which cuDNN rejects an unsupported request. Fails with
+/// any other error.
 fn ok_if_supported<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
@@ -92,8 +92,8 @@ fn query_engine_configs(
     Ok((descriptor, configs))
 }
 
-/// Compiles the execution plan for `config`, one of the ways to compute a graph that cuDNN
-/// suggested.
+/// Compiles the execution plan for `config`, one of the ways to compute a graph of operations that
+/// cuDNN suggested.
 fn compile_plan(
     source: &Arc<PlanDescriptors>,
     config: Descriptor,
@@ -160,8 +160,8 @@ impl PreparedPlan {
         })
     }
 
-    /// Returns numbers that depend on the plan and its addresses, from which the hash of a batch of
-    /// recorded GPU calls is computed. The words of different plans may be equal, but rarely are.
+    /// Returns numbers that identify the plan and its addresses, for the hash by which a repeated
+    /// batch of GPU calls is recognized. The words of different plans may be equal, but rarely are.
     pub(in super::super) fn list_words_to_hash(&self) -> impl Iterator<Item = u64> {
         let plan = Arc::as_ptr(&self.plan).addr() as u64;
         self.tensors.iter().map(|(_, at)| *at).chain([self.workspace, plan])

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// Alignment in bytes that cuDNN may assume for tensors in GPU memory.
 pub(super) const ALIGNMENT: i64 = 16;
-/// The first of the ids given to virtual tensors (intermediate results without memory) in cuDNN's
+/// The first of the ids that virtual tensors (intermediate results without memory) get in cuDNN's
 /// graph.
 const FIRST_VIRTUAL_ID: i64 = 100;
 
@@ -94,8 +94,8 @@ impl OperationGraph {
         self.add_tensor(TensorLocation::Virtual, data_type, dims, compute_packed_strides(dims))
     }
 
-    /// Adds to the graph a tensor that is one `f32` in host memory, whose value cuDNN reads from
-    /// there, under the id `id`, when the graph runs.
+    /// Adds a tensor that consists of one `f32` in host memory to the graph; cuDNN reads the value
+    /// that is bound to the id `id` when the graph runs.
     pub(super) fn add_host_scalar(&mut self, id: i64) -> Result<GraphTensor> {
         self.add_tensor(TensorLocation::Host(id), CUDNN_DATA_FLOAT, [1; 4], [1; 4])
     }
@@ -138,8 +138,8 @@ impl OperationGraph {
         self.add_operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, descriptor, tensors)
     }
 
-    /// Adds the elementwise operation `y = mode(x, b)`, such as an addition, to the graph of cuDNN
-    /// operations. Modes with one operand have no `b`.
+    /// Adds the elementwise operation `y = mode(x, b)` to the graph of cuDNN operations, where
+    /// `mode` is a cuDNN operation such as an addition. Modes with one operand have no `b`.
     pub(super) fn add_pointwise(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -155,9 +155,9 @@ impl OperationGraph {
         self.add_elementwise(mode, precision, None, &tensors)
     }
 
-    /// Adds the elementwise operation `mode(x, b)`, such as an addition, to the graph of cuDNN
-    /// operations, and returns its result. The result is a virtual tensor with the dimensions of
-    /// `x`.
+    /// Adds the elementwise operation `mode(x, b)` to the graph of cuDNN operations, where `mode`
+    /// is a cuDNN operation such as an addition, and returns the tensor of the result. The result
+    /// is a virtual tensor with the dimensions of `x`.
     pub(super) fn add_pointwise_result(
         &mut self,
         mode: cudnnPointwiseMode_t,
@@ -171,7 +171,7 @@ impl OperationGraph {
     }
 
     /// Adds the cuDNN operation that computes the index of each element of `x` along `axis`, and
-    /// returns its result.
+    /// returns the tensor of these indices.
     pub(super) fn add_index_along_axis(&mut self, x: GraphTensor, axis: i64) -> Result<GraphTensor> {
         let y = self.add_virtual_tensor(CUDNN_DATA_INT32, x.dims)?;
         let tensors = [(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x), (CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y)];
@@ -180,7 +180,7 @@ impl OperationGraph {
     }
 
     /// Adds the operation that selects elements of `x` where `condition` is true and of `other`
-    /// elsewhere, and returns its result.
+    /// elsewhere, and returns the tensor of the result.
     pub(super) fn add_select(
         &mut self,
         condition: GraphTensor,
@@ -231,8 +231,8 @@ impl OperationGraph {
         )
     }
 
-    /// Adds the cuDNN operation that exchanges the last two dimensions of `x`, and returns its
-    /// result with elements of type `data_type`.
+    /// Adds the cuDNN operation that exchanges the last two dimensions of `x`, and returns the
+    /// tensor of the result, whose elements have the type `data_type`.
     pub(super) fn add_transpose(
         &mut self,
         data_type: cudnnDataType_t,

@@ -1,12 +1,12 @@
 //! Allocates scratch memory in a few large blocks, so that equal sequences of requests get equal
-//! addresses ([`ScratchArena`]).
+//! addresses, which repeated CUDA graphs need ([`ScratchArena`]).
 //!
 //! The arena only records which ranges are allocated, for one stream. A freed range is reusable
 //! immediately, because the stream executes calls in order.
 use super::super::bindings::Address;
 
-/// Alignment in bytes of every range of scratch memory that the arena allocates. The driver's own
-/// allocations have the same alignment.
+/// Alignment in bytes of every range of scratch memory that this allocator returns. The driver's
+/// own allocations have the same alignment.
 const ALIGNMENT: usize = 256;
 
 /// The address and the size of a block of GPU memory that came from the driver's memory pool.
@@ -16,7 +16,7 @@ pub(in super::super) struct PoolBlock {
     pub(in super::super) bytes: usize,
 }
 
-/// A block of GPU memory, and the ranges of it that are allocated as scratch memory.
+/// A block of GPU memory, and those of its ranges that are allocated as scratch memory.
 struct ArenaBlock {
     block: PoolBlock,
     ranges: Vec<(usize, usize)>,
@@ -37,7 +37,7 @@ impl ArenaBlock {
     }
 }
 
-/// Allocator for the scratch memory of one CUDA stream, which divides a few large blocks of GPU
+/// Allocator of scratch memory for the main CUDA stream, which divides a few large blocks of GPU
 /// memory into ranges.
 #[derive(Default)]
 pub(in super::super) struct ScratchArena {
@@ -77,10 +77,10 @@ impl ScratchArena {
         }
     }
 
-    /// Plans how to get scratch memory for `bytes` bytes that fit into no block: which blocks to
-    /// release, and how large a new block must be. Removes blocks without allocated ranges from the
-    /// arena and returns them, with the size in bytes of a new block. The caller must release the
-    /// returned blocks to the driver, and then allocate the new block and pass it to
+    /// Plans how to get memory for a request of `bytes` bytes that fits into no block: which blocks
+    /// to release, and how large a new block must be. Removes blocks without allocated ranges from
+    /// the arena and returns them, with the size in bytes of a new block. The caller must release
+    /// the returned blocks to the driver, and then allocate the new block and pass it to
     /// [`ScratchArena::add_block`]. In the long run a single large block remains.
     pub(in super::super) fn plan_growth(&mut self, bytes: usize) -> (Vec<PoolBlock>, usize) {
         let (bytes, capacity) = (bytes.next_multiple_of(ALIGNMENT), self.capacity());
@@ -96,7 +96,7 @@ impl ScratchArena {
         (self.take_idle_blocks(), self.peak_bytes)
     }
 
-    /// Adds a new block of GPU memory to the arena, in which nothing is allocated yet.
+    /// Adds a new block of GPU memory to the allocator, in which nothing is allocated yet.
     pub(in super::super) fn add_block(&mut self, block: PoolBlock) {
         self.blocks.push(ArenaBlock { block, ranges: Vec::new() });
     }
@@ -109,7 +109,7 @@ impl ScratchArena {
         idle.into_iter().map(|block: ArenaBlock| block.block).collect()
     }
 
-    /// Returns the total size in bytes of the blocks of GPU memory that the arena has.
+    /// Returns the total size in bytes of the blocks of GPU memory that this allocator has.
     fn capacity(&self) -> usize {
         self.blocks.iter().map(|block| block.block.bytes).sum()
     }

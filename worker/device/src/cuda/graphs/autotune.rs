@@ -10,9 +10,9 @@ const TIMED_STEPS: usize = 9;
 /// graphs, then with graphs.
 const STEPS_PER_PHASE: usize = WARM_UP_STEPS + TIMED_STEPS;
 
-/// The average GPU time of a call, in seconds, from which on CUDA graphs are not tried. Issuing a
-/// call takes some µs, so a GPU with such long calls never waits for the next one. Large models
-/// also need the memory that graphs would take.
+/// If GPU calls take at least this many seconds on average, CUDA graphs are not tried, because
+/// issuing a call takes only some µs and the GPU never waits for the next call. Large models also
+/// need the memory that graphs would take.
 const LONG_CALL_SECONDS: f64 = 100e-6;
 
 /// Times training steps first without CUDA graphs and then with graphs, to decide whether graphs
@@ -24,7 +24,8 @@ pub(in super::super) struct GraphUseAutotuner {
     calls_before: u64,
 }
 
-/// What the backend must do with CUDA graphs after a training step was timed.
+/// What the backend must do next after a training step was timed, to find out whether CUDA graphs
+/// make steps faster.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum GraphTuningDecision {
     /// Run the next step in the same way as this one.

@@ -176,14 +176,15 @@ impl CallBatch {
         Some(changed)
     }
 
-    /// Returns the recorded arguments of a kernel launch as 64-bit words.
+    /// Returns the recorded arguments of a kernel launch as 64-bit words, for comparisons and
+    /// hashes.
     fn argument_words(&self, arguments: &Range<usize>) -> &[u64] {
         let start = |i: usize| self.starts.get(i).copied().unwrap_or(self.words.len());
         &self.words[start(arguments.start)..start(arguments.end)]
     }
 
-    /// Runs `f` with the parameters of the recorded kernel launch number `call`, in the form in
-    /// which the driver updates a CUDA graph. Returns `None` if the call is not a kernel.
+    /// Runs `f` with the parameters of the recorded kernel launch with index `call`, in the form in
+    /// which the driver updates a node of a CUDA graph. Returns `None` if the call is not a kernel.
     pub(super) fn with_kernel_node_params<T>(
         &self,
         call: usize,
@@ -210,8 +211,8 @@ impl CallBatch {
         Some(f(&node))
     }
 
-    /// Returns a hash of everything that the recorded calls do: their kinds, their order and all
-    /// arguments.
+    /// Returns a hash of everything that the recorded calls do (their kinds, their order and all
+    /// arguments), by which a repeated batch is recognized.
     pub(super) fn compute_hash(&self) -> u64 {
         let mut hash = self.compute_structure_hash();
         for call in &self.calls {
@@ -224,7 +225,7 @@ impl CallBatch {
     }
 
     /// Returns a hash of the recorded calls that ignores the arguments and grids of kernels, so
-    /// that similar batches have equal hashes.
+    /// that batches that differ only in these have equal hashes.
     pub(super) fn compute_structure_hash(&self) -> u64 {
         let mut hash = self.calls.len() as u64;
         for call in &self.calls {
@@ -244,7 +245,7 @@ impl CallBatch {
     }
 }
 
-/// Updates `hash` with each of `words`.
+/// Updates the hash `hash` of recorded GPU calls with each of the numbers `words`.
 fn mix_into_hash(hash: &mut u64, words: impl IntoIterator<Item = u64>) {
     for word in words {
         *hash = (hash.rotate_left(5) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);

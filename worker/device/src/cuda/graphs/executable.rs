@@ -52,8 +52,8 @@ impl ExecutableGraph {
         unsafe { gpu.driver_graphs()?.cuGraphLaunch(self.executable, gpu.main_stream) }
     }
 
-    /// Returns whether the graph nodes of the recorded calls with the indices `calls` are known, so
-    /// that they can be updated.
+    /// Returns whether the CUDA graph's nodes for the recorded calls with the indices `calls` are
+    /// known, so that they can be updated.
     pub(super) fn has_nodes_of_calls(&self, calls: &[usize]) -> bool {
         calls.iter().all(|call| self.nodes.get(*call).is_some_and(|node| !node.is_null()))
     }
@@ -87,8 +87,8 @@ impl ExecutableGraph {
     }
 }
 
-/// Returns the graph node of the call that was captured last on the main stream. Returns null if
-/// the driver does not report it.
+/// Returns the CUDA graph node of the call that was captured last on the main stream. Returns null
+/// if the driver does not report it.
 fn get_last_captured_node(gpu: &GpuContext) -> CUgraphNode {
     gpu.capture_info.as_ref().map_or(ptr::null_mut(), |info| info.query_last_node(gpu.main_stream))
 }

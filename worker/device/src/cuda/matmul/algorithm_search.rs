@@ -1,5 +1,5 @@
 //! Finds the fastest of cuBLASLt's algorithms for a matmul, and stores the choice on disk for other
-//! processes ([`AlgorithmSearch`]).
+//! processes and later runs ([`AlgorithmSearch`]).
 //!
 //! Two algorithms may sum in different orders. Processes that share the directory use the same
 //! stored choice, whichever process made it. Hosts with other directories may choose differently.
@@ -129,8 +129,8 @@ fn lock_directory(directory: &Path) -> Option<File> {
     Some(file)
 }
 
-/// Reads which algorithm was chosen from the cache file at `path`, and returns the one of
-/// `candidates` that equals it. Returns `None` if the file is invalid or names no candidate.
+/// Reads which algorithm was chosen for a matmul from the cache file at `path`, and returns the one
+/// of `candidates` that equals it. Returns `None` if the file is invalid or names no candidate.
 fn read_stored_choice(path: &Path, candidates: &[AlgorithmCandidate]) -> Option<AlgorithmCandidate> {
     let algorithm = disk_cache::read_cache_file(path, ALGORITHM_MAGIC)?;
     candidates.iter().find(|one| one.as_bytes() == algorithm).copied()

@@ -168,8 +168,8 @@ impl PreparedMatmul {
         lt.issue_matmul(stream, matmul, descriptor, layouts.handles, algorithm)
     }
 
-    /// Returns numbers that depend on the matmul and its addresses, from which the hash of a batch
-    /// of recorded GPU calls is computed. The words of different matmuls may be equal, but rarely
+    /// Returns numbers that identify the matmul and its addresses, for the hash by which a repeated
+    /// batch of GPU calls is recognized. The words of different matmuls may be equal, but rarely
     /// are.
     pub(in super::super) fn list_words_to_hash(&self) -> [u64; 6] {
         let Matmul { m, n, a, b, c, .. } = self.matmul;

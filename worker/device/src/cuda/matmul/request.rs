@@ -7,11 +7,11 @@ use crate::buffer::Dtype;
 use crate::fp8::Fp8Format;
 use std::ffi::c_int;
 
-/// Largest alignment of an operand's address, in bytes, that influences the choice of an algorithm
-/// for a matmul. A larger alignment makes no algorithm faster.
+/// Largest alignment in bytes that is distinguished when an algorithm is chosen for a matmul by the
+/// alignments of its operands' addresses. A larger alignment makes no algorithm faster.
 const MAX_ALIGNMENT: u64 = 256;
-/// Largest alignment, in bytes, that counts for the choice of an algorithm if a size of the matmul
-/// varies from call to call.
+/// Largest alignment in bytes of an operand that is distinguished when an algorithm is chosen for a
+/// matmul of which one size varies from call to call.
 const MAX_VARYING_ALIGNMENT: u32 = 16;
 
 /// Address and layout of a matrix in GPU memory that a matmul reads or writes.
@@ -44,20 +44,21 @@ pub(in super::super) struct Matmul {
     pub(in super::super) varying: Option<VaryingSize>,
 }
 
-/// Which size of a matmul differs from call to call, because it is the number of rows of an expert.
-/// An algorithm is chosen for a range of such sizes (a size bucket) instead of each of them.
+/// Which size of a matmul differs from call to call: the number of rows of its result, or of terms
+/// in each sum, which is the number of tokens of an expert. An algorithm is chosen for a range of
+/// such sizes (a size bucket) instead of each of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in super::super) enum VaryingSize {
     M,
     K,
 }
 
-/// The smallest size for which a varying size of a matmul has a separate algorithm (size bucket).
-/// Sizes up to this number share an algorithm.
+/// The smallest size to which a size that varies from call to call is rounded up, when an algorithm
+/// of cuBLASLt is chosen for a matmul. Sizes up to this number share an algorithm.
 const MIN_SIZE_BUCKET: usize = 16;
 
-/// Returns the size for which an algorithm is chosen if a size of a matmul varies: the next power
-/// of two.
+/// Rounds a size of a matmul that varies from call to call up to the next power of two, so that
+/// nearby sizes share one algorithm.
 fn choose_size_bucket(size: usize) -> usize {
     size.max(MIN_SIZE_BUCKET).next_power_of_two()
 }
@@ -78,10 +79,9 @@ impl Matmul {
         [self.m, self.n, self.k]
     }
 
-    /// Returns the key under which the plan (chosen algorithm and descriptors) of this matmul is
-    /// stored, and which similar matmuls share. It contains the size bucket in place of a varying
-    /// size. The rows of an expert begin anywhere, so the key then contains no alignment above 16
-    /// bytes.
+    /// Returns the properties of this matmul by which its plan (chosen algorithm and descriptors)
+    /// is stored; similar matmuls share a plan. They contain the size bucket in place of a varying
+    /// size. The rows of an expert begin anywhere, so the alignments are then limited to 16 bytes.
     pub(super) fn plan_key(&self) -> Key {
         let key = self.exact_key();
         let [m, n, k, strides @ ..] = key.sizes;
@@ -95,8 +95,8 @@ impl Matmul {
         Key { sizes: [m, n, k, a, b, c], alignments, ..key }
     }
 
-    /// Returns the key under which a plan for exactly this matmul would be stored, without rounding
-    /// a size that varies.
+    /// Returns the properties by which a plan (algorithm and descriptors) for exactly this matmul
+    /// would be stored, without rounding a size that varies.
     pub(super) fn exact_key(&self) -> Key {
         Key {
             sizes: [self.m, self.n, self.k, self.a.stride, self.b.stride, self.c.stride],
@@ -169,8 +169,8 @@ impl OperandFormat {
     }
 }
 
-/// The properties of a matmul that decide which algorithm is the fastest, as the key of stored
-/// plans.
+/// The properties of a matmul on which the choice of the fastest algorithm depends, by which chosen
+/// algorithms are stored.
 ///
 /// The `Debug` text of the key is hashed into the names of stored choices. Renaming the type or a
 /// field would discard all stored choices.
