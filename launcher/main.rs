@@ -21,7 +21,8 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Converts the arguments of `launch gpu-check` to the options of its implementation.
+/// Converts the parsed arguments of `launch gpu-check` to the options of the crate that implements
+/// the check.
 fn to_gpu_check_options(args: launcher::GpuCheckArgs) -> GpuCheckOptions {
     let task = match (args.run_part, args.model, args.profile) {
         (Some(name), ..) => {

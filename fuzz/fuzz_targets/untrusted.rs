@@ -10,8 +10,8 @@ use std::{
     sync::LazyLock,
 };
 
-/// The largest allocation of a parser in bytes, which is far more than any input of the fuzzer
-/// needs.
+/// The size in bytes from which on a single memory allocation during fuzzing counts as a bug of the
+/// parser, because no input of the fuzzer needs that much.
 const MAX_ALLOCATION_BYTES: usize = 256 << 20;
 
 /// An allocator that passes each call to the system's allocator, but ends the process at an
@@ -40,7 +40,8 @@ static ALLOCATOR: LimitedAllocator = LimitedAllocator;
 /// A fuzz target, which is a function that passes its input to a parser and ignores the result.
 type FuzzTarget = fn(&[u8]);
 
-/// The fuzz targets, each with its name. `fuzz/run` reads the names from these lines.
+/// The fuzz targets (functions that pass fuzzed bytes to one parser each), with the names by which
+/// `FUZZ_TARGET` selects them. `fuzz/run` reads the names from these lines.
 const TARGETS: [(&str, FuzzTarget); 38] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),
@@ -82,15 +83,17 @@ const TARGETS: [(&str, FuzzTarget); 38] = [
     ("tokenizer", |bytes| drop(worker::untrusted::interpret_tokenizer(bytes))),
 ];
 
-/// The fuzz target whose name is in the environment variable `FUZZ_TARGET`.
+/// The fuzz target (function that passes fuzzed bytes to one parser) that the environment variable
+/// `FUZZ_TARGET` selects.
 static SELECTED_TARGET: LazyLock<FuzzTarget> = LazyLock::new(|| {
     let name = env::var("FUZZ_TARGET").expect("FUZZ_TARGET names a target");
     TARGETS.iter().find(|(target, _)| *target == name).expect("a name of TARGETS").1
 });
 
-/// If this process was started for a task other than fuzzing, performs the task and ends the
-/// process. The tasks are the sandbox process, which has no environment variables, and `write-seeds
-/// DIR`, which writes the seeds that are not files of a corpus.
+/// If the first argument requests a task other than fuzzing (to run as a sandbox process or to
+/// write fuzz seeds), performs the task and ends the process. The tasks are the sandbox process,
+/// which has no environment variables, and `write-seeds DIR`, which writes the seeds that are not
+/// files of a corpus.
 fn run_other_task_and_exit() {
     let mut arguments = env::args().skip(1);
     match arguments.next().as_deref() {

@@ -17,9 +17,10 @@ use tokio::{
 
 type BenchResult<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
-/// The number of GET requests that each client sends, one after the other.
+/// The number of GET requests that each client sends to the store, one after the other.
 const GETS_PER_CLIENT: u32 = 10;
-/// The number of file descriptors that the process needs in addition to one per client.
+/// The number of file descriptors that the benchmark may need in addition to one connection per
+/// client, for which the limit of open files is raised.
 const EXTRA_FILE_DESCRIPTORS: u64 = 64;
 
 fn main() -> BenchResult<()> {
@@ -45,9 +46,9 @@ fn main() -> BenchResult<()> {
     Ok(())
 }
 
-/// Connects `clients` clients to the store at `address`, and waits until all of them have ended.
-/// Returns the seconds until all clients have connected, until all have passed the barrier, and
-/// until all have read the key.
+/// Connects `clients` clients, all in this process, to the store at `address`, measures them, and
+/// waits until all have ended. Returns the seconds until all clients have connected, until all have
+/// passed the barrier, and until all have read the key.
 async fn run_clients(clients: u32, address: String) -> BenchResult<[f64; 3]> {
     let start = Instant::now();
     let mut connecting = JoinSet::new();
@@ -70,7 +71,7 @@ async fn run_clients(clients: u32, address: String) -> BenchResult<[f64; 3]> {
     Ok([connected, met, start.elapsed()].map(|time| time.as_secs_f64()))
 }
 
-/// Waits for all tasks and collects their results.
+/// Waits until all tasks (one per client) have ended, and collects their results.
 async fn join_all<T: 'static>(mut tasks: JoinSet<BenchResult<T>>) -> BenchResult<Vec<T>> {
     let mut done = Vec::new();
     while let Some(result) = tasks.join_next().await {
@@ -112,8 +113,8 @@ async fn pass_barrier(mut stream: TcpStream, clients: u32) -> BenchResult<TcpStr
     Ok(stream)
 }
 
-/// Sends [`GETS_PER_CLIENT`] GET requests for the key that the last client has set, and checks the
-/// replies.
+/// Sends [`GETS_PER_CLIENT`] GET requests for a key that the last client sets in the store, and
+/// checks the replies.
 async fn get_key_repeatedly(mut stream: TcpStream) -> BenchResult<()> {
     let get = [&[3][..], &encode_text("/go")].concat();
     for _ in 0..GETS_PER_CLIENT {
@@ -127,8 +128,8 @@ async fn get_key_repeatedly(mut stream: TcpStream) -> BenchResult<()> {
     Ok(())
 }
 
-/// Finds the process that listens at the port `port` of this machine. Returns the path of its
-/// `/proc/PID/stat`.
+/// Finds the process of this machine that listens at the TCP port `port`, which is the store that
+/// the benchmark measures. Returns the path of its `/proc/PID/stat`.
 fn find_listening_process(port: u16) -> BenchResult<PathBuf> {
     const TCP_STATE_LISTEN: &str = "0A";
     for table in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
@@ -146,8 +147,8 @@ fn find_listening_process(port: u16) -> BenchResult<PathBuf> {
     Err(format!("no process of this user listens at port {port} of this machine").into())
 }
 
-/// Finds a process that has the socket `socket` open. Returns the directory of the process in
-/// /proc.
+/// Finds a process of this machine that has the socket `socket` open, by the links in /proc/PID/fd.
+/// Returns the directory of the process in /proc.
 fn find_socket_owner(socket: &str) -> Option<PathBuf> {
     let list = |dir: PathBuf| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     list("/proc".into()).find(|process| {
@@ -155,8 +156,8 @@ fn find_socket_owner(socket: &str) -> Option<PathBuf> {
     })
 }
 
-/// Returns the CPU time that a process has used, in seconds: its user and system time in the file
-/// `stat`.
+/// Returns the CPU time (user and system time) in seconds that a process has used, from its file
+/// `/proc/PID/stat`, whose path is `stat`.
 fn read_cpu_seconds(stat: &PathBuf) -> BenchResult<f64> {
     let stat = fs::read_to_string(stat)?;
     let (_, after_name) = stat.rsplit_once(')').ok_or("/proc/PID/stat has no process name")?;

@@ -11,7 +11,7 @@ use std::{
 /// How long a thread waits before it repeats a failed write for the first time. Each further
 /// failure doubles the pause.
 pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(50);
-/// The longest time that a thread waits between two repetitions of a failed write.
+/// The longest time that a thread waits before it repeats a failed write once more.
 pub(crate) const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 
 /// A function that a [`BackgroundThread`] calls. Unlike a job of a cluster, it is not described by
@@ -49,7 +49,8 @@ struct JobQueue {
     changed: Condvar,
 }
 
-/// The waiting jobs of a [`JobQueue`], with their size and counters.
+/// The functions that wait in a [`JobQueue`], with their total size, and the state of the thread
+/// that calls them.
 #[derive(Default)]
 struct QueueState {
     jobs: VecDeque<(usize, Job)>,
@@ -100,8 +101,9 @@ impl JobQueue {
 }
 
 impl BackgroundThread {
-    /// Starts a thread that calls queued functions. The thread gets the name `name`, which may have
-    /// at most 15 bytes. `max_bytes` limits the size of the jobs that wait.
+    /// Starts a thread that calls queued functions, and returns the handle through which they are
+    /// queued. The thread gets the name `name`, which may have at most 15 bytes. `max_bytes` limits
+    /// the size of the jobs that wait.
     pub(crate) fn start(name: &str, max_bytes: usize) -> io::Result<BackgroundThread> {
         let queue = Arc::new(JobQueue { max_bytes, state: Mutex::default(), changed: Condvar::new() });
         let jobs = queue.clone();
@@ -142,19 +144,20 @@ impl BackgroundThread {
     }
 }
 
-/// A switch that ends the repetition of failed writes, in all threads that hold a clone of the
-/// switch.
+/// A switch that stops all threads with a clone of it from repeating failed file writes, so that
+/// the program can end.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WriteRetrySwitch(Arc<(Mutex<bool>, Condvar)>);
 
 impl WriteRetrySwitch {
-    /// Stops the repetition of failed writes, also of the writes that are being repeated now.
+    /// Stops the repetition of failed file writes in all threads that share this switch, also of
+    /// writes that are being repeated now.
     pub(crate) fn switch_off(&self) {
         *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.0.1.notify_all();
     }
 
-    /// Sleeps for `pause` before a failed write is repeated, or until the switch ends the
+    /// Sleeps for `pause` before a failed file write is repeated, or until the switch stops the
     /// repetitions. Returns `false` once the repetitions have ended.
     fn wait_before_retry(&self, pause: Duration) -> bool {
         let has_ended = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -163,11 +166,11 @@ impl WriteRetrySwitch {
     }
 }
 
-/// Writes all of `bytes`, and repeats failed writes until they succeed or the switch `retries` ends
-/// the repetitions. A write that succeeded in part continues behind its last byte. `on_failure` is
-/// called with the first error. Fails with the number of unwritten bytes and the last error if
-/// `retries` ends the repetitions, or if the error is permanent, such as that of a closed
-/// descriptor.
+/// Writes all of `bytes` to a file, and repeats failed writes until they succeed or the switch
+/// `retries` stops the repetitions. A write that succeeded in part continues behind its last byte.
+/// `on_failure` is called with the first error. Fails with the number of unwritten bytes and the
+/// last error if `retries` ends the repetitions, or if the error is permanent, such as that of a
+/// closed descriptor.
 ///
 /// Blocks for as long as the disk is full or stalls, so it is called in jobs of a
 /// [`BackgroundThread`] only.
@@ -197,29 +200,29 @@ pub(crate) fn write_persistently(
     Ok(())
 }
 
-/// Computes the growing pauses between the repetitions of an operation.
+/// Computes the pauses before each repetition of a failed operation, such as a file write; each
+/// pause is longer than the one before.
 #[derive(Debug, Default)]
 pub(crate) struct RetryPauses {
     failures: u32,
 }
 
 impl RetryPauses {
-    /// Returns `true` before the first repetition of the operation, which means that the operation
-    /// has failed only once.
+    /// Returns whether the operation has failed only once so far, so that it was not repeated yet.
     pub(crate) fn is_before_first_retry(&self) -> bool {
         self.failures == 0
     }
 
-    /// Returns how long to wait before the next repetition. The pauses double up to
-    /// [`LONGEST_RETRY_PAUSE`].
+    /// Returns how long to wait before the failed operation is repeated the next time. The pauses
+    /// double up to [`LONGEST_RETRY_PAUSE`].
     pub(crate) fn next_pause(&mut self) -> Duration {
         self.failures += 1;
         FIRST_RETRY_PAUSE.saturating_mul(1 << (self.failures - 1).min(16)).min(LONGEST_RETRY_PAUSE)
     }
 }
 
-/// Returns whether a file operation that failed with this error may succeed later, as after a full
-/// disk or a restart of the file server.
+/// Returns whether a file operation that failed with this error may succeed if it is repeated
+/// later, such as after a full disk.
 pub(crate) fn is_transient(error: &io::Error) -> bool {
     let transient = [
         libc::ENOSPC,

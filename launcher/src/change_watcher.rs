@@ -16,8 +16,8 @@ use std::{
 };
 use tokio::{sync::Notify, time::timeout};
 
-/// The interval at which a watched path on a network file system is polled, because the operating
-/// system reports no changes of other hosts.
+/// How often a watched path on a network file system is polled, because the kernel does not report
+/// what other hosts write there.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// The numbers by which `statfs` identifies network file systems for which the crate nix has no
 /// constants: Lustre, 9p, Ceph, CIFS, SMB 2, GPFS, BeeGFS, OCFS2, GFS2, AFS and Coda.
@@ -84,9 +84,10 @@ impl ChangeWatcher {
         _ = timeout(limit, self.changed.notified()).await;
     }
 
-    /// Watches exactly the paths that currently belong to the watched file or directory tree, and
-    /// ends the watches of others. Returns whether these paths differ from those that were watched
-    /// before. `is_polled` decides whether a path is polled.
+    /// Brings the watches up to date after a part of the target was created, deleted or replaced:
+    /// watches exactly the paths that now belong to the target (a file or a directory tree).
+    /// Returns whether these paths differ from those that were watched before. `is_polled` decides
+    /// whether a path is polled.
     fn watch_current_paths(&mut self, is_polled: fn(&Path) -> bool) -> bool {
         let watched = list_watched_paths(&self.target, is_polled);
         if watched == self.watched {
@@ -102,8 +103,8 @@ impl ChangeWatcher {
         true
     }
 
-    /// Returns the mode of a watch: whether it includes everything below the watched directory, or
-    /// only the entries of the directory itself.
+    /// Returns whether a watch covers everything below the watched directory (for a target that is
+    /// a directory tree), or only the entries of the directory itself (for a file).
     fn recursive_mode(&self) -> RecursiveMode {
         match self.target {
             WatchTarget::File(_) => RecursiveMode::NonRecursive,

@@ -81,8 +81,8 @@ fn build_help_command(args: &[OsString]) -> String {
     format!("{} --help", words.join(" "))
 }
 
-/// Returns whether an error about the arguments `args` is printed as JSON or as text. The format is
-/// JSON if `args` contain `--json` before `--`.
+/// Determines, before the arguments `args` are parsed, whether an error about them is printed as
+/// JSON or as text. The format is JSON if `args` contain `--json` before `--`.
 fn detect_requested_format(args: &[OsString]) -> OutputFormat {
     let options = args.iter().take_while(|arg| *arg != "--");
     OutputFormat { json: options.into_iter().any(|arg| arg == "--json"), ..OutputFormat::default() }
@@ -94,8 +94,8 @@ fn build_missing_job_error() -> Diagnostic {
         .with_help("name a job, as in `launch job.yaml`, or see `launch --help`")
 }
 
-/// Creates the error that the command `word`, such as `ckpt`, was given without one of its
-/// subcommands. Returns `None` if the command `word` has no subcommands.
+/// Creates the error that the command `word`, such as `ckpt`, was given without one of the
+/// subcommands that it requires. Returns `None` if the command `word` has no subcommands.
 fn build_missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     let cli = Cli::command();
     let name = word.to_str()?;
@@ -110,10 +110,11 @@ fn build_missing_subcommand_error(word: &OsStr) -> Option<Diagnostic> {
     })
 }
 
-/// Rewrites a command line that is written for another launcher, such as `torchrun`. Inserts the
-/// name of the drop-in command if launch was called by the name of the other launcher, and `--`
-/// before the arguments of the command, so that all of them belong to the other launcher. Returns
-/// other command lines unchanged.
+/// Prepares a command line that is written for another launcher, such as `torchrun`, for parsing:
+/// `torchrun train.py`, run through a link to launch, becomes `launch torchrun -- train.py`.
+/// Inserts the name of the drop-in command if launch was called by the name of the other launcher,
+/// and `--` before the arguments of the command, so that all of them belong to the other launcher.
+/// Returns other command lines unchanged.
 fn insert_drop_in_command(mut args: Vec<OsString>) -> Vec<OsString> {
     if let Some(launcher) = args.first().and_then(|name| OtherLauncher::from_program_name(name)) {
         args.insert(1, OsString::from(launcher.name()));
@@ -148,8 +149,8 @@ fn insert_default_command(args: impl Iterator<Item = OsString>) -> Vec<OsString>
     args
 }
 
-/// Returns the index in `args` of the first argument that is no global option, such as 2 for `plan`
-/// in `launch --json plan job.yaml`. Returns `None` if there is no such argument.
+/// Returns the index in `args` of the first argument that is not a global option, such as 2 for
+/// `plan` in `launch --json plan job.yaml`. Returns `None` if there is no such argument.
 fn find_first_word_index(args: &[OsString]) -> Option<usize> {
     let mut at = 1;
     while let Some(arg) = args.get(at) {
@@ -212,8 +213,8 @@ fn build_usage_error(error: &clap::Error, help_command: &str) -> Diagnostic {
     usage.with_help(format!("see `{help_command}`"))
 }
 
-/// Converts a value in the details of clap's error, which is a text, several texts or a number, to
-/// text. Returns `None` for other types of values.
+/// Converts a value in the details of an error of clap (the command line parser) to text. Returns
+/// `None` for other types of values.
 fn clap_context_to_text(value: &ContextValue) -> Option<String> {
     match value {
         ContextValue::String(text) => Some(text.clone()),

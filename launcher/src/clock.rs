@@ -4,8 +4,9 @@
 //! a debugger.
 use std::time::{Duration, Instant, SystemTime};
 
-/// The longest time by which [`RunningClock`] advances between two readings. The event loops that
-/// use the clock call it more often than this.
+/// The longest time by which [`RunningClock`] advances between two readings; a longer time counts
+/// as one in which the process was stopped. The event loops that use the clock call it more often
+/// than this.
 const MAX_STEP: Duration = Duration::from_secs(2);
 
 /// A clock that measures the time since its start, without the time during which this process was
@@ -28,13 +29,14 @@ impl RunningClock {
         self.advance_to(Instant::now())
     }
 
-    /// Returns whether this process was probably stopped, because more than [`MAX_STEP`] has passed
-    /// since the clock was last read.
+    /// Returns whether this process was probably stopped since the last reading of the clock,
+    /// because more than [`MAX_STEP`] has passed.
     pub(crate) fn has_paused(&self) -> bool {
         self.last.elapsed() > MAX_STEP
     }
 
-    /// Makes the clock ignore the time that has passed since its last reading.
+    /// Makes the clock ignore the time since its last reading, in which this process was probably
+    /// stopped.
     pub(crate) fn skip_pause(&mut self) {
         self.last = Instant::now();
     }

@@ -1,6 +1,6 @@
-//! Disables core dumps of the controller and the agents, because their memory contains secrets.
-//! Their memory contains the job's key and the values of secret variables, which everyone who
-//! collects core files could read.
+//! Disables core dumps of the processes that control a run (the controller, and the agent on each
+//! host), because their memory contains secrets. Their memory contains the job's key and the values
+//! of secret variables, which everyone who collects core files could read.
 use nix::sys::resource::{Resource, getrlimit, rlim_t, setrlimit};
 use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
 
@@ -8,8 +8,8 @@ use std::{io, os::unix::process::CommandExt, process::Command, sync::OnceLock};
 /// nor starts a program that collects core files. At the limit 0 it starts such a program.
 const NO_CORE_DUMP_LIMIT_BYTES: rlim_t = 1;
 
-/// The limits on the size of core files with which this process was started; empty before
-/// [`disable_core_dumps`].
+/// The limits on the size of core files that this process had when it started, before
+/// [`disable_core_dumps`] changed them.
 static INHERITED_LIMITS: OnceLock<(rlim_t, rlim_t)> = OnceLock::new();
 
 /// Prevents core dumps of this process. Processes that it starts inherit the setting, unless they
@@ -20,9 +20,9 @@ pub(crate) fn disable_core_dumps() -> io::Result<()> {
     Ok(setrlimit(Resource::RLIMIT_CORE, NO_CORE_DUMP_LIMIT_BYTES.min(hard), hard)?)
 }
 
-/// Makes `command` start its process with the limits on core files with which this process was
-/// started. The function is called for workers, and for agents, which pass the limit on to their
-/// workers.
+/// Makes the process that `command` starts use the limits on core files with which this process was
+/// started, so that programs of the user can dump core. The function is called for workers, and for
+/// agents, which pass the limit on to their workers.
 pub(crate) fn restore_core_dumps_in_child(command: &mut Command) {
     let Some((soft, hard)) = INHERITED_LIMITS.get().copied() else { return };
     // SAFETY: the closure makes one system call, which is allowed between fork and exec.

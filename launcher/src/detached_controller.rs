@@ -1,5 +1,5 @@
-//! Starts a detached controller, which outlives the terminal: this executable runs again in a
-//! separate session, with its output in a file.
+//! Starts a detached controller, which controls the job in the background and outlives the
+//! terminal. This executable runs again in a separate session, with its output in a file.
 use nix::{
     fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
     sys::memfd::{MFdFlags, memfd_create},
@@ -18,7 +18,8 @@ use std::{
     sync::Arc,
 };
 
-/// The result of starting a detached controller: its process, and whether the workers run.
+/// The result of starting a detached controller, which controls the job in the background: its
+/// process, and whether the workers run.
 #[derive(Debug)]
 pub(crate) enum DetachedStart {
     /// All workers run. Holds the pid of the controller.
@@ -27,8 +28,8 @@ pub(crate) enum DetachedStart {
     Ended(ExitStatus),
 }
 
-/// Starts this executable again as a detached controller, which runs in a separate session and
-/// outlives the terminal. Blocks until the job has started or the controller has ended.
+/// Starts this executable again as a detached controller, which controls the job in a separate
+/// session and outlives the terminal. Blocks until the job has started or the controller has ended.
 ///
 /// The function `args` returns the arguments of the controller. Its parameter is the number of the
 /// file descriptor from which the controller creates its [`StartNotifier`]. The controller reads
@@ -67,7 +68,8 @@ pub(crate) fn start_detached_controller(
     Ok(DetachedStart::Started(child.id()))
 }
 
-/// Creates the standard input of a detached controller: a file in memory that contains `content`.
+/// Creates the standard input of a detached controller: an unnamed file in memory (memfd) that
+/// contains `content`.
 fn create_stdin_file(content: &[u8]) -> io::Result<Stdio> {
     if content.is_empty() {
         return Ok(Stdio::null());
@@ -84,10 +86,10 @@ fn create_stdin_file(content: &[u8]) -> io::Result<Stdio> {
 pub(crate) struct StartNotifier(Arc<OwnedFd>);
 
 impl StartNotifier {
-    /// Takes ownership of the inherited pipe `fd`, through which the start is reported, and sets
-    /// its close-on-exec flag. No other code may use or close the descriptor, so the function must
-    /// be called at most once, and before this process opens files. Fails for the standard streams
-    /// (0 to 2).
+    /// Takes ownership of `fd`, the pipe to the process that started this detached controller, and
+    /// sets its close-on-exec flag. No other code may use or close the descriptor, so the function
+    /// must be called at most once, and before this process opens files. Fails for the standard
+    /// streams (0 to 2).
     pub(crate) fn from_inherited_fd(fd: RawFd) -> io::Result<StartNotifier> {
         if fd <= 2 {
             return Err(io::Error::other("a standard stream is not a descriptor to notify on"));

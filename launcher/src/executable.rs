@@ -1,5 +1,5 @@
-//! Computes hashes of launch's running executable, by which its copy in the cache of a host is
-//! found. The hash identifies the copy of the executable in a host's cache.
+//! Computes hashes of launch's running executable. The hash names the copy of the executable in a
+//! cache directory of each host, so that launch is copied to a host only once.
 use sha2::{Digest, Sha256};
 use std::{
     fs::File,
@@ -14,8 +14,8 @@ pub(crate) fn hash_executable() -> io::Result<String> {
     hash_file_blake3(&mut File::open("/proc/self/exe")?)
 }
 
-/// Flushes launch's running executable to disk (fsync) and prints its BLAKE3 hash. Returns the exit
-/// code.
+/// Flushes launch's running executable to disk (fsync) and prints its BLAKE3 hash, by which launch
+/// verifies the copy that it has made on a remote host. Returns the exit code.
 pub(crate) fn sync_and_print_executable_hash() -> u8 {
     let hash = File::open("/proc/self/exe").and_then(|mut file| {
         file.sync_all()?;

@@ -29,8 +29,8 @@ pub(crate) fn format_first_error(errors: &[Diagnostic]) -> String {
     }
 }
 
-/// Formats a warning or note as one line, with the place in the job file or the subject that it
-/// concerns.
+/// Formats a warning or note as one line that begins with the place in the job file or the subject
+/// that the message concerns.
 pub(crate) fn format_notice(notice: &Diagnostic) -> String {
     let severity = match notice.severity() {
         Severity::Error => "error",
@@ -89,9 +89,10 @@ pub(crate) fn format_hosts(names: &[String]) -> String {
     }
 }
 
-/// Groups ranks that have equal values. Returns each distinct value with the ranks that have the
-/// value, formatted by [`format_ranks`]. The most common value comes first: `[("0-2", value), …]`.
-/// The ranks in `values` must be in ascending order.
+/// Groups ranks that have equal values, such as the same phase of work, and sorts the groups by
+/// their number of ranks. Returns each distinct value with the ranks that have the value, formatted
+/// by [`format_ranks`]. The most common value comes first: `[("0-2", value), …]`. The ranks in
+/// `values` must be in ascending order.
 pub(crate) fn group_ranks_by_value<'a, T: PartialEq>(
     values: impl IntoIterator<Item = (Rank, &'a T)>,
 ) -> Vec<(String, &'a T)> {
@@ -112,8 +113,8 @@ pub(crate) fn format_rank_label(ranks: &str) -> String {
     format!("{noun} {ranks}")
 }
 
-/// Formats what all ranks do (their phases, such as `training`): the most common phase without
-/// ranks, then each other phase with its ranks.
+/// Formats what all ranks are doing (their phases, such as `training`): the most common phase
+/// first, without ranks, then each other phase with its ranks.
 pub(crate) fn format_phases(phases: &BTreeMap<Rank, WorkerPhase>) -> String {
     let groups = group_ranks_by_value(phases.iter().map(|(r, p)| (*r, p)));
     match groups.as_slice() {

@@ -1,4 +1,5 @@
-//! The launcher: the command line, planning, the controller and the agents.
+//! The launcher: the command line, the planning of workers, the controller of a run, and the agents
+//! (launch's process on each host).
 //!
 //! This crate handles jobs and processes, not tensors. The executable passes two parts of crate
 //! `worker` to [`main`]: a [`Preflight`], which checks the `train` section of a job, and the

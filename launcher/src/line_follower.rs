@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-/// The time that callers wait between two reads of a file that does not grow.
+/// How long callers wait before they look again whether the followed file has grown.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The largest number of bytes that one call of [`LineFollower::read_lines`] reads.
 const CHUNK_BYTES: usize = 64 << 10;
@@ -36,7 +36,7 @@ impl LineFollower {
         Ok(LineFollower { path, file, offset, unfinished: Vec::new(), buffer: vec![0; CHUNK_BYTES] })
     }
 
-    /// Returns the path of the file that is followed.
+    /// Returns the path of the file that is read.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

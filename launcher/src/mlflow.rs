@@ -21,8 +21,8 @@ use jobspec::JobSpec;
 use std::path::Path;
 use stored_run::StoredMlflowRun;
 
-/// Reads the settings of the MLflow server for a run that a lost controller has begun to record
-/// there. The run stays on its server, and only the credentials are read again.
+/// Reads the settings for MLflow when a new controller takes over a run: the server is the one with
+/// which the lost controller has begun to record the run, and the credentials are read again.
 pub(crate) fn resolve_stored_settings(
     job: &JobSpec,
     run_dir: &Path,

@@ -52,8 +52,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Inserts `MASTER_ADDR` and `MASTER_PORT` into the environment of a worker. A value that is
-    /// not known yet is shown as `auto`.
+    /// Inserts those of `MASTER_ADDR` and `MASTER_PORT` that are known into `env`, the environment
+    /// of a worker. A value that is not known yet is shown as `auto`.
     pub(crate) fn insert_rendezvous(&self, env: &mut Vec<(String, String)>) {
         let address = self.master_address.map_or_else(|| "auto".to_owned(), |address| address.to_string());
         let port = self.master_port.map_or_else(|| "auto".to_owned(), |port| port.to_string());
@@ -61,8 +61,8 @@ impl Plan {
     }
 }
 
-/// The properties of the attempt (start of all workers) that is planned: its number, the earlier
-/// restarts, and the checkpoint to resume from.
+/// What distinguishes the attempt (start of all workers) that is planned from others of the run:
+/// its number, the earlier restarts, and the checkpoint to resume from.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Attempt {
     /// The number of the attempt, from 0.
@@ -81,8 +81,8 @@ const MAX_WORKERS_PER_HOST: u32 = 1024;
 /// The largest number of workers of a job.
 pub(crate) const MAX_WORKERS: u32 = 1 << 20;
 
-/// Plans an attempt: decides which workers of `job` run on which of `hosts`, with which CPUs,
-/// accelerators and environment. Ranks follow the order of the hosts.
+/// Plans an attempt (start of all workers): decides which workers of `job` run on which of `hosts`,
+/// with which CPUs, accelerators and environment. Ranks follow the order of the hosts.
 ///
 /// The errors name the keys of the job that the hosts cannot satisfy.
 pub fn plan_attempt(
@@ -94,8 +94,8 @@ pub fn plan_attempt(
     build_plan(job, hosts, run, attempt).map_err(|error| vec![error])
 }
 
-/// Builds the plan of one attempt: which workers run on which hosts, with which CPUs, accelerators
-/// and environment. Fails with the first error.
+/// Builds the plan of one attempt (start of all workers): which workers run on which hosts, with
+/// which CPUs, accelerators and environment. Fails with the first error.
 fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) -> diagnostic::Result<Plan> {
     let capacities = hosts.iter().map(|host| compute_host_allocation(job, host));
     let capacities: Vec<HostAllocation> = capacities.collect::<Result<_, _>>()?;
@@ -167,15 +167,15 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
     })
 }
 
-/// The number of workers that are planned on a host, and the accelerators that the job uses there.
+/// The number of workers that are planned on a host, and the accelerators of the host that the job
+/// uses.
 struct HostAllocation {
     /// The number of workers on the host.
     workers: u32,
     accelerators: accelerator_selection::AcceleratorSelection,
 }
 
-/// A host for which workers are planned, with the rank of its first worker. torchrun calls the
-/// workers of a host a group.
+/// A host for which workers are planned, with the rank that its first worker gets.
 struct HostWithFirstRank<'a> {
     host: &'a JobHost,
     capacity: &'a HostAllocation,
@@ -189,8 +189,8 @@ struct HostWithFirstRank<'a> {
     threads: Option<u32>,
 }
 
-/// Plans the workers of one host: their ranks, CPUs, accelerators, environment and commands, in the
-/// order of their local ranks. Fails if the workers cannot be bound to CPUs.
+/// Plans the workers of one host: the rank, CPUs, accelerators, environment and command of each, in
+/// the order of their local ranks. Fails if the workers cannot be bound to CPUs.
 fn plan_workers(
     job_env: &worker_env::SharedEnvValues<'_>,
     ranks: &HostWithFirstRank<'_>,
@@ -242,12 +242,12 @@ fn plan_workers(
     Ok((0..*workers).zip(&slots).map(plan_worker).collect())
 }
 
-/// Determines how many workers a host gets, and selects the accelerators that they use. Fails if
-/// the job places more workers on the host than there are slots, or if there are fewer accelerators
-/// than slots. Also fails if the accelerators do not suffice for the workers, or if there are too
-/// many workers.
+/// Determines how many workers a host gets, and selects the accelerators of the host that these
+/// workers use. Fails if the job places more workers on the host than there are slots, or if there
+/// are fewer accelerators than slots. Also fails if the accelerators do not suffice for the
+/// workers, or if there are too many workers.
 fn compute_host_allocation(job: &JobSpec, host: &JobHost) -> diagnostic::Result<HostAllocation> {
-    /// The job key that sets the number of workers.
+    /// The key of job.yaml that sets the number of workers on each host.
     const WORKERS_KEY: &str = "cluster.workers_per_host";
     let name = &host.name;
     let accelerators =
@@ -299,9 +299,9 @@ fn compute_host_allocation(job: &JobSpec, host: &JobHost) -> diagnostic::Result<
     }
 }
 
-/// Returns the form of the job that the hosts get in an attempt: with the checkpoint from which
-/// this attempt resumes. If the run has saved a checkpoint, the job resumes from it. The job of a
-/// program does not contain the list of hosts.
+/// Returns the copy of the job that the hosts receive for one attempt (start of all workers), which
+/// resumes from the newest checkpoint of the run, if there is one. The job of a program does not
+/// contain the list of hosts.
 fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     let mut job = job.clone();
     if job.run.command.is_some() {
@@ -319,8 +319,8 @@ fn adapt_job_to_attempt(job: &JobSpec, attempt: &Attempt) -> JobSpec {
     job
 }
 
-/// Returns whether the workers of an attempt resume from the newest checkpoint of earlier runs of
-/// the batch job, if there is one, whatever `resume.from` states.
+/// Returns whether the workers resume from the newest checkpoint that earlier runs of the same
+/// batch job (such as a requeued Slurm job) have saved, even if `resume.from` does not request it.
 ///
 /// A checkpoint of this run takes precedence. With `resume.from: auto`, the newest checkpoint in
 /// `checkpoint.dir` does.
@@ -332,23 +332,23 @@ fn continues_batch_job(job: &JobSpec, attempt: &Attempt) -> bool {
         && job.resume.from != ResumeFrom::Auto
 }
 
-/// Returns the names of the devices of a host's workers, in the order of their local ranks. A name
-/// is `gpu 0`, `npu 0`, `cpu` or `unknown`.
+/// Returns the names of the devices that the workers of a host compute on, such as `gpu 0` or
+/// `cpu`, in the order of their local ranks. A name is `gpu 0`, `npu 0`, `cpu` or `unknown`.
 pub(crate) fn list_device_labels(job: &JobSpec, inventory: &HostInventory, workers: u32) -> Vec<String> {
     let accelerators = accelerator_selection::select_accelerators(job, inventory).unwrap_or_default();
     (0..workers).map(|rank| accelerators.device_label_of_worker(rank)).collect()
 }
 
-/// Returns the absolute path of the run directory. The names of the job and of the run replace the
-/// placeholders of `run.logs.dir`.
+/// Returns the absolute path of the run directory, which contains the logs and events of the run.
+/// The names of the job and of the run replace the placeholders of `run.logs.dir`.
 fn resolve_run_dir(job: &JobSpec, run: &RunId) -> PathBuf {
     let dir = job.run.logs.dir.replace("{name}", &job.name).replace("{run}", &run.0);
     job.run.workdir.join(dir)
 }
 
-/// Returns warnings about the plan: hosts with more workers than CPUs or accelerators, ranks in
-/// `run.logs.show` that do not exist, and memory copies for which there are too few hosts.
-/// `capacities` contains the number of workers of each host.
+/// Returns warnings about the plan of the workers: too few CPUs or accelerators on a host, ranks in
+/// `run.logs.show` that do not exist, and too few hosts to keep copies of the training state in
+/// memory. `capacities` contains the number of workers of each host.
 fn collect_warnings(
     job: &JobSpec,
     hosts: &[JobHost],

@@ -25,19 +25,19 @@ pub(crate) fn create_private_dir(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Opens a file for appending, and creates it with permissions for this user only if it does not
-/// exist.
+/// Opens a file for appending, and creates a missing file with permissions for this user only.
 pub(crate) fn open_private_file_for_appending(path: &Path) -> io::Result<File> {
     OpenOptions::new().append(true).create(true).mode(PRIVATE_FILE_MODE).open(path)
 }
 
-/// Opens an empty file for writing: removes the content of an existing file, or creates a file with
+/// Opens a file for writing, removes any existing content, and creates a missing file with
 /// permissions for this user only.
 pub(crate) fn create_or_truncate_private_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).mode(PRIVATE_FILE_MODE).open(path)
 }
 
-/// Opens a regular file for reading. Fails, without blocking, for a pipe or another special file.
+/// Opens a file for reading, and fails if it is not a regular file (but a directory, pipe or
+/// device). Fails, without blocking, for a pipe or another special file.
 pub(crate) fn open_regular_file(path: &Path) -> io::Result<File> {
     open_regular_with_flags(path, 0, |_| true)
 }
@@ -60,8 +60,8 @@ fn is_own_and_not_world_writable(metadata: &Metadata) -> bool {
     metadata.uid() == nix::unistd::geteuid().as_raw() && metadata.mode() & 0o002 == 0
 }
 
-/// Opens a regular file for reading, with additional flags of open(2) such as `O_NOFOLLOW`. Fails
-/// if `is_accepted` returns `false` for the metadata of the file.
+/// Opens a file for reading with additional flags of open(2), such as `O_NOFOLLOW`, and fails if it
+/// is not a regular file. Fails if `is_accepted` returns `false` for the metadata of the file.
 fn open_regular_with_flags(path: &Path, flags: i32, is_accepted: fn(&Metadata) -> bool) -> io::Result<File> {
     // Without O_NONBLOCK, the open of a pipe waits for a writer.
     let flags = flags | libc::O_NONBLOCK | libc::O_NOCTTY;

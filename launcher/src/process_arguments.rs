@@ -18,9 +18,9 @@ pub(crate) unsafe fn overwrite_secret_arguments() {
     overwrite_secrets_in_place(area);
 }
 
-/// Overwrites with `*`, in the arguments in `area`, the values of secret variables and options. In
-/// `area`, a zero byte follows each argument. Overwriting begins at the first byte that must be
-/// hidden and continues to the end of the argument.
+/// Overwrites the values of secret variables and options with `*` in `area`, the memory that
+/// contains the arguments of a process. In `area`, a zero byte follows each argument. Overwriting
+/// begins at the first byte that must be hidden and continues to the end of the argument.
 fn overwrite_secrets_in_place(area: &mut [u8]) {
     let words: Vec<String> =
         area.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();

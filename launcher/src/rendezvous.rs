@@ -1,5 +1,5 @@
-//! [`BoundRendezvous`]: the port `MASTER_PORT` at which the workers of a job meet, bound before the
-//! workers start.
+//! [`BoundRendezvous`]: the TCP port `MASTER_PORT` at which the workers of a job find each other,
+//! bound before the workers start.
 //!
 //! The rendezvous is a store that launch serves for programs, or a port that is reserved for rank 0
 //! until just before the workers start. The controller, or the agent on the host of rank 0, binds
@@ -19,11 +19,12 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// How often a pair of free ports is searched: one for the rendezvous of the workers, and the next
-/// one for JAX's coordinator.
+/// How often launch tries to find two consecutive free ports: one for the rendezvous of the
+/// workers, and the next one for JAX's coordinator.
 const MAX_PORT_PAIR_ATTEMPTS: usize = 16;
 
-/// The port at which the workers of a job meet (`MASTER_PORT`), bound before the workers start.
+/// The TCP port at which the workers of a job find each other (`MASTER_PORT`), bound before the
+/// workers start.
 #[derive(Debug)]
 pub(crate) struct BoundRendezvous {
     service: RendezvousService,
@@ -31,8 +32,8 @@ pub(crate) struct BoundRendezvous {
     coordinator: Option<TcpListener>,
 }
 
-/// The service that is bound at `MASTER_PORT`: a port that is reserved for rank 0, or a running
-/// store for torch.
+/// What is bound at `MASTER_PORT`: a socket that reserves the port until rank 0 binds it, or
+/// launch's own store, which serves torch's `TCPStore` clients.
 #[derive(Debug)]
 enum RendezvousService {
     /// A port that is reserved for rank 0, and its number. Rank 0 will bind the port.
@@ -42,8 +43,8 @@ enum RendezvousService {
 }
 
 impl RendezvousService {
-    /// Binds the port of the rendezvous and, if `bind` requests this, starts a store for torch at
-    /// the port.
+    /// Binds the rendezvous port of the workers and, if `bind` requests it, starts a server for
+    /// torch's `TCPStore` clients at the port.
     fn bind(bind: &RendezvousRequest, messages: &mpsc::Sender<String>) -> io::Result<RendezvousService> {
         if bind.store {
             let server = StoreServer::start(bind.address, bind.port, &bind.allowed, messages.clone())?;
@@ -54,7 +55,7 @@ impl RendezvousService {
         }
     }
 
-    /// Returns the number of the bound port.
+    /// Returns the number of the bound rendezvous port.
     fn port(&self) -> u16 {
         match self {
             RendezvousService::Port(_, number) => *number,
@@ -64,10 +65,11 @@ impl RendezvousService {
 }
 
 impl BoundRendezvous {
-    /// Binds the rendezvous port that `bind` describes: starts a store for torch there, or reserves
-    /// the port for rank 0. Also reserves the port of JAX's coordinator, if `bind` requests it and
-    /// the port is free. The store sends lines for the user to `messages`. Fails if the port is
-    /// taken, or if the store cannot serve that many clients.
+    /// Binds the rendezvous port of the workers, which `bind` describes: starts a server for
+    /// torch's `TCPStore` clients there, or reserves the port for rank 0. Also reserves the port of
+    /// JAX's coordinator, if `bind` requests it and the port is free. The store sends lines for the
+    /// user to `messages`. Fails if the port is taken, or if the store cannot serve that many
+    /// clients.
     pub(crate) fn bind(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -86,9 +88,9 @@ impl BoundRendezvous {
         Err(build_port_error(bind, &error))
     }
 
-    /// Returns an iterator that tries to bind one candidate port after another, and prefers ports
-    /// whose next port is free for JAX's coordinator. The iterator ends after a failure for which
-    /// other ports do not help.
+    /// Returns an iterator that tries to bind the possible rendezvous ports one after another; it
+    /// first looks for a port whose next port is free for JAX's coordinator. The iterator ends
+    /// after a failure for which other ports do not help.
     fn bind_candidates(
         bind: &RendezvousRequest,
         messages: &mpsc::Sender<String>,
@@ -112,9 +114,9 @@ impl BoundRendezvous {
         })
     }
 
-    /// Binds the rendezvous of the workers at the port `port`, or at any free port for 0. Fails if
-    /// `with_coordinator` is set and the port of JAX's coordinator is not free or not among the
-    /// ports of the job.
+    /// Binds the rendezvous of the workers at the port `port`, or at any free port if `port` is 0.
+    /// Fails if `with_coordinator` is set and the port of JAX's coordinator is not free or not
+    /// among the ports of the job.
     fn bind_port(
         bind: &RendezvousRequest,
         port: u16,
@@ -138,8 +140,9 @@ impl BoundRendezvous {
         self.service.port()
     }
 
-    /// Makes the rendezvous port usable by workers that are about to start. Frees the ports that
-    /// are reserved for rank 0. For a store, raises the limit of open files of this process.
+    /// Makes the rendezvous port usable by workers that are about to start: frees the ports that
+    /// are reserved for rank 0 or, if launch's own store serves the workers, raises the limit of
+    /// open files.
     ///
     /// Returns the number of the port, and the store if there is one. The caller must keep the
     /// store for as long as the workers run.
@@ -158,7 +161,7 @@ impl BoundRendezvous {
     }
 }
 
-/// Builds the error that the port of the rendezvous cannot be bound.
+/// Builds the error which reports that the rendezvous port of the workers cannot be bound.
 fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     let address = bind.address;
     let diagnostic = match bind.port {
@@ -184,9 +187,9 @@ fn build_port_error(bind: &RendezvousRequest, error: &io::Error) -> Diagnostic {
     diagnostic.with_field("address", address.to_string()).with_cause(error)
 }
 
-/// Reserves a TCP port by binding it, so that no other process takes it. Accepts no connections. If
-/// `port` is 0, binds any free port at `address`. Otherwise binds `port` at all addresses of this
-/// machine of the same family.
+/// Reserves a TCP port by binding it without listening, so that no other process takes it before
+/// the workers do. Accepts no connections. If `port` is 0, binds any free port at `address`.
+/// Otherwise binds `port` at all addresses of this machine of the same family.
 fn reserve_port(address: IpAddr, port: u16) -> io::Result<(TcpListener, u16)> {
     let listener = match port {
         0 => TcpListener::bind((address, 0)),

@@ -1,5 +1,5 @@
-//! Records and lists the runs of this user, and determines which runs are active and how the others
-//! ended.
+//! Records and lists the runs (executions of jobs) of this user, and determines which runs are
+//! active and how the others ended.
 //!
 //! Each controller writes a [run record](registry::RunRecord) as `run.json` into its run directory,
 //! and creates a link to the record in the user's state directory (`$XDG_STATE_HOME/launch/runs`).

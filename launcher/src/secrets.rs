@@ -17,16 +17,17 @@ use std::{env, ffi::OsString, fmt, path::Path};
 
 /// The text that is printed and stored in place of a secret value.
 pub(crate) const REDACTED: &str = "***";
-/// The largest number of variables that `run.pass_env` may select.
+/// The largest number of environment variables of the user that `run.pass_env` may pass on to
+/// workers.
 const MAX_PASSED_VARIABLES: usize = 4096;
-/// The largest total size of the names and values of variables that `run.pass_env` may select, in
-/// bytes.
+/// The largest total size in bytes of the names and values of environment variables that
+/// `run.pass_env` may pass on to workers.
 const MAX_PASSED_BYTES: usize = 1 << 20;
 /// The largest size of a file with the value of a secret variable, in bytes.
 const MAX_VALUE_BYTES: u64 = 64 << 10;
 
-/// The environment variables of a job whose values must not be printed or stored. The `Debug` form
-/// contains only the names.
+/// The environment variables of a job's workers whose values must not be printed or stored, with
+/// their values. The `Debug` form contains only the names.
 #[derive(Clone, Default)]
 pub(crate) struct SecretVariables {
     /// The variables of `run.env` whose values come from a file or from another variable
@@ -37,8 +38,8 @@ pub(crate) struct SecretVariables {
 }
 
 impl SecretVariables {
-    /// Finds the secret variables of a running job in the environment of one of its workers, for a
-    /// controller that takes over the run.
+    /// Recovers the secret variables of a running job from the environment of one of its workers,
+    /// for a controller that takes over the run and did not read them itself.
     pub(crate) fn from_worker_env(run: &RunSpec, env: &[(String, String)]) -> SecretVariables {
         let find = |(name, _): &(String, EnvSource)| env.iter().rfind(|(other, _)| other == name).cloned();
         let pairs = env.iter().map(|(name, value)| (name.into(), value.into()));
@@ -53,7 +54,8 @@ impl SecretVariables {
         self.passed.iter().chain(&self.referenced).cloned()
     }
 
-    /// Returns an iterator over the names of the variables that `run.pass_env` selects.
+    /// Returns an iterator over the names of the user's environment variables that `run.pass_env`
+    /// passes on to workers.
     pub(crate) fn passed_names(&self) -> impl Iterator<Item = &str> {
         self.passed.iter().map(|(name, _)| name.as_str())
     }
@@ -65,9 +67,9 @@ impl fmt::Debug for SecretVariables {
     }
 }
 
-/// Reads the values that `run.env` takes from files and other variables (`from_file`, `from_env`),
-/// and the values of the variables that `run.pass_env` selects. The error lists every variable
-/// whose value cannot be used.
+/// Reads the values of a job's secret variables: those that `run.env` takes from files and other
+/// variables, and those of the user's variables that `run.pass_env` selects. The error lists every
+/// variable whose value cannot be used.
 pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables, Vec<Diagnostic>> {
     let (mut referenced, mut errors) = (Vec::new(), Vec::new());
     for (name, source) in &run.env_from {
@@ -91,9 +93,9 @@ pub(crate) fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
     if is_probable_secret_name(name) && !value.is_empty() { REDACTED } else { value }
 }
 
-/// Returns a copy of the job in which secret values are replaced, so that it may be printed and
-/// stored. In the copy, [`REDACTED`] replaces values of `run.env` and of options in `run.command`
-/// whose names suggest a secret.
+/// Returns a copy of the job that may be printed and stored: a placeholder replaces each value
+/// whose name suggests a secret. In the copy, [`REDACTED`] replaces values of `run.env` and of
+/// options in `run.command` whose names suggest a secret.
 pub(crate) fn redact_job_secrets(job: &JobSpec) -> JobSpec {
     let mut redacted = job.clone();
     for (name, value) in &mut redacted.run.env {
@@ -111,9 +113,10 @@ pub(crate) fn redact_job_secrets(job: &JobSpec) -> JobSpec {
     redacted
 }
 
-/// Returns the variables of `environment` whose names match `run.pass_env`, sorted by name. Leaves
-/// out variables that launch or `run.env` sets, those that select GPUs, and those of
-/// [`USER_OVERRIDABLE_VARIABLES`]. Fails if a pattern is not valid, or if too many variables match.
+/// Returns the variables of `environment` (the environment of the user or of a worker) whose names
+/// match the patterns of `run.pass_env`, sorted by name. Leaves out variables that launch or
+/// `run.env` sets, those that select GPUs, and those of [`USER_OVERRIDABLE_VARIABLES`]. Fails if a
+/// pattern is not valid, or if too many variables match.
 pub(crate) fn select_passed_variables(
     run: &RunSpec,
     environment: impl Iterator<Item = (OsString, OsString)>,
@@ -152,8 +155,9 @@ pub(crate) fn select_passed_variables(
     Ok(passed)
 }
 
-/// Reads the environment variable `variable` of this process, which `from_env` of the job names.
-/// Error messages name the job's variable `name`, which gets the value.
+/// Reads the variable `variable` of this process's environment, from which a variable of the
+/// workers takes its value (`from_env` in job.yaml). Error messages name the job's variable `name`,
+/// which gets the value.
 fn read_launch_env_variable(name: &str, variable: &str) -> diagnostic::Result<String> {
     // `var_os` panics for names that no variable can have.
     let value = if variable.contains(['=', '\0']) { None } else { env::var_os(variable) };
@@ -168,8 +172,9 @@ fn read_launch_env_variable(name: &str, variable: &str) -> diagnostic::Result<St
     })
 }
 
-/// Reads the file that `from_file` of the job names as text, without the line break at its end.
-/// Error messages name the job's variable `name`, which gets the value.
+/// Reads, without a final line break, a text file from which a variable of the workers takes its
+/// value (`from_file` in job.yaml). Error messages name the job's variable `name`, which gets the
+/// value.
 fn read_value_file(name: &str, path: &Path) -> diagnostic::Result<String> {
     let file = path.display().to_string();
     let invalid = |reason: &str| {

@@ -22,12 +22,13 @@ use std::error::Error;
 /// The result of parsing untrusted input: success, or the first error.
 pub type ParseResult = Result<(), Box<dyn Error + Send + Sync>>;
 
-/// The largest number of lines of an untrusted hostfile that are also parsed as host filters.
+/// The largest number of lines of an untrusted hostfile that are also parsed as host filters
+/// (DeepSpeed's `--include` and `--exclude`).
 const MAX_FILTER_LINES: usize = 8;
 
-/// Parses untrusted bytes as a control connection between controller and agent: a sequence of
-/// messages of one type, each with its length. Fails if the bytes do not match any of the four
-/// message types.
+/// Parses untrusted bytes as what a peer sends on a control connection, between controller and
+/// agent or between agent and worker: messages of one type, each with its length. Fails if the
+/// bytes do not match any of the four message types.
 pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     let parsers: [fn(&[u8]) -> ParseResult; 4] = [
         |bytes| parse_frames(bytes, |_: FromAgent| ()),
@@ -39,10 +40,11 @@ pub fn parse_control_stream(bytes: &[u8]) -> ParseResult {
     parsers.iter().map(|parse| parse(bytes)).reduce(|one, other| one.or(other)).unwrap_or(Ok(()))
 }
 
-/// Parses untrusted bytes as messages in the tree of agents, and gives each to the router of a
-/// controller and to the router of an agent.
+/// Parses untrusted bytes as messages that agents pass on to each other in a tree, and gives each
+/// to the message router of a controller and to that of an agent.
 pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
-    /// The numbers of the two links of the agent: to its parent and to its child.
+    /// The numbers of the two connections that the tested agent has in the tree of agents: to its
+    /// parent and to its child.
     const LINK_IDS: [LinkId; 2] = [1, 2];
     let mut controller = TreeRouter::new_controller();
     controller.open_stream(1);
@@ -58,9 +60,9 @@ pub fn parse_tree_frames(bytes: &[u8]) -> ParseResult {
     })
 }
 
-/// Creates valid input for fuzzing [`parse_control_stream`] and [`parse_tree_frames`]: messages of
-/// an agent, of a controller and of a neighbour in the tree of agents. They are not files, because
-/// they change with the messages.
+/// Creates valid input for fuzzing the parsers of control connections: messages of an agent, of a
+/// controller, and of a neighbour in the tree through which agents pass on messages. They are not
+/// files, because they change with the messages.
 pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
     let inventory = HostInventory { host: "n1".into(), cpus: vec![0, 1], ..HostInventory::default() };
     let exited = FromAgent::Exited {
@@ -88,14 +90,14 @@ pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
     ]
 }
 
-/// Encodes messages in the format of a control connection, each with its length. Leaves out
-/// messages that are too long.
+/// Encodes messages in the format of a control connection (between controller and agent), in which
+/// each has its length in front. Leaves out messages that are too long.
 fn encode_frames(messages: &[impl Serialize]) -> Vec<u8> {
     messages.iter().filter_map(|message| frame::encode_frame(message).ok()).flatten().collect()
 }
 
-/// Parses a sequence of encoded messages of the type `T`, encodes each message again, and passes it
-/// to `receive`.
+/// Parses a sequence of messages of the type `T`, checks that each can be encoded again, and passes
+/// it to the callback `receive`.
 fn parse_frames<T: Serialize + DeserializeOwned>(
     mut bytes: &[u8],
     mut receive: impl FnMut(T),
@@ -131,8 +133,8 @@ pub fn parse_hostfile(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses untrusted text as an item of `cluster.hosts`, which may have a user, a port and ranges of
-/// host numbers.
+/// Parses untrusted text as an item of `cluster.hosts`, the list of hosts in job.yaml, which may
+/// have a user, a port and ranges of host numbers.
 pub fn parse_host_list(bytes: &[u8]) -> ParseResult {
     hosts::parse_hosts(str::from_utf8(bytes)?)?;
     Ok(())
@@ -159,28 +161,31 @@ pub fn parse_job(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses untrusted bytes as requests to the rendezvous store and executes them on an empty store.
-/// The files in `tests/corpus` are examples.
+/// Parses untrusted bytes as requests to the rendezvous store (launch's server for torch's
+/// `TCPStore` clients), and executes them on an empty store. The files in `tests/corpus` are
+/// examples.
 pub fn parse_store_requests(bytes: &[u8]) -> ParseResult {
     Ok(crate::rendezvous::serve_untrusted_clients(bytes)?)
 }
 
-/// Converts untrusted text, as a configuration of Accelerate, to a job, which must be a valid one.
+/// Converts untrusted text as a configuration of Accelerate to a job.yaml, and checks that launch
+/// accepts the job.yaml.
 pub fn parse_accelerate_config(bytes: &[u8]) -> ParseResult {
     let document = Document::parse("config.yaml", str::from_utf8(bytes)?, DocumentSyntax::Yaml)?;
     let converted = import::convert_accelerate_config(&document, &ImportOptions::default());
     expect_valid_imported_job(converted.map_err(take_first_error)?)
 }
 
-/// Converts untrusted text, as a configuration of DeepSpeed, to a job, which must be a valid one.
+/// Converts untrusted text as a configuration of DeepSpeed to a job.yaml, and checks that launch
+/// accepts the job.yaml.
 pub fn parse_deepspeed_config(bytes: &[u8]) -> ParseResult {
     let document = Document::parse("config.json", str::from_utf8(bytes)?, DocumentSyntax::Json)?;
     let converted = import::convert_deepspeed_config(&document, None, &ImportOptions::default());
     expect_valid_imported_job(converted.map_err(take_first_error)?)
 }
 
-/// Loads the job to which a configuration of Accelerate or DeepSpeed was converted, and panics if
-/// the job is not valid.
+/// Loads the job.yaml to which a configuration of Accelerate or DeepSpeed was converted, and panics
+/// if launch rejects it.
 fn expect_valid_imported_job(imported: ImportedJob) -> ParseResult {
     let source = JobSource::Text { name: "job.yaml".to_owned(), text: imported.job };
     match jobspec::load_job(source, &[]) {
@@ -189,7 +194,8 @@ fn expect_valid_imported_job(imported: ImportedJob) -> ParseResult {
     }
 }
 
-/// Parses untrusted text as the `run.json` of a run directory.
+/// Parses untrusted text as a `run.json`, the file in a run directory that describes the run and
+/// its controller.
 pub fn parse_run_record(bytes: &[u8]) -> ParseResult {
     match crate::runs::parse_run_record(bytes) {
         Some(_) => Ok(()),
@@ -198,7 +204,7 @@ pub fn parse_run_record(bytes: &[u8]) -> ParseResult {
 }
 
 /// Parses untrusted text as lines of a run's journal (its file of events), and formats each event
-/// as text and in both schemas. Panics if an event cannot be parsed again.
+/// as text and in both versions of the JSON schema. Panics if an event cannot be parsed again.
 pub fn parse_journal(bytes: &[u8]) -> ParseResult {
     for line in str::from_utf8(bytes)?.lines() {
         let event = TimedEvent::from_json(line)?;
@@ -219,20 +225,20 @@ pub fn parse_socket_answer(bytes: &[u8]) -> ParseResult {
     Ok(())
 }
 
-/// Parses untrusted text as the line on stdin by which an agent learns the addresses of its
-/// controller and the key of the job (invitation).
+/// Parses untrusted text as the line that an agent (launch's process on a host) reads from stdin,
+/// which contains the addresses of its controller and the key of the job.
 pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
     crate::connection::handshake::Invitation::read(&mut &bytes[..])?;
     Ok(())
 }
 
-/// Parses untrusted bytes as what a peer without the job's key sends to an agent's port: first as a
-/// handshake, and then as encrypted records after a handshake. Panics if the bytes are accepted.
+/// Parses untrusted bytes as what a peer that does not know the job's key sends to an agent's port,
+/// first as a handshake and then as encrypted records. Panics if the bytes are accepted.
 pub fn parse_encrypted_connection(bytes: &[u8]) -> ParseResult {
     Ok(crate::connection::handshake::check_untrusted_connection(bytes)?)
 }
 
-/// Returns the first of several errors of a parser as its result.
+/// Returns the first of several errors that a parser has returned.
 fn take_first_error<E: Error + Send + Sync + 'static>(errors: Vec<E>) -> Box<dyn Error + Send + Sync> {
     errors.into_iter().next().map_or_else(|| "the parser reported no error".into(), Into::into)
 }

@@ -15,19 +15,19 @@ use std::{
 /// The largest number of hosts that get separate metrics; in larger jobs only the mean and maximum
 /// over all hosts are recorded.
 const MAX_HOSTS_WITH_METRICS: usize = 16;
-/// The largest number of GPUs of a host that get separate metrics.
+/// The largest number of GPUs of a host for which separate usage metrics are recorded.
 const MAX_GPUS_WITH_METRICS: usize = 8;
-/// The largest number of ranks that get separate metrics.
+/// The largest number of ranks for which separate metrics of step times are recorded.
 const MAX_RANKS_WITH_METRICS: usize = 64;
-/// The longest host name within a metric's name, in bytes.
+/// The longest part of a host's name, in bytes, that is used in the name of a metric.
 const MAX_HOST_BYTES: usize = 100;
 /// The number of bytes in a megabyte.
 const MEGABYTE: f64 = 1e6;
 
-/// The shortest time between two records of a run's usage metrics.
+/// The shortest time between two records of a run's usage metrics in MLflow or TensorBoard.
 const SHORTEST_RECORD_INTERVAL: Duration = Duration::from_secs(10);
-/// The additional time between two records of the usage metrics for each metric, which limits the
-/// size of files and databases.
+/// The time, per metric, by which the interval between two records of the usage metrics grows,
+/// which limits the size of files and databases.
 const INTERVAL_PER_METRIC: Duration = Duration::from_millis(100);
 
 /// Decides when the usage metrics of a run (CPU, memory, GPUs, step times) are recorded the next
@@ -45,14 +45,14 @@ impl UsageSchedule {
         UsageSchedule { next: Instant::now(), newest: None }
     }
 
-    /// Returns whether so much time has passed that the usage metrics may be recorded again.
+    /// Returns whether the time has come to record the usage metrics of the run again.
     pub(crate) fn is_due(&self) -> bool {
         Instant::now() >= self.next
     }
 
-    /// Returns the usage metrics to record now, as pairs of name and value. Returns `None` if no
-    /// record is due: soon after the last one in the same attempt, or if there is no newer
-    /// measurement.
+    /// Returns the usage metrics of the run if they are to be recorded now, as pairs of name and
+    /// value. Returns `None` if no record is due: soon after the last one in the same attempt, or
+    /// if there is no newer measurement.
     pub(crate) fn list_due_metrics(&mut self, status: &RunStatus) -> Option<Vec<(String, f64)>> {
         let has_restarted = self.newest.is_some_and(|(attempt, _)| attempt != status.attempt);
         let is_known = self.newest.is_some_and(|(_, time)| status.time <= time);
@@ -97,8 +97,8 @@ fn list_usage_metrics(status: &RunStatus) -> Vec<(String, f64)> {
     metrics
 }
 
-/// Lists how long the newest steps of each rank took, as pairs of metric name and value. Lists
-/// nothing if they are unknown.
+/// Lists how long the newest optimizer steps of each rank took, with and without waiting for other
+/// ranks, as pairs of metric name and value. Lists nothing if they are unknown.
 fn list_rank_step_times(status: &RunStatus) -> Vec<(String, f64)> {
     if status.step_times.steps == 0 {
         return Vec::new();

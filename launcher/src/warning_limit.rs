@@ -20,8 +20,8 @@ pub(crate) struct WarningLimit {
 }
 
 impl WarningLimit {
-    /// Returns how many warnings about `peer` were omitted since the last printed one if another
-    /// one may be printed at the time `now`, or `None` if it must be omitted.
+    /// Decides whether a warning about the network address `peer` may be printed at the time `now`,
+    /// and returns how many were omitted since the last one; `None` omits this one, too.
     pub(crate) fn admit_warning(&mut self, peer: IpAddr, now: Instant) -> Option<u64> {
         if let Some((last, omitted)) = self.peers.get_mut(&peer) {
             if now.saturating_duration_since(*last) < WARNING_INTERVAL {

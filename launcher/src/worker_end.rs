@@ -7,7 +7,8 @@ use std::fmt;
 /// The exit code of a Rust process that panicked.
 pub(crate) const PANIC_EXIT_CODE: u8 = 101;
 
-/// How a worker ended whose end was not the root cause of the job's failure.
+/// How a worker ended that did not cause the failure of the job, such as by a signal or with its
+/// lost host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WorkerEnd {
     /// The process ended. `builtin` states whether it ran the built-in runtime.
@@ -33,7 +34,7 @@ impl fmt::Display for WorkerEnd {
     }
 }
 
-/// A rank that was not the root cause of a failure, with its host and how its worker ended.
+/// A rank that did not cause the failure of the job, with its host and how its worker ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PeerEnd {
     pub(crate) rank: Rank,

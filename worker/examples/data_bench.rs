@@ -7,7 +7,7 @@ use jobspec::{DataSource, DataSpec, LossTargets, RecordFormat, TokenizerSpec};
 use std::{fs, path::Path, time::Instant};
 use worker::data::{Dataset, Split};
 
-/// Returns the data section of a job that has `file` as its only source.
+/// Returns the data settings (`train.data`) of a job whose only data source is the file `file`.
 fn create_data_spec(tokenizer: &str, file: &str) -> DataSpec {
     let (file, is_chat) = file.strip_prefix("chat:").map_or((file, false), |file| (file, true));
     let source = DataSource {

@@ -8,10 +8,11 @@ use comm::Comm;
 use diagnostic::{Diagnostic, codes};
 use serde::{Serialize, de::DeserializeOwned};
 
-/// The largest number of bytes that [`broadcast_bytes`] sends in one message. Longer data are sent
-/// in several messages.
+/// The largest number of bytes that a broadcast to all ranks ([`broadcast_bytes`]) sends in one
+/// message. Longer data are sent in several messages.
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
-/// The largest number of bytes that [`broadcast_bytes`] accepts. More bytes are an error.
+/// The largest number of bytes that can be broadcast to all ranks with [`broadcast_bytes`]. More
+/// bytes are an error.
 const MAX_BROADCAST_BYTES: u64 = 256 << 20;
 
 /// Sends this rank's value `mine` to all ranks, and returns the values of all ranks in rank order.
@@ -30,15 +31,15 @@ pub fn all_gather_values<T: Serialize + DeserializeOwned>(
     values_or_abort(results)
 }
 
-/// Returns this rank's value `mine`, or fails on every rank if any rank has an error. Errors are
-/// handled as in [`all_gather_values`]. Collective: every rank must call it.
+/// Returns this rank's value `mine` if no rank has an error, and otherwise fails on every rank.
+/// Errors are handled as in [`all_gather_values`]. Collective: every rank must call it.
 pub fn require_on_all_ranks<T>(queue: &CollectiveQueue, mine: Result<T>) -> Result<T> {
     all_gather_values(queue, mine.as_ref().map(|_| ()).map_err(Clone::clone))?;
     mine
 }
 
-/// Sends this rank's value to all ranks with `comm` directly, and returns the values of all ranks
-/// in rank order. Used before a [`CollectiveQueue`] exists.
+/// Sends this rank's value to all ranks, and returns the values of all ranks in rank order; for the
+/// time before the queue of collectives exists. Used before a [`CollectiveQueue`] exists.
 ///
 /// Errors are handled as in [`all_gather_values`]. Collective: every rank must call it.
 pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
@@ -50,8 +51,8 @@ pub fn exchange_values_without_queue<T: Serialize + DeserializeOwned>(
     values_or_abort(decode_rank_results(&reports)?)
 }
 
-/// Extracts the values from `results`, one result per rank. If ranks have errors, returns the error
-/// of the lowest such rank, marked as aborted by that rank.
+/// Returns the values in `results`, one result per rank, or the error of the lowest rank that has
+/// one, marked as aborted by that rank.
 pub fn values_or_abort<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     results.into_iter().enumerate().map(|(rank, value)| value.map_err(|e| e.into_peer_error(rank))).collect()
 }
@@ -68,21 +69,22 @@ pub fn all_gather_results<T: Serialize + DeserializeOwned>(
     decode_rank_results(&queue.run_and_wait(move |comm| comm.all_gather_bytes(&bytes))?)
 }
 
-/// Exchanges the errors of all ranks (`mine` on this rank), and returns on every rank the error of
-/// the lowest rank that has one, or `None`.
+/// Sends this rank's error, if any, to all ranks, and returns on every rank the error of the lowest
+/// rank that has one, or `None`.
 ///
 /// Collective: every rank must call it.
 pub fn exchange_first_error(queue: &CollectiveQueue, mine: Option<Error>) -> Result<Option<Error>> {
     Ok(all_gather_values(queue, Ok(mine))?.into_iter().flatten().next())
 }
 
-/// Returns whether `mine` is true on any rank. Collective: every rank must call it.
+/// Returns on every rank whether the flag `mine` is true on any rank. Collective: every rank must
+/// call it.
 pub fn is_any_true(queue: &CollectiveQueue, mine: bool) -> Result<bool> {
     let gathered = queue.run_and_wait(move |comm| comm.all_gather_u64(&[u64::from(mine)]))?;
     Ok(gathered.iter().flatten().any(|flag| *flag != 0))
 }
 
-/// Encodes this rank's value or error as bytes for the other ranks.
+/// Encodes this rank's value or error as bytes, to be sent to the other ranks.
 fn encode_rank_result<T: Serialize>(mine: Result<&T>) -> Result<Vec<u8>> {
     rmp_serde::to_vec_named(&mine).map_err(|e| {
         let message = "cannot encode a report to the other ranks";
@@ -137,7 +139,8 @@ pub fn broadcast_bytes(queue: &CollectiveQueue, root: usize, mine: Result<Vec<u8
     Ok(received)
 }
 
-/// Builds the error for a broadcast whose sender `rank` did not send the bytes that it announced.
+/// Builds the error which reports that the rank `rank` did not send the bytes that it had announced
+/// to broadcast.
 fn build_invalid_broadcast_error(rank: usize, message: String) -> Error {
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message).with_field("rank", rank).into()
 }

@@ -7,8 +7,8 @@ use protocol::exit::WorkerExit;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// The reason why a rank of the built-in training ended: a [`Diagnostic`], and whether this rank or
-/// another one is at fault.
+/// The reason why a rank of launch's built-in training ended: a [`Diagnostic`], and whether this
+/// rank or another one is at fault.
 ///
 /// Ranks exchange their errors (see [`crate::consensus`]), so this type is serializable.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -28,25 +28,27 @@ impl Error {
         Diagnostic::error(code, message).into()
     }
 
-    /// Creates the error of a rank that ends because the job was ended, by another rank or by the
-    /// agent.
+    /// Creates the error with which a rank ends because another rank or the agent (launch's process
+    /// on the host) ended the job.
     pub fn new_aborted(diagnostic: Diagnostic) -> Self {
         Error { diagnostic, aborted: true }
     }
 
-    /// Converts the error of `rank` to the error that the other ranks report: `rank 3: …`. The
-    /// result is marked as aborted and therefore never a root cause.
+    /// Converts the error of rank number `rank` to the error with which the other ranks end, whose
+    /// message begins with `rank N:`. The result is marked as aborted and therefore never a root
+    /// cause.
     pub fn into_peer_error(self, rank: usize) -> Self {
         let message = format!("rank {rank}: {}", self.diagnostic.message());
         Error::new_aborted(self.diagnostic.with_message(message).with_field("rank", rank))
     }
 
-    /// Returns the diagnostic that events, logs and `--json` show.
+    /// Returns the diagnostic (message, code and help) that describes the error in events, logs and
+    /// JSON.
     pub fn diagnostic(&self) -> &Diagnostic {
         &self.diagnostic
     }
 
-    /// Returns the code of the diagnostic, which is stable between versions.
+    /// Returns the error's code, which is stable between versions of launch.
     pub fn code(&self) -> Code {
         self.diagnostic.code()
     }
@@ -101,20 +103,21 @@ impl From<CommError> for Error {
     }
 }
 
-/// Builds an error about the checkpoint at `path`, which is the subject of the error.
+/// Builds an error that names the checkpoint at `path` as the object that is affected.
 pub(crate) fn build_checkpoint_error(code: Code, path: &Path, message: String) -> Diagnostic {
     Diagnostic::error(code, message).with_subject(path.display().to_string())
 }
 
-/// Converts an error of reading a checkpoint to an error of this rank. The result always has the
-/// category `Checkpoint` (exit code 4), because every cause makes this checkpoint unusable.
+/// Converts an error of reading a checkpoint to the error with which this rank ends. The result
+/// always has the category `Checkpoint` (exit code 4), because every cause makes this checkpoint
+/// unusable.
 pub(crate) fn to_unreadable_checkpoint_error(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Checkpoint).into()
 }
 
-/// Converts an error of writing to the checkpoint directory to an error of this rank. The result
-/// always has the category `Cluster` (exit code 3), because the storage is at fault and not a
-/// checkpoint.
+/// Converts an error of writing to the checkpoint directory to the error with which this rank ends.
+/// The result always has the category `Cluster` (exit code 3), because the storage is at fault and
+/// not a checkpoint.
 pub(crate) fn to_unwritable_checkpoint_error(error: CkptError) -> Error {
     Diagnostic::from(error).with_category(Category::Cluster).into()
 }
@@ -130,13 +133,15 @@ pub(crate) fn combine_train_section_errors(mut mistakes: Vec<Diagnostic>) -> Err
     mistakes.into_iter().fold(summary, Diagnostic::with_detail).into()
 }
 
-/// Converts an error of reading the pretrained adapters in the directory that the key `key` names.
-/// The result always has the category `Job` (exit code 2), because the job names the directory.
+/// Converts an error of reading pretrained LoRA adapters to one that names the key of job.yaml with
+/// their directory. The result always has the category `Job` (exit code 2), because the job names
+/// the directory.
 pub(crate) fn to_unreadable_adapters_error(error: CkptError, key: &str) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Job).with_subject(key)
 }
 
-/// Builds the error which reports that a thread for `purpose` could not be started.
+/// Builds the error which reports that a thread could not be started; `purpose` is what the thread
+/// was for.
 pub(crate) fn build_thread_start_error(purpose: &str, error: &std::io::Error) -> Error {
     let message = format!("cannot start the {purpose} thread");
     let diagnostic = Diagnostic::error(codes::training::WORKER_THREAD_FAILED, message);

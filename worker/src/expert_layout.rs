@@ -1,5 +1,5 @@
-//! [`ExpertLayout`]: which rank has which expert. Also [`SendPlan`] and [`RecvPlan`], the order of
-//! rows that ranks dispatch to experts and receive for them.
+//! [`ExpertLayout`]: which rank has which experts of a mixture-of-experts model. Also [`SendPlan`]
+//! and [`RecvPlan`], the order of rows that ranks dispatch to experts and receive for them.
 //!
 //! With an expert-parallel size of N, N neighbouring ranks form a group, and rank r has index `r %
 //! N` in its group. Each group has every expert of a layer once. The layout assigns some experts to
@@ -17,7 +17,7 @@ use std::{collections::BTreeMap, ops::Range};
 const EXPERTS_KEY: &str = "train.experts";
 /// The key of job.yaml for the number of ranks among which the experts of a layer are divided.
 const PARALLEL_SIZE_KEY: &str = "train.experts.expert_parallel_size";
-/// The key of job.yaml that selects which rank gets which experts.
+/// The key of job.yaml that selects by which rule, or explicitly, experts are assigned to ranks.
 const PLACEMENT_KEY: &str = "train.experts.placement";
 
 /// Which experts of each mixture-of-experts layer each rank of an expert-parallel group has.
@@ -30,8 +30,8 @@ pub struct ExpertLayout {
 }
 
 impl ExpertLayout {
-    /// Creates the assignment of experts to ranks that `train.experts` describes, for a model that
-    /// is trained on `world` ranks. Returns `None` if the model has no experts.
+    /// Assigns the experts of the model to ranks as the section `train.experts` of job.yaml
+    /// demands, for training on `world` ranks. Returns `None` if the model has no experts.
     ///
     /// # Errors
     ///
@@ -64,8 +64,8 @@ impl ExpertLayout {
         Ok(Some(ExpertLayout { parallel, layers: placed? }))
     }
 
-    /// Creates the assignment in which every rank has every expert. Returns `None` if the model has
-    /// no experts.
+    /// Creates the assignment in which every rank has every expert, so that no tokens are sent
+    /// between ranks. Returns `None` if the model has no experts.
     pub fn for_replicated_experts(model: &Model) -> Option<Self> {
         let sparse = MoeModel::from_model(model)?;
         let ranks = vec![(0..sparse.expert_shape().experts).collect()];
@@ -73,14 +73,14 @@ impl ExpertLayout {
         Some(ExpertLayout { parallel: 1, layers })
     }
 
-    /// Returns the experts of `layer` that the rank with index `index` in each expert-parallel
-    /// group has, in ascending order.
+    /// Returns the experts of the layer `layer` that the rank with the index `index` in its
+    /// expert-parallel group has, in ascending order.
     pub fn list_experts_of_group_member(&self, layer: usize, index: usize) -> &[usize] {
         self.layers.get(&layer).map_or(&[], |ranks| &ranks[index])
     }
 
-    /// Returns the experts of `layer` in the order in which rows are sent to them: those of the
-    /// first rank of a group first.
+    /// Returns the experts of the layer `layer` in the order in which token rows are sent to them:
+    /// first the experts of the first rank of an expert-parallel group.
     pub fn list_experts_in_dispatch_order(&self, layer: usize) -> Vec<usize> {
         self.layers.get(&layer).map(|ranks| ranks.concat()).unwrap_or_default()
     }
@@ -92,8 +92,8 @@ impl ExpertLayout {
     }
 }
 
-/// Builds the error which reports that the expert-parallel size `parallel` does not divide `count`,
-/// the number of `things` (workers or experts).
+/// Builds the error which reports that the number of workers or experts (`count` and `things`) is
+/// not a multiple of the expert-parallel size.
 fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize) -> Diagnostic {
     let message = format!("`{PARALLEL_SIZE_KEY}` {parallel} does not divide the number of {things}, {count}");
     Diagnostic::error(codes::training::EXPERT_PARALLEL_SIZE_INVALID, message)
@@ -102,8 +102,8 @@ fn build_invalid_parallel_size_error(parallel: usize, things: &str, count: usize
         .with_field(things, count)
 }
 
-/// Determines which experts of `layer` each rank of an expert-parallel group gets, from the job's
-/// `train.experts`. Fails if the job's placement is not valid.
+/// Determines which experts of the layer `layer` each rank of an expert-parallel group gets, as
+/// `train.experts` of job.yaml demands. Fails if the job's placement is not valid.
 fn assign_experts_to_ranks(
     spec: &ExpertsSpec,
     sparse: MoeModel,
@@ -174,8 +174,8 @@ pub fn build_units_with_experts(model: &Model, layout: Option<&ExpertLayout>) ->
     units
 }
 
-/// Which rows (tokens, each once per chosen expert) a rank sends in one micro-batch, ordered by
-/// expert, and for each expert by token.
+/// Which token rows a rank sends to which experts in one micro-batch: one row for each expert that
+/// the router chose for a token, ordered by expert.
 #[derive(Default)]
 pub struct SendPlan {
     /// For each dispatched row, the index of its token.
@@ -188,9 +188,9 @@ pub struct SendPlan {
 }
 
 impl SendPlan {
-    /// Replaces this plan by one that sends each token of a micro-batch to the experts that the
-    /// router chose for it. `chosen` contains `per_token` experts for each token, and `order` lists
-    /// all experts in the order in which their rows are dispatched.
+    /// Fills this plan so that each token of a micro-batch is sent to the experts that the router
+    /// chose for it. `chosen` contains `per_token` experts for each token, and `order` lists all
+    /// experts in the order in which their rows are dispatched.
     pub fn plan_dispatch(&mut self, chosen: &[u32], per_token: usize, order: &[usize]) {
         let mut position = vec![0; order.len()];
         order.iter().enumerate().for_each(|(i, &e)| position[e] = i);
@@ -208,8 +208,8 @@ impl SendPlan {
         }
     }
 
-    /// Returns for each row that the plan sends the number of the router's choice (a token with one
-    /// of its experts) that caused it. A choice is a token with one of its experts, and choices are
+    /// Returns for each row that the plan sends the number of the pair of token and chosen expert
+    /// from which the row results. A choice is a token with one of its experts, and choices are
     /// numbered token by token, best expert first.
     pub fn list_choices_of_rows(&self) -> Vec<u32> {
         let mut choices = vec![0; self.choice_rows.len()];
@@ -217,7 +217,8 @@ impl SendPlan {
         choices
     }
 
-    /// Makes this plan empty, so that no row is dispatched to any of the `experts` experts.
+    /// Makes this plan empty, for a rank that has no tokens: no row is sent to any of the `experts`
+    /// experts.
     pub fn reset_to_no_rows(&mut self, experts: usize) {
         self.row_tokens.clear();
         self.choice_rows.clear();
@@ -236,8 +237,8 @@ pub struct RecvPlan {
 }
 
 impl RecvPlan {
-    /// Creates a plan for receiving token rows for `experts` experts. `counts` are the numbers of
-    /// rows, ordered by sender, then by expert.
+    /// Creates a plan for receiving token rows for the `experts` experts of this rank. `counts` are
+    /// the numbers of rows, ordered by sender, then by expert.
     pub fn new(experts: usize, counts: Vec<usize>) -> Self {
         RecvPlan { experts, counts }
     }
@@ -252,21 +253,22 @@ impl RecvPlan {
         self.counts.len().checked_div(self.experts).unwrap_or(0)
     }
 
-    /// Returns the number of token rows that this rank receives from the sender number `sender`.
+    /// Returns the number of token rows that this rank receives from the sender with the index
+    /// `sender` in the group.
     pub fn count_rows_from(&self, sender: usize) -> usize {
         let first = sender * self.experts;
         self.counts.get(first..first + self.experts).map_or(0, |c| c.iter().sum())
     }
 
-    /// Returns how many token rows each sender sends for each expert, ordered by expert, then by
-    /// sender.
+    /// Returns how many token rows this rank receives for each of its experts from each sender,
+    /// ordered by expert, then by sender.
     fn list_counts_by_expert(&self) -> Vec<usize> {
         let of_expert = |e: usize| (0..self.count_senders()).map(move |s| self.counts[s * self.experts + e]);
         (0..self.experts).flat_map(of_expert).collect()
     }
 
-    /// Computes for each expert the range of its token rows, if the received rows are sorted by
-    /// expert and then by sender.
+    /// Computes where the token rows of each expert are in the received rows after these are sorted
+    /// by expert and then by sender.
     pub fn compute_expert_ranges(&self) -> Vec<Range<usize>> {
         let counts = self.list_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
@@ -278,8 +280,8 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Computes for each expert the range of its token rows from `sender`, if the received rows are
-    /// sorted by expert and then by sender.
+    /// Computes where each expert's token rows from the rank `sender` are in the received rows
+    /// after these are sorted by expert and then by sender.
     pub fn compute_expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
         let counts = self.list_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
@@ -290,7 +292,8 @@ impl RecvPlan {
         (0..self.experts).map(range).collect()
     }
 
-    /// Lists the blocks of received token rows, in which all rows have one sender and one expert.
+    /// Lists the blocks of received token rows with one sender and one expert, each with its place
+    /// before and after the rows are sorted by expert.
     ///
     /// Each item is the block's range in the order in which rows are received (by sender, then by
     /// expert), and the index of the block's first row after rows are sorted by expert, then by
@@ -306,8 +309,8 @@ impl RecvPlan {
     }
 }
 
-/// Returns the index at which each of several consecutive parts with the lengths `counts` begins
-/// (exclusive prefix sums).
+/// Returns the start of each of several consecutive parts, whose lengths are `counts` (exclusive
+/// prefix sums).
 fn compute_start_offsets(counts: &[usize]) -> Vec<usize> {
     let next = |offset: &mut usize, n: &usize| {
         let start = *offset;

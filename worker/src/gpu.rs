@@ -7,8 +7,8 @@ use jobspec::{AttentionKernels, TrainSpec, env};
 use protocol::probe::LibraryReport;
 use std::path::{Path, PathBuf};
 
-/// Collects the directories in which CUDA libraries are searched for: those that the job
-/// configures, then those that the environment names.
+/// Collects the directories in which CUDA libraries are searched for: those in job.yaml, then those
+/// that environment variables name.
 pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Path) -> LibrarySearchPaths {
     let path_list = |name: &str| -> Vec<PathBuf> {
         std::env::var_os(name).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default()
@@ -26,8 +26,8 @@ pub(crate) fn collect_library_search_paths(configured: &[PathBuf], workdir: &Pat
     }
 }
 
-/// Finds the installation prefixes of Python packages: those of the first `python3` on the PATH,
-/// before and after resolving links, and that of the user's packages (`~/.local`).
+/// Finds the directories in which Python packages, which may contain CUDA libraries, are installed:
+/// those of the first `python3` on the PATH, and the user's (`~/.local`).
 fn find_python_prefixes() -> Vec<PathBuf> {
     let path = std::env::var_os(env::PATH).unwrap_or_default();
     let python = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|file| file.is_file());
@@ -66,7 +66,8 @@ pub(crate) fn find_kernel_cache_directory() -> Option<PathBuf> {
     Some(cache.join("launch/kernels"))
 }
 
-/// Returns the implementation of attention on GPUs that the job's `train` section selects.
+/// Returns which implementation of attention on GPUs (cuDNN or launch's own kernels) the section
+/// `train` of job.yaml selects.
 pub(crate) fn select_attention_backend(train: &TrainSpec) -> AttentionBackend {
     match train.attention {
         AttentionKernels::Cudnn => AttentionBackend::Cudnn,
@@ -76,7 +77,7 @@ pub(crate) fn select_attention_backend(train: &TrainSpec) -> AttentionBackend {
 }
 
 /// Converts the error of a GPU, or of a library for GPUs, to a diagnostic with exit code 3, which
-/// means that the cluster is at fault.
+/// stands for faults of the cluster.
 pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
     let diagnostic = Diagnostic::from(error).with_category(Category::Cluster);
     let message = format!("cannot use a GPU: {}", diagnostic.message());
@@ -87,8 +88,8 @@ pub(crate) fn to_unusable_gpu_error(error: CudaError) -> Diagnostic {
 pub(crate) const NCCL_FALLBACK_HELP: &str =
     "set `cluster.comm_backend: host`, whose collectives use host memory";
 
-/// Converts an error of NCCL to a diagnostic with exit code 3, which means that the cluster is at
-/// fault.
+/// Converts an error of NCCL to a diagnostic with exit code 3, which stands for faults of the
+/// cluster.
 pub(crate) fn to_unusable_nccl_error(error: NcclError) -> Diagnostic {
     Diagnostic::from(error).with_category(Category::Cluster).with_help(NCCL_FALLBACK_HELP)
 }

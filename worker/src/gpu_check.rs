@@ -42,8 +42,8 @@ pub struct GpuCheckOptions {
     pub task: GpuCheckTask,
 }
 
-/// What a process of `launch gpu-check` does: check the GPU, list the parts of the check, run one
-/// part, or measure models.
+/// What a process of `launch gpu-check` does: run the whole check, list its parts, run one part for
+/// the parent process, or time models.
 #[derive(Clone, Debug)]
 pub enum GpuCheckTask {
     /// Compares operations and training with the CPU, and measures their speed.

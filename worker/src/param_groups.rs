@@ -14,18 +14,19 @@ use diagnostic::{Diagnostic, codes};
 use globset::{Glob, GlobMatcher};
 use jobspec::{OptimizerSpec, Precision, TrainSpec};
 
-/// The key of job.yaml for the patterns of parameters that are not trained.
+/// The key of job.yaml for name patterns of the parameters that are not trained (frozen).
 const FREEZE_KEY: &str = "train.freeze";
-/// The key of job.yaml for the patterns of those parameters that are trained. If it is set, no
-/// other parameters are trained.
+/// The key of job.yaml for name patterns of the parameters that are trained. If the key is set, all
+/// other parameters are frozen.
 const TRAIN_ONLY_KEY: &str = "train.train_only";
-/// The key of job.yaml for the optimizer's parameter groups.
+/// The key of job.yaml for the optimizer's parameter groups (parameters with equal optimizer
+/// settings).
 const GROUPS_KEY: &str = "train.optimizer.groups";
 /// The key of job.yaml for the names of matrices that get LoRA adapters.
 const LORA_TARGETS_KEY: &str = "train.lora.targets";
 /// The key of job.yaml for the precision of the training.
 const PRECISION_KEY: &str = "train.precision";
-/// The key of job.yaml for the patterns of parameters that are exempt from weight decay.
+/// The key of job.yaml for name patterns of the parameters that are exempt from weight decay.
 const NO_DECAY_KEY: &str = "train.optimizer.no_decay";
 /// The key of job.yaml for the directory of pretrained LoRA adapters.
 pub const LORA_FROM_KEY: &str = "train.lora.from";
@@ -59,8 +60,8 @@ pub fn build_trainable_units(
     Ok(units)
 }
 
-/// Marks each parameter of the units as trained or frozen, by `train.freeze` and
-/// `train.train_only`. With `train.lora`, only adapters are marked as trained.
+/// Marks each parameter of the model as trained or frozen, by the keys `train.freeze` and
+/// `train.train_only` of job.yaml. With `train.lora`, only adapters are marked as trained.
 ///
 /// # Errors
 ///
@@ -97,27 +98,28 @@ pub fn mark_trained_params(
     if mistakes.is_empty() { Ok(()) } else { Err(mistakes) }
 }
 
-/// Returns the index of the first parameter unit that needs a gradient. A layer's unit needs one
-/// also if only the layer's experts are trained. Units with lower indices need no gradient.
+/// Returns the index of the first parameter unit (tensors that are gathered together) that needs a
+/// gradient because it is trained. A layer's unit needs one also if only the layer's experts are
+/// trained. Units with lower indices need no gradient.
 pub fn find_first_trained_unit<'a>(units: impl Iterator<Item = &'a ParamUnit>) -> usize {
     let dense_index =
         |(i, u): (usize, &ParamUnit)| u.has_any_trained().then(|| u.expert_layer().map_or(i, |l| l + 1));
     units.enumerate().filter_map(dense_index).min().unwrap_or(0)
 }
 
-/// Returns the index of the first layer that needs a backward pass, or the number of layers if none
-/// does. All parameters before this layer are frozen.
+/// Returns the index of the first layer for which a backward pass must be computed, because it or
+/// an earlier part of the model is trained. All parameters before this layer are frozen.
 pub fn find_first_backward_layer(units: &[ParamUnit]) -> usize {
     let layers = units.iter().filter(|u| !u.holds_experts()).count().saturating_sub(2);
     find_first_trained_unit(units.iter()).saturating_sub(1).min(layers)
 }
 
-/// The compiled glob patterns for parameter names of one key of job.yaml.
+/// The compiled glob patterns of one key of job.yaml, which select parameters by their names.
 struct NamePatterns(Vec<GlobMatcher>);
 
 impl NamePatterns {
-    /// Compiles name patterns, each of which must match one of `names`. Adds every error to
-    /// `mistakes`.
+    /// Compiles glob patterns that select parameters, each of which must match at least one of the
+    /// names `names`. Adds every error to `mistakes`.
     fn compile_matched_patterns<'a>(
         key: &'static str,
         patterns: &[String],
@@ -142,7 +144,8 @@ impl NamePatterns {
         compiled
     }
 
-    /// Compiles name patterns, which need not match any name. Adds every error to `mistakes`.
+    /// Compiles glob patterns that select parameters by their names, even if a pattern matches no
+    /// name. Adds every error to `mistakes`.
     fn compile_patterns(key: &'static str, patterns: &[String], mistakes: &mut Vec<Diagnostic>) -> Self {
         let mut compiled = Vec::new();
         for pattern in patterns {
@@ -161,14 +164,15 @@ impl NamePatterns {
         NamePatterns(compiled)
     }
 
-    /// Returns whether one of the patterns matches the parameter's name or, for a tied matrix, its
-    /// second name.
+    /// Returns whether one of the patterns matches the parameter's name or, for a matrix that is
+    /// used in two places (tied), its second name.
     fn matches(&self, name: &str, ties: &[TiedWeight]) -> bool {
         self.0.iter().any(|p| matches_name_or_alias(p, name, ties))
     }
 }
 
-/// Returns whether `pattern` matches the parameter's name or, for a tied matrix, its second name.
+/// Returns whether `pattern` matches the parameter's name or, for a matrix that is used in two
+/// places (tied), its second name.
 fn matches_name_or_alias(pattern: &GlobMatcher, name: &str, ties: &[TiedWeight]) -> bool {
     let matches_alias = |t: &TiedWeight| t.target == name && pattern.is_match(&t.alias);
     pattern.is_match(name) || ties.iter().any(matches_alias)
@@ -202,8 +206,8 @@ pub struct ParamGroups {
     pub group_indices: Vec<Vec<usize>>,
 }
 
-/// Assigns each trained parameter to a parameter group of the optimizer, by the name patterns of
-/// the job.
+/// Assigns each trained parameter to one of the optimizer's parameter groups (parameters with equal
+/// settings), by the name patterns in job.yaml.
 ///
 /// # Errors
 ///
@@ -248,8 +252,8 @@ pub fn assign_param_groups(
     Ok(ParamGroups { hyperparams: groups, group_indices: group_of })
 }
 
-/// Determines the optimizer settings of a parameter group from the job's optimizer and the group
-/// `rule` in `train.optimizer.groups`.
+/// Determines the optimizer settings of a parameter group: those of the job's optimizer, changed by
+/// the entry number `rule` of `train.optimizer.groups`.
 fn resolve_group_hyperparams(spec: &OptimizerSpec, rule: Option<usize>, no_decay: bool) -> GroupHyperparams {
     let default_decay = if no_decay { 0.0 } else { spec.weight_decay };
     let default_name = if no_decay { "no_decay" } else { "decay" };

@@ -31,18 +31,19 @@ pub struct ParamSpec {
 }
 
 impl ParamSpec {
-    /// Returns the number of elements of the tensor.
+    /// Returns the number of elements of the parameter tensor.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Returns whether the tensor has no elements.
+    /// Returns whether the parameter tensor has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The ranks that own a parameter unit and share its elements: `first`, `first + stride`, …
+/// The ranks among which a parameter unit (tensors that are gathered together) is divided: `first`,
+/// `first + stride`, and so on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerRanks {
     /// The lowest owner, which is less than `stride`.
@@ -52,20 +53,24 @@ pub struct OwnerRanks {
 }
 
 impl OwnerRanks {
-    /// The owner ranks of a parameter unit that is sharded among all ranks.
+    /// The ranks among which a parameter unit (tensors that are gathered together) is divided if
+    /// these are all ranks.
     pub const ALL: OwnerRanks = OwnerRanks { first: 0, stride: 1 };
 
-    /// Returns whether `rank` owns a part of the parameter unit.
+    /// Returns whether `rank` is one of the ranks among which the parameter unit (tensors that are
+    /// gathered together) is divided.
     pub fn contains(&self, rank: usize) -> bool {
         rank % self.stride == self.first
     }
 
-    /// Returns how many of the ranks below `rank` own a part of the unit.
+    /// Returns how many ranks below `rank` are among those that own a part of the parameter unit
+    /// (tensors that are gathered together).
     pub fn count_owners_below(&self, rank: usize) -> usize {
         (rank + self.stride - 1 - self.first) / self.stride
     }
 
-    /// Returns whether every rank owns a part of the unit.
+    /// Returns whether the parameter unit (tensors that are gathered together) is divided among all
+    /// ranks.
     pub fn includes_all_ranks(&self) -> bool {
         self.stride == 1
     }
@@ -88,8 +93,8 @@ pub struct ParamUnit {
     trained: Vec<bool>,
 }
 
-/// The properties that only parameter units of experts have: the number of their layer, and an
-/// order of their tensors that does not depend on the ranks (canonical order).
+/// What only parameter units (tensors that are gathered together) of experts record: their layer,
+/// and the order of their tensors among all experts of the model.
 #[derive(Clone, Debug, PartialEq)]
 struct ExpertTensors {
     layer: usize,
@@ -98,8 +103,8 @@ struct ExpertTensors {
 }
 
 impl ParamUnit {
-    /// Creates a parameter unit of the tensors `params`. All ranks own a shard of the unit, and all
-    /// tensors are trained.
+    /// Creates a parameter unit (tensors that are gathered together) of the tensors `params`, which
+    /// is divided among all ranks. All ranks own a shard of the unit, and all tensors are trained.
     pub fn new(name: impl Into<String>, params: Vec<ParamSpec>) -> Self {
         let mut offsets = Vec::with_capacity(params.len() + 1);
         let mut end = 0;
@@ -112,8 +117,9 @@ impl ParamUnit {
         ParamUnit { name: name.into(), params, owners: OwnerRanks::ALL, experts: None, offsets, trained }
     }
 
-    /// Creates a parameter unit of experts of `layer`, which only the ranks `owners` have.
-    /// `positions` orders the tensors of all experts independently of the ranks that own them.
+    /// Creates a parameter unit (tensors that are gathered together) of experts of the layer
+    /// `layer`, which is divided among the ranks `owners` only. `positions` orders the tensors of
+    /// all experts independently of the ranks that own them.
     ///
     /// # Panics
     ///
@@ -133,18 +139,20 @@ impl ParamUnit {
         }
     }
 
-    /// Returns the layer whose experts the parameter unit contains, or `None` for a unit without
-    /// experts.
+    /// Returns the layer whose experts the parameter unit (tensors that are gathered together)
+    /// contains, or `None` for a unit without experts.
     pub fn expert_layer(&self) -> Option<usize> {
         self.experts.as_ref().map(|e| e.layer)
     }
 
-    /// Returns whether the parameter unit contains experts.
+    /// Returns whether the parameter unit (tensors that are gathered together) contains experts of
+    /// a mixture-of-experts layer.
     pub fn holds_experts(&self) -> bool {
         self.experts.is_some()
     }
 
-    /// Marks each tensor as trained if `trained` accepts its name, and as frozen otherwise.
+    /// Marks each tensor of the unit as trained if the predicate `trained` accepts its name, and as
+    /// frozen otherwise.
     ///
     /// Gradients and optimizer states then have the layout of the *trained vector*: only the
     /// trained tensors, in the order of the flat vector.
@@ -152,59 +160,60 @@ impl ParamUnit {
         self.trained = self.params.iter().map(|p| trained(&p.name)).collect();
     }
 
-    /// Returns whether tensor number `i` of the unit is trained.
+    /// Returns whether tensor number `i` of the parameter unit is trained, and not frozen.
     pub fn is_trained(&self, i: usize) -> bool {
         self.trained[i]
     }
 
-    /// Returns whether at least one tensor of the unit is trained.
+    /// Returns whether at least one tensor of the parameter unit is trained.
     pub fn has_any_trained(&self) -> bool {
         self.trained.contains(&true)
     }
 
-    /// Returns whether every tensor of the unit is trained.
+    /// Returns whether every tensor of the parameter unit is trained, so that none is frozen.
     pub fn is_all_trained(&self) -> bool {
         !self.trained.contains(&false)
     }
 
-    /// Returns whether the range `flat` of the flat vector contains elements of a trained tensor.
+    /// Returns whether the range `flat` of the unit's concatenated tensors (flat vector) contains
+    /// elements of a trained tensor.
     pub fn has_trained_elements_in(&self, flat: std::ops::Range<usize>) -> bool {
         self.list_segments(flat).iter().any(|s| self.trained[s.param])
     }
 
-    /// Converts an index in the flat vector to the index in the trained vector, which consists of
-    /// the trained elements only.
+    /// Converts an index in the unit's concatenated tensors (flat vector) to the index that remains
+    /// if frozen elements are left out.
     pub fn to_trained_offset(&self, flat: usize) -> usize {
         self.list_trained_segments(0..flat).iter().map(|s| s.flat.len()).sum()
     }
 
-    /// Returns the number of elements of all trained tensors, which is the length of the trained
-    /// vector.
+    /// Returns the number of elements of all trained tensors of the unit, which is the length of
+    /// its gradient.
     pub fn trained_len(&self) -> usize {
         self.to_trained_offset(self.len())
     }
 
-    /// Converts a range of the flat vector to the range of the trained vector, which consists of
-    /// the trained elements only.
+    /// Converts a range of the unit's concatenated tensors (flat vector) to the range that remains
+    /// if frozen elements are left out.
     pub fn to_trained_range(&self, flat: std::ops::Range<usize>) -> std::ops::Range<usize> {
         self.to_trained_offset(flat.start)..self.to_trained_offset(flat.end)
     }
 
-    /// Lists the parts of trained tensors that are inside the range `flat` of the unit's flat
-    /// vector, in order.
+    /// Lists the parts of trained tensors that are inside the range `flat` of the unit's
+    /// concatenated tensors (flat vector), in order.
     pub fn list_trained_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         let mut segments = self.list_segments(flat);
         segments.retain(|s| self.trained[s.param]);
         segments
     }
 
-    /// Returns the trained tensors in the order of the flat vector.
+    /// Returns the trained tensors of the unit in the order in which its tensors are concatenated.
     pub fn list_trained_params(&self) -> impl Iterator<Item = &ParamSpec> + Clone {
         self.params.iter().zip(&self.trained).filter(|(_, trained)| **trained).map(|(p, _)| p)
     }
 
-    /// Moves the elements of the trained tensors to the front of `flat_vector`, the unit's flat
-    /// vector, and so removes the frozen ones from between them.
+    /// Moves the elements of trained tensors to the front of `flat_vector`, the unit's concatenated
+    /// tensors, so that no frozen elements are between them.
     pub fn pack_trained(&self, ops: &dyn Ops, mut flat_vector: ViewMut) {
         let mut end = 0;
         for s in self.list_trained_segments(0..self.len()) {
@@ -214,23 +223,23 @@ impl ParamUnit {
         }
     }
 
-    /// Returns the number of elements of all tensors of the unit.
+    /// Returns the number of elements of all tensors of the parameter unit.
     pub fn len(&self) -> usize {
         *self.offsets.last().unwrap_or(&0)
     }
 
-    /// Returns whether the unit has no elements.
+    /// Returns whether the parameter unit has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Returns the range of tensor number `i` in the flat vector.
+    /// Returns the range of tensor number `i` in the unit's concatenated tensors (flat vector).
     pub fn tensor_range(&self, i: usize) -> std::ops::Range<usize> {
         self.offsets[i]..self.offsets[i + 1]
     }
 
-    /// Lists the parts of tensors that are inside the range `flat` of the unit's flat vector, in
-    /// order.
+    /// Lists the parts of tensors that are inside the range `flat` of the unit's concatenated
+    /// tensors (flat vector), in order.
     pub fn list_segments(&self, flat: std::ops::Range<usize>) -> Vec<Segment> {
         (0..self.params.len())
             .filter_map(|i| {
@@ -242,8 +251,8 @@ impl ParamUnit {
     }
 }
 
-/// Lists all tensors as (unit, index in the unit), in an order that does not depend on which rank
-/// has which experts.
+/// Lists all tensors of the model, by the index of their parameter unit and in the unit, in an
+/// order that does not depend on which rank has which experts.
 ///
 /// The tensors of dense units come first, in their order, and then the tensors of the experts.
 pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize)> {
@@ -256,7 +265,8 @@ pub fn list_tensors_in_canonical_order(units: &[ParamUnit]) -> Vec<(usize, usize
     tensors(false).chain(of_experts).collect()
 }
 
-/// A part of one tensor that is inside a range of its parameter unit's flat vector.
+/// The part of one tensor that is inside a range of its parameter unit's concatenated tensors (flat
+/// vector).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The index of the tensor in [`ParamUnit::params`].

@@ -24,8 +24,8 @@ mod gradient_memory;
 mod memory_estimator;
 mod parameter_memory;
 
-/// The preflight checks of the built-in training runtime, which the executable passes to the
-/// launcher.
+/// The checks of a job with built-in training before it starts, which the launcher calls through an
+/// interface.
 pub struct TrainPreflight;
 
 impl Preflight for TrainPreflight {
@@ -47,8 +47,8 @@ impl Preflight for TrainPreflight {
     }
 }
 
-/// Checks the `train` section of a job, and adds every error and warning to the report. Checks that
-/// need the result of a failed check are skipped.
+/// Checks the `train` section of a job before it starts, and adds every error and warning to the
+/// report. Checks that need the result of a failed check are skipped.
 fn check_train_section(
     job: &JobSpec,
     train: &TrainSpec,
@@ -111,11 +111,13 @@ fn check_data(job: &JobSpec, train: &TrainSpec, report: &mut PreflightReport) ->
     checked.estimate.map(|estimate| (estimate.vocab_size, estimate.tokens))
 }
 
-/// The completed `train` section of a checked job, its model, and the parameter units of the model.
+/// What checks of a job use: the completed `train` section, the model, and the model's parameter
+/// units (tensors that are gathered together).
 type CheckedModel = (TrainSpec, Model, Vec<ParamUnit>);
 
-/// Builds the model with its adapters and experts for `world` ranks. Fails if the model cannot be
-/// built or trained with these settings, and reports all mistakes.
+/// Builds the model that the job trains, with its adapters and experts for `world` ranks, but
+/// without values, to check it. Fails if the model cannot be built or trained with these settings,
+/// and reports all mistakes.
 fn build_checked_model(
     job: &JobSpec,
     train: &TrainSpec,

@@ -31,8 +31,9 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// Returns the name of this purpose of random numbers, which is hashed into the random
-    /// generator's key. A changed name changes the numbers of every run.
+    /// Returns the text for this purpose of random numbers, which is hashed into the generator's
+    /// key so that purposes have independent numbers. A changed name changes the numbers of every
+    /// run.
     pub fn name(self) -> &'static str {
         match self {
             Purpose::Init => "init",
@@ -45,13 +46,15 @@ impl Purpose {
     }
 }
 
-/// A stream of random numbers, identified by run seed, purpose and scope.
+/// A stream of random numbers, which is identified by the run's seed, the purpose and a scope such
+/// as the name of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RandomStream {
     key: [u32; 2],
 }
 
-/// How many bits of the generator's counter hold the number of a block of four elements.
+/// How many bits of the random generator's counter hold the index of a block, which is four
+/// consecutive elements.
 const BLOCK_BITS: u32 = 43;
 /// How many bits of the generator's counter hold the number of a sample.
 const SAMPLE_BITS: u32 = 43;
@@ -59,8 +62,9 @@ const SAMPLE_BITS: u32 = 43;
 const STEP_BITS: u32 = 42;
 
 impl RandomStream {
-    /// Creates a stream of random numbers for a purpose and a scope, derived from the run's seed.
-    /// Depending on the purpose, `scope` is a parameter's name, a layer or a prompt.
+    /// Creates a stream of random numbers that is derived from the run's seed, a purpose (such as
+    /// dropout) and a scope (such as the name of a parameter). Depending on the purpose, `scope` is
+    /// a parameter's name, a layer or a prompt.
     pub fn new(run_seed: u64, purpose: Purpose, scope: &str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("launch 2026 random stream v1");
         hasher.update(&run_seed.to_le_bytes());
@@ -152,9 +156,9 @@ pub fn fill_uniform(
     fill_blocks(out, first_element, |block| stream.compute_uniforms(block).map(|u| (low + u * width) as f32));
 }
 
-/// Fills `out` with the random values of a tensor's elements from number `first_element` on.
-/// `values` computes blocks of four elements by their number, and the first and last block may be
-/// used in part.
+/// Fills `out` with random values of a tensor, beginning with the element number `first_element`,
+/// by a function that computes a block of four. `values` computes blocks of four elements by their
+/// number, and the first and last block may be used in part.
 fn fill_blocks(out: &mut [f32], first_element: u64, values: impl Fn(u64) -> [f32; 4] + Sync) {
     out.par_chunks_mut(CHUNK_ELEMENTS).enumerate().for_each(|(i, chunk)| {
         let mut element = first_element + (i * CHUNK_ELEMENTS) as u64;

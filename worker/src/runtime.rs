@@ -1,5 +1,5 @@
-//! The process of a worker: connects to the agent and the other ranks, builds the trainer, resumes,
-//! trains, and gathers the weights.
+//! The process of a worker: connects to its agent (launch's process on the host) and to the other
+//! ranks, builds the trainer, resumes, trains, and writes the final weights.
 mod fault_injection;
 mod gather_weights;
 mod kept_resources;
@@ -96,9 +96,9 @@ pub fn main() -> u8 {
     }
 }
 
-/// Runs this rank in one attempt (one start of all workers of the run), with the resources that the
-/// process has kept from an earlier attempt. Returns when the attempt has no threads and no
-/// communicator any more.
+/// Runs this rank in one attempt (start of all workers of the run), and uses resources, such as the
+/// open device, that the process kept from an earlier attempt. Returns when the attempt has no
+/// threads and no communicator any more.
 fn run_attempt(session: &AgentSession, init: &WorkerInit, kept: &mut KeptResources) -> Result<WorkerExit> {
     let _span =
         tracing::info_span!(target: "worker", "rank", rank = init.rank, attempt = init.attempt).entered();
@@ -127,8 +127,8 @@ fn run_attempt(session: &AgentSession, init: &WorkerInit, kept: &mut KeptResourc
     }
 }
 
-/// Reports the error of this worker, if there is one, to the agent and on stderr, and returns the
-/// exit code of the process.
+/// Reports the error with which this worker ends, if any, to its agent (launch's process on the
+/// host) and on stderr, and returns the exit code.
 fn report_end_of_process(session: &AgentSession, result: Result<WorkerExit>) -> u8 {
     match result {
         Ok(exit) => exit.exit_code(),
@@ -164,7 +164,7 @@ fn ignore_signals() {
 }
 
 /// Builds the trainer of a rank that is connected to the others, resumes or starts the run, trains,
-/// and gathers the weights. Collective: every rank must call it.
+/// and writes the final weights. Collective: every rank must call it.
 fn train_as_rank(
     session: &AgentSession,
     init: &WorkerInit,
@@ -240,8 +240,8 @@ fn train_as_rank(
     Ok(exit)
 }
 
-/// Connects the communicator for collectives between the devices of all ranks, and records its
-/// calls in the status of this rank. `hosts` transfers data between host memories. Collective:
+/// Connects the devices of all ranks for collectives, and records each collective in this rank's
+/// status, by which a hang is diagnosed. `hosts` transfers data between host memories. Collective:
 /// every rank must call it.
 fn connect_observed_collectives(
     device: &RankDevice,
@@ -252,9 +252,9 @@ fn connect_observed_collectives(
     Ok(Arc::new(ObservedComm::new(comm, session.status.clone())))
 }
 
-/// Opens the training and evaluation samples of the run, unless an earlier attempt in this process
-/// has opened them. Then sends the warnings about the data to the controller. Collective: every
-/// rank must call it.
+/// Opens the training and evaluation samples of the run, unless this process has opened them in an
+/// earlier attempt (start of all workers). Then sends the warnings about the data to the
+/// controller. Collective: every rank must call it.
 fn open_samples<'a>(
     opened: &'a mut Option<SampleSets>,
     (session, init): (&AgentSession, &WorkerInit),
@@ -274,7 +274,8 @@ fn open_samples<'a>(
     Ok(samples)
 }
 
-/// Creates the checkpoint saver of a run that resumed at `resumed`, with memory copies in `memory`.
+/// Creates the object that saves the run's checkpoints; `resumed` is where the run resumed, and
+/// `memory` the access to copies of the training state in the memory of hosts.
 fn create_checkpoint_saver(
     job: &JobSpec,
     root: &Path,
@@ -293,9 +294,9 @@ fn create_checkpoint_saver(
         .with_memory_copies(copier, is_source)
 }
 
-/// Connects this rank to the memory in which its host keeps copies of the training state. `kept` is
-/// the memory's file descriptor, which the rank inherited from its agent; `None` before the first
-/// call. Returns `None` without `checkpoint.memory`. Collective: every rank must call it.
+/// Connects this rank to the memory file in which its host keeps copies of ranks' training states.
+/// `kept` is the memory's file descriptor, which the rank inherited from its agent; `None` before
+/// the first call. Returns `None` without `checkpoint.memory`. Collective: every rank must call it.
 fn connect_memory_copies(
     kept: &mut Option<OwnedFd>,
     init: &WorkerInit,
@@ -355,8 +356,8 @@ fn resume_or_start_from_model(
     }
 }
 
-/// Reports that this rank is ready to train, and sets the step that its heartbeats report. The
-/// leader also sends the event that the job is ready.
+/// Reports that this rank is ready to train: sets the step that its signs of life (heartbeats)
+/// report to the agent. The leader also sends the event that the job is ready.
 fn report_ready_to_train(
     session: &AgentSession,
     running: &RunningTrainer,
@@ -391,8 +392,9 @@ fn find_checkpoint_root(init: &WorkerInit) -> PathBuf {
     init.workdir.join(dir)
 }
 
-/// Detects which ranks see the same checkpoint directory, and completes commits of host-local
-/// checkpoints that were interrupted. Collective: every rank must call it.
+/// Detects which ranks see the same checkpoint directory and, if hosts have separate directories,
+/// completes commits of checkpoints that an earlier run could not finish on all hosts. Collective:
+/// every rank must call it.
 fn detect_storage_topology(
     session: &AgentSession,
     init: &WorkerInit,
@@ -428,8 +430,8 @@ fn detect_storage_topology(
     Ok(layout)
 }
 
-/// Checks before the first step that a checkpoint can be written: creates and removes a staging
-/// directory, which also checks the free space. Collective: every rank must call it.
+/// Checks before the first step that a checkpoint can be written later: creates and removes a
+/// temporary checkpoint directory, and checks the free space. Collective: every rank must call it.
 fn require_writable_checkpoint_storage(
     ready: &UninitializedTrainer,
     root: &Path,

@@ -33,7 +33,7 @@ use jobspec::{Precision, TrainSpec};
 use std::sync::Arc;
 
 /// Stage 1 of building a trainer: the job's `train` section, completed with the vocabulary size and
-/// the settings in the directories that it names.
+/// the settings that model and adapter directories contain.
 pub struct ResolvedSpec {
     train: TrainSpec,
 }
@@ -66,8 +66,9 @@ pub struct UninitializedTrainer {
 }
 
 impl ResolvedSpec {
-    /// Completes the sections `train.model` and `train.lora` of the job. `vocab` is the vocabulary
-    /// size of the tokenizer.
+    /// Completes the sections `train.model` and `train.lora` of the job with the vocabulary size
+    /// and with settings from the directories that they name. `vocab` is the vocabulary size of the
+    /// tokenizer.
     pub fn new(train: &TrainSpec, vocab: u32) -> Result<Self> {
         let mut train = train.clone();
         train.model = resolve_model_section(&train.model, vocab, train.data.seq_len)?;
@@ -75,7 +76,8 @@ impl ResolvedSpec {
         Ok(ResolvedSpec { train })
     }
 
-    /// Builds the model and decides which of its parameters are trained.
+    /// Builds the model (names and shapes of parameters, without values), and decides which of its
+    /// parameters are trained.
     pub fn build_model(self) -> Result<BuiltModel> {
         let mut model = model::build_model_with_router_losses(
             &self.train.model,
@@ -92,13 +94,13 @@ impl ResolvedSpec {
 }
 
 impl BuiltModel {
-    /// Returns the number of trained elements of the model.
+    /// Returns the number of elements of all trained parameters of the model.
     pub fn trained_element_count(&self) -> u64 {
         self.trained_count
     }
 
-    /// Allocates zeroed memory for this rank's shard of each parameter unit. Collective: every rank
-    /// must call it.
+    /// Allocates zeroed memory for this rank's shard of every parameter unit (tensors that are
+    /// gathered together). Collective: every rank must call it.
     pub fn shard_model(self, comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> Result<ShardedModel> {
         let train = self.train;
         let queue = CollectiveQueue::new(comm, ops.clone())
@@ -170,14 +172,14 @@ impl ShardedModel {
 }
 
 impl UninitializedTrainer {
-    /// Returns the job's `train` section, completed with the vocabulary size and the settings in
-    /// the directories that it names.
+    /// Returns the job's `train` section, completed with the vocabulary size and the settings that
+    /// model and adapter directories contain.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }
 
-    /// Fills the parameters whose names `selects` accepts with random initial values, as for a new
-    /// model.
+    /// Fills the parameters whose names the predicate `selects` accepts with random initial values,
+    /// as for a new model.
     pub fn initialise_params(&self, selects: impl Fn(&str) -> bool) {
         let (engine, ops) = (&self.trainer.engine, self.trainer.ops.as_ref());
         for u in 0..engine.shards.len() {
@@ -191,8 +193,8 @@ impl UninitializedTrainer {
         self.start_at_position(Cursor::default())
     }
 
-    /// Starts the run at `position`, with the parameters and states that were loaded or initialised
-    /// before.
+    /// Starts training at the progress `position` (steps, samples and tokens done), with parameters
+    /// and optimizer states that were loaded or initialised before.
     pub fn start_at_position(self, position: Cursor) -> RunningTrainer {
         RunningTrainer::new(self.trainer, self.train, position)
     }

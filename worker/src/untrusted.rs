@@ -14,7 +14,8 @@ pub type UntrustedReadResult = Result<(), Box<dyn Error + Send + Sync>>;
 
 /// The sequence length, in tokens, for which a model is built from an untrusted config.json.
 const SEQ_LEN: u32 = 64;
-/// The largest reply in bytes that is accepted from a sandbox process.
+/// The size in bytes of the largest reply that is accepted from a sandbox process, which parses
+/// untrusted files.
 const MAX_REPLY_BYTES: u64 = 1 << 20;
 
 /// Builds a model from the untrusted config.json `bytes`, without memory for parameters, and lists

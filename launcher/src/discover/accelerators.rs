@@ -41,7 +41,8 @@ pub(super) fn discover_accelerators(
 ) -> DiscoveredAccelerators {
     // An agent calls this function first before it has workers. Later, its main loop could reap the
     // process of the tool.
-    /// The UUIDs of MIG instances, which `nvidia-smi` has printed at the first call.
+    /// The UUIDs of MIG instances that `nvidia-smi` prints; they are read once, at the first use,
+    /// and kept.
     static MIG_UUIDS: OnceLock<MigUuids> = OnceLock::new();
     let tree = DeviceFiles::new(root, &is_device_permitted);
     discover_in_device_files(&tree, variable, &|| {
@@ -49,8 +50,8 @@ pub(super) fn discover_accelerators(
     })
 }
 
-/// Finds the accelerators of the machine whose device files are below the root directory of `tree`.
-/// `mig_uuids` lists the UUIDs of MIG instances.
+/// Finds the accelerators of a machine from its device files below the root directory of `tree`, so
+/// that tests can describe a machine. `mig_uuids` lists the UUIDs of MIG instances.
 fn discover_in_device_files(
     tree: &DeviceFiles<'_>,
     variable: &dyn Fn(&str) -> Option<String>,
@@ -71,17 +72,18 @@ fn discover_in_device_files(
     found
 }
 
-/// Returns whether the device node `name` belongs to an accelerator that launch cannot assign: it
-/// consists of `prefix` and an optional number. The directory `accel` holds nodes of kinds that
-/// launch knows.
+/// Returns whether `name`, the name of a device node, consists of the driver's prefix `prefix` and
+/// an optional number, so that the node belongs to an accelerator that launch cannot assign to
+/// workers. The directory `accel` holds nodes of kinds that launch knows.
 fn is_unsupported_device(name: &str, prefix: &str) -> bool {
     let number = name.strip_prefix(prefix);
     number.is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()) && !(n.is_empty() && prefix == "accel"))
 }
 
-/// Parses the accelerators that a test simulates from the text of the variable `LAUNCH_GPUS`. The
-/// text is a number, a kind and a number such as `npu:4`, or several of them as in `cuda:2,xpu:1`.
-/// At most [`MAX_ACCELERATORS`] are returned. Returns `None` if `text` is absent or malformed.
+/// Parses the variable `LAUNCH_GPUS`, by which a test simulates accelerators that the machine does
+/// not have, such as `cuda:2,xpu:1`. The text is a number, a kind and a number such as `npu:4`, or
+/// several of them as in `cuda:2,xpu:1`. At most [`MAX_ACCELERATORS`] are returned. Returns `None`
+/// if `text` is absent or malformed.
 pub(super) fn parse_simulated_accelerators(text: Option<&str>) -> Option<Vec<Accelerator>> {
     let mut accelerators = Vec::new();
     for part in text?.split(',') {
@@ -98,9 +100,9 @@ pub(super) fn parse_simulated_accelerators(text: Option<&str>) -> Option<Vec<Acc
     Some(accelerators)
 }
 
-/// Returns whether this process may open a device node of an accelerator, also according to the
-/// control group. The kernel also checks the control group, and the driver does not notice the
-/// check.
+/// Returns whether file permissions and the device rules of the control group allow this process to
+/// open the device node `node` of an accelerator. The kernel also checks the control group, and the
+/// driver does not notice the check.
 fn is_device_permitted(node: &Path) -> bool {
     access(node, AccessFlags::R_OK | AccessFlags::W_OK).is_ok()
         // The nodes of MIG capabilities are not writable.

@@ -125,7 +125,8 @@ pub(crate) fn read_memory_usage(root: &Path) -> Option<(u64, u64)> {
 }
 
 impl CgroupLimits {
-    /// Lowers the limits on CPU time and memory to `cpus` and `memory` where these are lower.
+    /// Replaces the recorded limits on CPU time and memory by `cpus` and `memory`, those of one
+    /// more control group, where the latter are lower.
     fn apply_lower_limits(&mut self, cpus: Option<f64>, memory: Option<u64>) {
         self.cpus = [self.cpus, cpus].into_iter().flatten().reduce(f64::min);
         let memory = memory.filter(|&m| m < MIN_UNLIMITED_BYTES_V1);
@@ -143,17 +144,17 @@ fn list_group_and_parents(mount: &Path, group: &str) -> Vec<PathBuf> {
     directory.ancestors().take_while(|d| d.starts_with(mount)).map(Path::to_owned).collect()
 }
 
-/// Reads a control group's limit on CPU time, as a number of CPUs, from the file `cpu.max` of
-/// control groups version 2. The file contains "QUOTA PERIOD" or "max PERIOD", in microseconds.
-/// Returns `None` for no limit.
+/// Reads a control group's limit on CPU time, as a number of CPUs, from its file `cpu.max` (version
+/// 2 of control groups). The file contains "QUOTA PERIOD" or "max PERIOD", in microseconds. Returns
+/// `None` for no limit.
 fn read_cpu_quota_v2(directory: &Path) -> Option<f64> {
     let text = fs::read_to_string(directory.join("cpu.max")).ok()?;
     let (quota, period) = text.trim().split_once(' ')?;
     compute_quota_cpus(quota.parse().ok()?, period.parse().ok()?)
 }
 
-/// Reads a control group's limit on CPU time, as a number of CPUs, from the files of control groups
-/// version 1. Returns `None` for no limit.
+/// Reads a control group's limit on CPU time, as a number of CPUs, from its quota and period files
+/// (version 1 of control groups). Returns `None` for no limit.
 fn read_cpu_quota_v1(directory: &Path) -> Option<f64> {
     let quota = read_cgroup_number(&directory.join("cpu.cfs_quota_us"))?;
     let period = read_cgroup_number(&directory.join("cpu.cfs_period_us"))?;

@@ -1,6 +1,7 @@
 //! [`parse_cpu_list`]: parses the lists of CPU numbers in files of /proc and /sys, such as `0-3,8`.
 
-/// The number of a CPU from which on a list of CPUs is rejected.
+/// The smallest CPU number that is too large; a list of CPUs that contains it or a larger one is
+/// rejected.
 const CPU_NUMBER_LIMIT: u32 = 65_536;
 
 /// Parses a list such as `0-3,8,10-11` into CPU numbers in ascending order. Returns `None` if the

@@ -7,8 +7,8 @@ use jobspec::env;
 use protocol::{control::HostInventory, host_name::read_host_name_below};
 use std::{fs, io, net::IpAddr, path::Path};
 
-/// Reads the inventory of this machine: its CPUs, accelerators, memory, addresses and environment
-/// variables. The error names the file that cannot be read.
+/// Reads the inventory of this machine: its CPUs, accelerators, memory, network addresses and
+/// relevant environment variables. The error names the file that cannot be read.
 pub fn discover_local_host() -> io::Result<HostInventory> {
     let shm = nix::sys::statvfs::statvfs("/dev/shm").map_or(0, |fs| fs.blocks() * fs.fragment_size());
     let variable = |name: &str| std::env::var(name).ok();
@@ -22,9 +22,10 @@ pub fn discover_local_host() -> io::Result<HostInventory> {
     Ok(HostInventory { inherited_env: read_inventory_env(), addresses, reached_address, shm, ..found })
 }
 
-/// Reads the inventory of the machine whose root directory is `root`: its CPUs, accelerators and
-/// memory. The addresses, the size of /dev/shm and the environment are missing in the result.
-/// `variable` returns environment variables of this process.
+/// Reads the inventory (CPUs, accelerators and memory) of a machine from the files below `root`,
+/// which stands for `/`, so that tests can describe a machine. The addresses, the size of /dev/shm
+/// and the environment are missing in the result. `variable` returns environment variables of this
+/// process.
 fn discover_host_in_root(
     root: &Path,
     variable: &dyn Fn(&str) -> Option<String>,
@@ -62,8 +63,8 @@ fn discover_host_in_root(
     })
 }
 
-/// Returns those environment variables of this process that belong to an inventory of the host,
-/// with their values.
+/// Returns the environment variables of this process, with their values, that affect how a job runs
+/// on this host, such as lists of visible devices and NCCL's network interface.
 fn read_inventory_env() -> Vec<(String, String)> {
     let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let settings = env::USER_OVERRIDABLE_VARIABLES.iter().chain(&env::ACCELERATE_DEEPSPEED_VARIABLES);
@@ -73,13 +74,14 @@ fn read_inventory_env() -> Vec<(String, String)> {
     choices.chain(devices.filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)))).collect()
 }
 
-/// Parses the address of this machine, through which SSH has reached it, from the value of
-/// `SSH_CONNECTION`.
+/// Parses the value of `SSH_CONNECTION`, and returns the address of this machine at which the SSH
+/// client has reached it.
 fn parse_ssh_server_address(connection: &str) -> Option<IpAddr> {
     connection.split(' ').nth(2)?.parse().ok()
 }
 
-/// Reads the file `path` below `root`. The error contains the path.
+/// Reads the text of the file `path` below `root`, the directory that stands for `/`. The error
+/// contains the path.
 fn read_file_below_root(root: &Path, path: &str) -> io::Result<String> {
     fs::read_to_string(root.join(path)).map_err(|e| io::Error::new(e.kind(), format!("/{path}: {e}")))
 }

@@ -2,12 +2,12 @@
 use protocol::{control::InterfaceAddress, network_probe::NetworkInterface};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// The names of the kernel's counters of lost or damaged packets of a network interface.
+/// The file names of the kernel's counters of lost or damaged packets of a network interface.
 const ERROR_COUNTERS: [&str; 5] =
     ["rx_errors", "rx_crc_errors", "rx_missed_errors", "tx_errors", "collisions"];
 
-/// Reads the properties of the network interface that has the address `selected`. Properties that
-/// the kernel does not know are `None`.
+/// Reads the properties (MTU, speed, driver, error counters) of the network interface with the name
+/// and address in `selected`. Properties that the kernel does not know are `None`.
 pub(crate) fn inspect_interface(root: &Path, selected: &InterfaceAddress) -> NetworkInterface {
     let directory = root.join("sys/class/net").join(&selected.interface);
     // The kernel answers with an error for an interface without a link, and with -1 if unknown.
@@ -28,7 +28,7 @@ pub(crate) fn inspect_interface(root: &Path, selected: &InterfaceAddress) -> Net
     }
 }
 
-/// Returns the name of the driver of a device, given the directory of the device in /sys/class.
+/// Returns the name of the driver of a device from a link in the device's directory in /sys/class.
 /// Returns `None` for virtual devices.
 pub(super) fn read_driver_name(directory: &Path) -> Option<String> {
     let driver = fs::read_link(directory.join("device/driver")).ok()?;

@@ -14,8 +14,8 @@ use std::{
 const MAX_DEVICES_OR_PORTS: usize = 64;
 /// The largest number of addresses (GIDs) of a port of an RDMA device that are counted.
 const MAX_GIDS: usize = 1024;
-/// The names of the kernel's counters of damaged, lost or late packets and of retrained links of an
-/// RDMA port.
+/// The file names of the kernel's counters of damaged, lost or late packets and of retrained links
+/// of an RDMA port.
 const ERROR_COUNTERS: [&str; 7] = [
     "symbol_error",
     "link_error_recovery",
@@ -26,7 +26,8 @@ const ERROR_COUNTERS: [&str; 7] = [
     "VL15_dropped",
 ];
 
-/// Inspects the RDMA devices and their ports of the machine whose root directory is `root`.
+/// Reads the properties of all RDMA devices and their ports (state, rate, error counters), and
+/// whether this process may open the devices, below the root directory `root`.
 pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     let devices = list_entries_in_order(&root.join("sys/class/infiniband"), |_| true);
     let nodes = list_entries_in_order(&root.join("dev/infiniband"), |name| {
@@ -47,8 +48,9 @@ pub(crate) fn inspect_rdma(root: &Path) -> RdmaReport {
     }
 }
 
-/// Lists the entries of a directory whose names `selects` accepts, with numbers in the names in
-/// numeric order. Returns nothing if the directory does not exist.
+/// Lists the entries of a directory whose names the predicate `selects` accepts, sorted so that the
+/// numbers at the end of names are in numeric order. Returns nothing if the directory does not
+/// exist.
 fn list_entries_in_order(directory: &Path, selects: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -66,7 +68,8 @@ fn path_to_file_name(path: &Path) -> String {
     path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// Inspects the RDMA device with the directory `directory` in /sys/class/infiniband.
+/// Reads the name, the driver and the ports of an RDMA device from `directory`, its directory in
+/// /sys/class/infiniband.
 fn inspect_rdma_device(directory: &Path) -> RdmaDevice {
     let is_number = |name: &str| name.parse::<u32>().is_ok();
     let ports = list_entries_in_order(&directory.join("ports"), is_number);
@@ -77,8 +80,8 @@ fn inspect_rdma_device(directory: &Path) -> RdmaDevice {
     }
 }
 
-/// Inspects the port of an RDMA device with the directory `directory` in
-/// /sys/class/infiniband/DEVICE/ports.
+/// Reads the state, the rate, the address types and the error counters of a port of an RDMA device
+/// from `directory`, its directory in /sys/class/infiniband/DEVICE/ports.
 fn inspect_rdma_port(directory: &Path) -> RdmaPort {
     let text = |file: &str| fs::read_to_string(directory.join(file)).unwrap_or_default().trim().to_owned();
     // The kernel numbers the states: `4: ACTIVE`.

@@ -1,11 +1,13 @@
-//! Determines the IP addresses at which agents on other hosts reach a process of this machine.
+//! Determines the IP addresses of this machine through which agents, launch's processes on other
+//! hosts, can reach a process of this machine.
 use jobspec::InterfaceSelector;
 use protocol::control::{InterfaceAddress, MAX_ADDRESSES, is_routable};
 use std::net::{IpAddr, Ipv4Addr};
 
-/// Returns the addresses of this machine at which agents on other hosts reach a process. These are
-/// the addresses that `interface` selects or, if it selects no address, all addresses. `known` are
-/// the addresses of this machine. Link-local addresses are left out.
+/// Returns the IP addresses of this machine through which agents (launch's processes on other
+/// hosts) can reach a process of this machine. These are the addresses that `interface` selects or,
+/// if it selects no address, all addresses. `known` are the addresses of this machine. Link-local
+/// addresses are left out.
 pub(crate) fn find_reachable_addresses(
     interface: &InterfaceSelector,
     known: Vec<InterfaceAddress>,
@@ -26,9 +28,9 @@ pub(crate) fn find_reachable_addresses(
     found.into_iter().chain([loopback]).collect()
 }
 
-/// Sorts addresses of this machine by how likely agents on other nodes can reach them, and removes
-/// duplicates. Global and private addresses come first, then link-local ones, then loopback. IPv4
-/// comes before IPv6.
+/// Sorts addresses of this machine by how likely agents (launch's processes on other hosts) can
+/// reach them, removes duplicates, and splits the list after the first [`MAX_ADDRESSES`]. Global
+/// and private addresses come first, then link-local ones, then loopback. IPv4 comes before IPv6.
 ///
 /// Returns the first [`MAX_ADDRESSES`] addresses, which fit into an invitation, and the others.
 pub(crate) fn sort_and_limit_addresses(addresses: Vec<IpAddr>) -> (Vec<IpAddr>, Vec<IpAddr>) {

@@ -3,11 +3,12 @@ use super::cpu_list::parse_cpu_list;
 use protocol::hardware::{CpuCore, CpuTopology};
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// The largest number of CPUs of a machine that are taken into account. Further CPUs are ignored.
+/// The largest number of CPUs of a machine whose cores and NUMA nodes are read. Further CPUs are
+/// ignored.
 const MAX_CPUS: usize = 16_384;
 
-/// Reads the cores and NUMA nodes to which the CPUs `allowed` belong from /sys below `root`. A CPU
-/// whose files cannot be read becomes a core of NUMA node 0.
+/// Reads to which cores and NUMA nodes the CPUs with the numbers `allowed` belong, from /sys below
+/// the root directory `root`. A CPU whose files cannot be read becomes a core of NUMA node 0.
 pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     let nodes = read_numa_node_by_cpu(root);
     let mut cores: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
@@ -24,14 +25,14 @@ pub(super) fn read_topology(root: &Path, allowed: &[u32]) -> CpuTopology {
     }
 }
 
-/// Returns the NUMA node to which all of the CPUs `cpus` of this machine belong, if there is one.
-/// Returns `None` if the CPUs belong to several nodes, or if the machine has a single node.
+/// Returns the NUMA node to which all CPUs `cpus` of this machine belong; `None` if they belong to
+/// several nodes, or if the machine has a single node.
 pub(crate) fn find_common_numa_node(cpus: &[u32]) -> Option<u32> {
     find_common_numa_node_in_root(Path::new("/"), cpus)
 }
 
-/// Returns the NUMA node to which all of the CPUs `cpus` belong, on the machine whose root
-/// directory is `root`.
+/// Returns the NUMA node to which all CPUs `cpus` belong, on the machine whose /sys is below the
+/// root directory `root`.
 fn find_common_numa_node_in_root(root: &Path, cpus: &[u32]) -> Option<u32> {
     let nodes = read_numa_node_by_cpu(root);
     let several = nodes.values().any(|node| Some(node) != nodes.values().next());

@@ -1,5 +1,5 @@
-//! Converts Accelerate's configuration file to a job. `accelerate config` writes the configuration
-//! to default_config.yaml.
+//! Converts Accelerate's configuration file to a job.yaml. `accelerate config` writes the
+//! configuration to default_config.yaml.
 //!
 //! The environment of the job equals the one that `accelerate launch` sets for the configuration.
 mod arguments;
@@ -19,8 +19,8 @@ use distributed_type::DistributedType;
 use jobspec::Document;
 use std::path::Path;
 
-/// The values that `distributed_type` can have in a configuration of Accelerate, each with the kind
-/// of job that it stands for.
+/// The values of the key `distributed_type` in Accelerate's configuration, each with the kind of
+/// job (such as FSDP) for which it stands.
 const DISTRIBUTED_TYPES: &[(&str, DistributedType)] = &[
     ("NO", DistributedType::Single),
     ("MULTI_CPU", DistributedType::Cpu),
@@ -43,8 +43,9 @@ const TPU_KEYS: &[&str] = &[
     "tpu_env",
 ];
 
-/// Converts a configuration of Accelerate to a job, with notes about keys that were not converted.
-/// Fails if the configuration is invalid, or describes a kind of job that launch does not run.
+/// Converts a configuration of Accelerate to a job.yaml, with notes about keys that were not
+/// converted. Fails if the configuration is invalid, or describes a kind of job that launch does
+/// not run.
 pub(crate) fn convert_accelerate_config(
     document: &Document,
     context: &ImportOptions<'_>,
@@ -69,8 +70,9 @@ pub(crate) fn convert_accelerate_config(
     finish_job(draft, keys, document)
 }
 
-/// Adds notes about `keys`, which were not converted, to the job that was built from Accelerate's
-/// configuration, and loads the job. Fails if values in the configuration had errors.
+/// Adds notes about `keys`, the keys of Accelerate's configuration that were not converted, to the
+/// job.yaml that was built from the others, and checks the job.yaml by loading it. Fails if values
+/// in the configuration had errors.
 fn finish_job(
     mut draft: JobDraft,
     keys: RemainingKeys<'_>,
@@ -86,8 +88,9 @@ fn finish_job(
     }
 }
 
-/// Removes `compute_environment` and `distributed_type` from `keys`, and returns the kind of job
-/// that they describe. Fails if launch does not run this kind of job.
+/// Removes `compute_environment` and `distributed_type` from `keys`, the keys of Accelerate's
+/// configuration, and returns the kind of job (such as DeepSpeed or FSDP) that they describe. Fails
+/// if launch does not run this kind of job.
 fn take_distributed_type(
     keys: &mut RemainingKeys<'_>,
     document: &Document,
@@ -123,8 +126,9 @@ fn take_distributed_type(
     }
 }
 
-/// Sets `cluster.hosts` to the hostfile of mpirun that `mpirun_config` names, unless `--hostfile`
-/// replaces it. Returns whether the configuration names a hostfile.
+/// Sets the job.yaml key `cluster.hosts` to the hostfile of mpirun that Accelerate's
+/// `mpirun_config` names, unless `--hostfile` replaces it. Returns whether the configuration names
+/// a hostfile.
 fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context: &ImportOptions<'_>) -> bool {
     let Some(mut mpi) = keys.take_section("mpirun_config") else { return false };
     let file = mpi.take_text("mpirun_hostfile");
@@ -139,9 +143,9 @@ fn set_mpi_hostfile(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, context:
     file.is_some()
 }
 
-/// Converts the number of processes, hosts and GPUs in Accelerate's configuration to keys of the
-/// job. `kind` and `cpu` are the values of `distributed_type` and `use_cpu`. `named` states whether
-/// a hostfile of mpirun or `--hostfile` names the hosts. Returns the number of hosts.
+/// Converts the number of processes, hosts and GPUs in Accelerate's configuration to keys of
+/// job.yaml. `kind` and `cpu` are the values of `distributed_type` and `use_cpu`. `named` states
+/// whether a hostfile of mpirun or `--hostfile` names the hosts. Returns the number of hosts.
 fn set_processes(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -189,8 +193,8 @@ fn set_processes(
     machines as u64
 }
 
-/// Converts Accelerate's key `gpu_ids` to the job key `cluster.devices`. `cpu` states whether the
-/// job runs on CPUs.
+/// Converts Accelerate's key `gpu_ids` to the job.yaml key `cluster.devices`. `cpu` states whether
+/// the job runs on CPUs.
 fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     let Some(ids) = keys.take_text("gpu_ids").filter(|ids| ids != "all") else { return };
     let numbers: Option<Vec<u32>> = ids.split(',').map(|id| id.trim().parse().ok()).collect();
@@ -211,9 +215,9 @@ fn set_gpus(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, cpu: bool) {
     }
 }
 
-/// Removes from `keys` the keys of Accelerate's configuration for several hosts that launch does
-/// not need. Adds a note about each key that has an effect in Accelerate. `machines` is the number
-/// of hosts.
+/// Removes from Accelerate's configuration the keys for several hosts that launch does not need,
+/// such as the machine rank, with a note about each that has an effect in Accelerate. `machines` is
+/// the number of hosts.
 fn take_multi_host_keys_with_notes(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, machines: i128) {
     let rank = keys.take_integer("machine_rank", 0);
     let backend = keys.take_text("rdzv_backend").filter(|b| b != "static");
@@ -242,8 +246,8 @@ fn take_multi_host_keys_with_notes(draft: &mut JobDraft, keys: &mut RemainingKey
     }
 }
 
-/// Converts the rendezvous port in Accelerate's configuration to `cluster.master_port`, and adds a
-/// note about the rendezvous address, which launch chooses itself.
+/// Converts the rendezvous port in Accelerate's configuration to the job.yaml key
+/// `cluster.master_port`, and adds a note about the address, which launch chooses itself.
 fn set_master_port(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     if let Some(address) = keys.take_text("main_process_ip") {
         let reason = format!("`{}`: `MASTER_ADDR` is the address of the first host", address.escape_debug());
@@ -254,8 +258,8 @@ fn set_master_port(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Removes the keys of Accelerate's configuration that only apply to TPUs from `keys`. Adds a note
-/// about each key whose value enables or sets something.
+/// Removes from Accelerate's configuration the keys that only apply to TPUs, with a note about each
+/// that enables or sets something.
 fn take_tpu_keys_with_notes(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for key in TPU_KEYS {
         let Some(item) = keys.take(key) else { continue };

@@ -1,11 +1,11 @@
-//! [`CommandLine`]: the options and the program of a command line of another launcher, parsed by
-//! the rules of argparse.
+//! [`CommandLine`]: the options and the program of a command line of another launcher (torchrun,
+//! accelerate or deepspeed), parsed by the rules of Python's argparse.
 //!
 //! The options precede the script. All arguments after the script belong to the script.
 use diagnostic::{Diagnostic, Location, codes::command};
 
-/// The options that another launcher, such as torchrun, accepts on its command line. Their names
-/// are long names without leading dashes.
+/// The options that another launcher, such as torchrun, accepts on its command line, grouped by the
+/// kind of value that they take. Their names are long names without leading dashes.
 #[derive(Debug)]
 pub(super) struct OptionTable {
     /// The name of the launcher in messages.
@@ -30,8 +30,8 @@ pub(super) struct OptionTable {
     pub(super) numbers: &'static [&'static str],
 }
 
-/// The options and the program of a command line of another launcher. A conversion removes each
-/// option that it handles.
+/// The parsed command line of another launcher (torchrun, accelerate or deepspeed): its options,
+/// and the program with its arguments. A conversion removes each option that it handles.
 #[derive(Debug)]
 pub(super) struct CommandLine {
     options: Vec<(&'static str, String)>,
@@ -40,16 +40,16 @@ pub(super) struct CommandLine {
 }
 
 impl CommandLine {
-    /// Removes every occurrence of the option `name` from the parsed command line. Returns its last
-    /// value, or `None` if the option was not given.
+    /// Removes every occurrence of the option `name` from the parsed command line, and returns the
+    /// last value, or `None` if the option was not given.
     pub(super) fn take_last_value(&mut self, name: &str) -> Option<String> {
         let value = self.last_value(name).map(str::to_owned);
         self.options.retain(|(n, _)| *n != name);
         value
     }
 
-    /// Returns the last value of the option `name`, and keeps the option. Returns `None` if the
-    /// option was not given.
+    /// Returns the last value of the option `name`, without removing the option from the parsed
+    /// command line. Returns `None` if the option was not given.
     pub(super) fn last_value(&self, name: &str) -> Option<&str> {
         self.options.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| value.as_str())
     }
@@ -60,14 +60,14 @@ impl CommandLine {
         self.take_last_value(name).is_some()
     }
 
-    /// Adds the option `name` in front of the others, so that an occurrence of the option on the
-    /// command line takes precedence.
+    /// Adds the option `name` with a default value in front of the other options, because the last
+    /// occurrence of an option takes precedence.
     pub(super) fn insert_default(&mut self, name: &'static str, value: String) {
         self.options.insert(0, (name, value));
     }
 
-    /// Removes and returns all options of the parsed command line that were not removed yet.
-    /// Returns the name and the last value of each option, in the order of the command line.
+    /// Removes and returns all options that no earlier step has removed from the parsed command
+    /// line. Returns the name and the last value of each option, in the order of the command line.
     pub(super) fn take_remaining(&mut self) -> Vec<(&'static str, String)> {
         let mut names: Vec<&'static str> = Vec::new();
         for (name, _) in &self.options {
@@ -79,7 +79,7 @@ impl CommandLine {
     }
 }
 
-/// A mistake in a command line of another launcher.
+/// The reason why the command line of another launcher is invalid, such as an unknown option.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum CommandLineError {
     /// The launcher does not have the option. The variant contains the launcher and the argument.
@@ -123,8 +123,8 @@ impl CommandLineError {
 }
 
 impl OptionTable {
-    /// Parses the arguments of another launcher into options, by this table, and the program with
-    /// its arguments. Fails if argparse would reject them.
+    /// Parses the arguments of another launcher, whose options this table lists, into the options
+    /// and the program with its arguments. Fails if argparse would reject them.
     pub(super) fn parse(&self, args: &[String]) -> Result<CommandLine, CommandLineError> {
         let mut given = CommandLine { options: Vec::new(), program: Vec::new() };
         let mut args = args.iter();
@@ -188,8 +188,7 @@ impl OptionTable {
         }
     }
 
-    /// Fails if `value` does not have the type of the option `name`, or if the option does not
-    /// allow it.
+    /// Fails if the value `value` is not one that the option `name` of the other launcher accepts.
     pub(super) fn check_value(&self, name: &'static str, value: &str) -> Result<(), CommandLineError> {
         let invalid = |expected: String| {
             let value = value.escape_debug().to_string();

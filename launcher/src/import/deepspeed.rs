@@ -19,8 +19,8 @@ use jobspec::{Document, DocumentValue};
 use std::path::Path;
 use unsupported_keys::{AUTO_VALUE_REASON, UNSUPPORTED_KEYS};
 
-/// Converts a configuration of DeepSpeed to a job, with notes about keys that were not converted.
-/// `hosts` is the text of the hostfile.
+/// Converts a configuration of DeepSpeed to a job.yaml, with notes about keys that were not
+/// converted. `hosts` is the text of the hostfile.
 pub(crate) fn convert_deepspeed_config(
     document: &Document,
     hosts: Option<&str>,
@@ -53,8 +53,9 @@ pub(crate) fn convert_deepspeed_config(
     }
 }
 
-/// Adds to `draft` the keys of a job that runs the user's program `words` as workers. The program
-/// passes the configuration `file` to DeepSpeed itself.
+/// Adds the command of the user's program `words` to the job.yaml that is being built. The program
+/// passes its DeepSpeed configuration `file` to DeepSpeed itself, so the configuration is not
+/// converted.
 fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], file: &str) {
     let words = build_python_command(words);
     draft.set_required_key("run.command", &value_text::format_yaml_list(&words));
@@ -77,9 +78,9 @@ fn set_program(draft: &mut JobDraft, keys: RemainingKeys<'_>, words: &[String], 
     }
 }
 
-/// Converts a DeepSpeed configuration to the keys of a job with built-in training, which are added
-/// to `draft`. `workers` is the number of workers, if known. Returns the errors in the
-/// configuration.
+/// Converts a DeepSpeed configuration to the `train` keys of the job.yaml that is being built,
+/// which describe a training run by launch itself. `workers` is the number of workers, if known.
+/// Returns the errors in the configuration.
 fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Option<u64>) -> Vec<Diagnostic> {
     draft.set_required_key("train.data.files", "[\"data/*.txt\"]");
     let todo = "name them in `train.data.files` and `train.model.from` (a Hugging Face directory)";
@@ -113,11 +114,11 @@ fn set_training(draft: &mut JobDraft, mut keys: RemainingKeys<'_>, workers: Opti
     errors
 }
 
-/// Converts the batch sizes of a DeepSpeed configuration to `train.batch.global` and
-/// `train.batch.micro`. DeepSpeed requires `train_batch_size = micro-batch × accumulation steps ×
-/// workers`. A configuration may contain only some of these sizes.
+/// Converts the batch sizes of a DeepSpeed configuration to the job.yaml keys `train.batch.global`
+/// and `train.batch.micro`. DeepSpeed requires `train_batch_size = micro-batch × accumulation steps
+/// × workers`. A configuration may contain only some of these sizes.
 fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Option<u64>) {
-    /// The keys of a DeepSpeed configuration that determine batch sizes.
+    /// The three keys of a DeepSpeed configuration that determine batch sizes.
     const BATCH_SIZE_KEYS: [&str; 3] =
         ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
     let [global, micro, steps] = BATCH_SIZE_KEYS.map(|name| {
@@ -167,15 +168,16 @@ fn convert_batch(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, workers: Op
     }
 }
 
-/// Computes the micro-batch size for a DeepSpeed configuration that does not contain it. The result
-/// is the largest size that divides the global batch and that DeepSpeed's formula allows.
+/// Computes the micro-batch size per worker for a DeepSpeed configuration that contains only other
+/// batch sizes. The result is the largest size that divides the global batch and that DeepSpeed's
+/// formula allows.
 fn compute_default_micro_batch(global: i128, steps: Option<i128>, workers: Option<u64>) -> i128 {
     let each = global / steps.unwrap_or(1).max(1) / workers.map_or(1, i128::from).max(1);
     (1..=each.max(1)).rev().find(|micro| global % micro == 0).unwrap_or(1)
 }
 
-/// Converts DeepSpeed's sections `fp16` and `bf16` to `train.precision`, and the loss scale of
-/// `fp16` to `train.loss_scale`.
+/// Converts DeepSpeed's sections `fp16` and `bf16` to the job.yaml key `train.precision`, and the
+/// loss scale of `fp16` to `train.loss_scale`.
 fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     for (name, word) in [("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")] {
         let Some(mut part) = keys.take_section(name) else { continue };
@@ -205,8 +207,9 @@ fn convert_precision(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts DeepSpeed's settings of the dynamic loss scale to keys of `train.loss_scale`. A
-/// constant loss scale is not supported, so `loss_scale` is only taken if its value is 0.
+/// Converts DeepSpeed's settings of the dynamic loss scale to keys of the section
+/// `train.loss_scale` of job.yaml. A constant loss scale is not supported, so `loss_scale` is only
+/// taken if its value is 0.
 fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     if part.peek_integer("loss_scale") == Some(0) {
         part.take("loss_scale");
@@ -229,8 +232,8 @@ fn convert_loss_scale(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts DeepSpeed's setting of gradient clipping to `train.clip_norm`. If the configuration
-/// does not contain the key, clipping is turned off, which is DeepSpeed's default.
+/// Converts DeepSpeed's limit of the gradient norm to the job.yaml key `train.clip_norm`. If the
+/// configuration does not contain the key, clipping is turned off, which is DeepSpeed's default.
 fn convert_clipping(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     /// The key of a DeepSpeed configuration that limits the gradient norm.
     const CLIPPING_KEY: &str = "gradient_clipping";

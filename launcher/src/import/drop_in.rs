@@ -1,5 +1,6 @@
-//! Shared parts of the drop-in commands for torchrun, accelerate and deepspeed: the description of
-//! the machine on which they run, and the rules by which they reject options.
+//! Shared parts of the drop-in commands `launch torchrun`, `launch accelerate` and `launch
+//! deepspeed`, which accept the command lines of the other launchers: the description of the
+//! machine on which they run, and the rules by which they reject options.
 //!
 //! In contrast to an import, an option that a drop-in command cannot convert is an error.
 use super::{
@@ -12,11 +13,11 @@ use diagnostic::{Diagnostic, codes::command};
 use jobspec::{AcceleratorKind, env, make_job_name, quote_yaml};
 use std::{collections::BTreeMap, path::Path};
 
-/// The largest number of workers on a host (`cluster.workers_per_host`).
+/// The largest number of workers on one host that launch accepts (`cluster.workers_per_host`).
 const MAX_WORKERS: i64 = 1024;
 
-/// The properties of this machine and of the user's environment on which the conversion of a
-/// command line depends.
+/// The properties of this machine and of the user's environment that decide how the command line of
+/// another launcher is converted to a job.yaml.
 #[derive(Debug)]
 pub(crate) struct DropInContext<'a> {
     /// The environment variables of the user.
@@ -41,14 +42,14 @@ pub(crate) struct DropInContext<'a> {
 }
 
 impl<'a> DropInContext<'a> {
-    /// Returns the value of the environment variable `name` of the user.
+    /// Returns the value of the environment variable `name` in the user's environment.
     pub(super) fn variable(&self, name: &str) -> Option<&'a str> {
         self.variables.get(name).map(String::as_str)
     }
 }
 
-/// How Python, or no Python, starts the program of a command line: as a script, as a module, or
-/// directly.
+/// How the program of another launcher's command line is started: as a Python script, as a Python
+/// module, or directly without Python.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ProgramForm {
     /// Whether the program is the name of a Python module.
@@ -73,7 +74,8 @@ impl ProgramForm {
     }
 }
 
-/// Creates the error that the option `option` of `program`, such as `--tpu`, cannot be honoured.
+/// Creates the error that launch does not support the option `option` of the other launcher
+/// `program`, such as `--tpu` of `accelerate launch`.
 pub(super) fn create_unsupported_option_error(
     program: &str,
     option: &str,
@@ -85,16 +87,16 @@ pub(super) fn create_unsupported_option_error(
     if help.is_empty() { error } else { error.with_help(help) }
 }
 
-/// Creates the error that launch does not support the option `option`, because it is for jobs in
-/// which the user starts `program` on each of several machines.
+/// Creates the error that launch does not support the option `option` of the other launcher
+/// `program`, because the option is for jobs that the user starts on each of several machines.
 pub(super) fn create_several_machines_error(program: &str, option: &str, reason: &str) -> Diagnostic {
     let help = "one launch starts all hosts over SSH or in a Slurm allocation: name them in `cluster.hosts` \
                 of a job.yaml; `launch run --nodes N --node-rank K -- PROGRAM` runs on each node";
     create_unsupported_option_error(program, option, reason, help)
 }
 
-/// The effect of an option that has no counterpart in a job: none, or the rejection of the command
-/// line.
+/// What launch does if another launcher's option is given that has no counterpart in job.yaml:
+/// ignores it with a note, or rejects the command line.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum OptionEffect {
     /// The option changes nothing on one machine or with launch; the reason is shown as a note.
@@ -103,13 +105,13 @@ pub(super) enum OptionEffect {
     Rejected(&'static str, &'static str),
 }
 
-/// What launch does with an option that has no counterpart in a job: the name of the option, values
-/// that are accepted without a note, and the effect of other values.
+/// How launch treats another launcher's option that has no counterpart in job.yaml: its name,
+/// values that are accepted silently, and what any other value causes (a note or an error).
 pub(super) type OptionRule = (&'static str, &'static [&'static str], OptionEffect);
 
-/// Applies `rules` to the options of another launcher that have no counterpart in a job, and
-/// removes these options from `given`. Adds a note or an error for each option whose value is not
-/// one of the values that are accepted without a note.
+/// Removes the options that have no counterpart in job.yaml from the parsed command line `given`,
+/// and adds a note or an error for each as `rules` demand. Adds a note or an error for each option
+/// whose value is not one of the values that are accepted without a note.
 pub(super) fn apply_option_rules(
     draft: &mut JobDraft,
     errors: &mut ImportErrors,
@@ -138,8 +140,9 @@ pub(super) fn apply_option_rules(
     }
 }
 
-/// Adds to `draft` the keys that every job of a drop-in command has: the name, the command, this
-/// machine as host, the number of workers, and no binding of workers to CPUs.
+/// Adds to `draft`, the job.yaml that is being built, the keys that every job of a drop-in command
+/// such as `launch torchrun` has: name, command, this machine as host, number of workers, and no
+/// binding to CPUs.
 pub(super) fn set_local_job_keys(draft: &mut JobDraft, program: &[String], command: &[String], workers: i64) {
     draft.set_required_key("name", &quote_yaml(&derive_job_name(program)));
     draft.set_required_key("run.command", &format_yaml_list(command));
@@ -148,15 +151,15 @@ pub(super) fn set_local_job_keys(draft: &mut JobDraft, program: &[String], comma
     draft.set_required_key("cluster.workers_per_host", &workers.to_string());
 }
 
-/// Derives the name of a job from its script, module or program.
+/// Derives the name of a job from the script, module or program that it runs.
 fn derive_job_name(program: &[String]) -> String {
     let first = program.first().map_or("", String::as_str);
     let script = Path::new(first).file_stem().filter(|_| first.ends_with(".py") || first.contains('/'));
     make_job_name(&script.map_or(first.into(), |name| name.to_string_lossy()), "program")
 }
 
-/// Fails if `workers` is not a number of workers that a host can have. `option` is the option of
-/// `program` that states the number.
+/// Fails if `workers`, the number of workers on a host, is less than 1 or more than the maximum.
+/// `option` is the option of `program` that states the number.
 pub(super) fn check_worker_count(program: &str, option: &str, workers: i64) -> Result<(), Diagnostic> {
     match workers {
         1..=MAX_WORKERS => Ok(()),
@@ -167,9 +170,9 @@ pub(super) fn check_worker_count(program: &str, option: &str, workers: i64) -> R
     }
 }
 
-/// Returns a command that runs `command` with a changed environment, through the program `env`.
-/// Sets the variables `set`. Undoes launch's changes of the variables `removed`: each gets the
-/// value that the user gave, or is unset.
+/// Returns a command that runs `command` with changed environment variables, through the program
+/// `env`. Sets the variables `set`. Undoes launch's changes of the variables `removed`: each gets
+/// the value that the user gave, or is unset.
 pub(super) fn build_env_command(
     command: Vec<String>,
     context: &DropInContext<'_>,
@@ -191,9 +194,9 @@ pub(super) fn build_env_command(
     words.into_iter().chain(assignments).chain(command).collect()
 }
 
-/// Converts torchrun's options `--tee`, `--redirects` and `--local-ranks-filter` to the job key for
-/// the ranks whose output the console shows. Fails if a value is not valid, or if only one of the
-/// two streams of a rank is redirected.
+/// Converts torchrun's options `--tee`, `--redirects` and `--local-ranks-filter` to the job.yaml
+/// key for the ranks whose output the console shows. Fails if a value is not valid, or if only one
+/// of the two streams of a rank is redirected.
 pub(super) fn set_console_ranks(
     draft: &mut JobDraft,
     program: &str,
@@ -240,9 +243,9 @@ pub(super) fn set_console_ranks(
     Ok(())
 }
 
-/// Parses a value of `--tee` or `--redirects`, which selects output streams for all ranks or for
-/// each rank: 0 none, 1 stdout, 2 stderr, 3 both. Returns this code for each rank, or `None` for
-/// other text.
+/// Parses a value of torchrun's `--tee` or `--redirects`, which selects output streams for all
+/// ranks or for each rank: 0 none, 1 stdout, 2 stderr, 3 both. Returns this code for each rank, or
+/// `None` for other text.
 fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
     let number = |text: &str| text.parse::<u8>().ok().filter(|n| *n <= 3 && text.len() == 1);
     if let Some(streams) = number(text) {
@@ -259,7 +262,8 @@ fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
     Some(streams)
 }
 
-/// Sets `OMP_NUM_THREADS` in the environment of the workers, unless the user has set the variable.
+/// Sets `OMP_NUM_THREADS` in the environment of the workers to `threads`, unless the user has set
+/// the variable.
 pub(super) fn set_thread_count(draft: &mut JobDraft, context: &DropInContext<'_>, threads: i64) {
     if context.variable(env::OMP_NUM_THREADS).is_none() {
         draft.set_required_key(
@@ -269,8 +273,9 @@ pub(super) fn set_thread_count(draft: &mut JobDraft, context: &DropInContext<'_>
     }
 }
 
-/// Loads the job that a drop-in command such as `launch torchrun` has built from a command line. An
-/// option that the job does not honour is an error. `program` is the name of the other launcher.
+/// Checks, by loading it, the job.yaml that a drop-in command such as `launch torchrun` has built
+/// from another launcher's command line, and returns it. An option that the job does not honour is
+/// an error. `program` is the name of the other launcher.
 pub(super) fn load_drop_in_job(
     draft: JobDraft,
     program: &str,

@@ -5,8 +5,8 @@ use diagnostic::Diagnostic;
 use jobspec::hosts::{self, HostfileError};
 use std::path::Path;
 
-/// The options of `launch import` in addition to the configuration to import: a hostfile and a
-/// program.
+/// The options of `launch import` in addition to the configuration to import: a hostfile, and the
+/// program that the job runs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ImportOptions<'a> {
     /// The path of a hostfile of DeepSpeed or Open MPI (`--hostfile`).
@@ -15,7 +15,7 @@ pub(crate) struct ImportOptions<'a> {
     pub(crate) program: &'a [String],
 }
 
-/// The errors that prevent the conversion of another launcher's configuration to a job.
+/// The errors that prevent the conversion of another launcher's configuration to a job.yaml.
 pub(crate) type ImportErrors = Vec<Diagnostic>;
 
 /// Adds up the slots (places for workers) of all hosts in the text of a hostfile. Returns `None` if
@@ -27,8 +27,8 @@ pub(super) fn count_hostfile_slots(text: &str) -> Result<Option<u64>, HostfileEr
     }
 }
 
-/// Returns the command that runs the Python program `program`. A Python script is run with
-/// `python`, as other launchers do.
+/// Returns the command that runs the user's `program`, with `python` in front if it is a Python
+/// script, as other launchers do.
 pub(super) fn build_python_command(program: &[String]) -> Vec<String> {
     let script = program.first().is_some_and(|first| first.ends_with(".py"));
     let python = script.then(|| "python".to_owned());
@@ -49,8 +49,9 @@ pub(super) fn set_command(draft: &mut JobDraft, context: &ImportOptions<'_>, con
     }
 }
 
-/// Sets `slurm.nodes` to `hosts` for an imported configuration that requires this number of hosts
-/// without naming them, and adds a note. `from` is the imported key that contains the number.
+/// Sets the job.yaml key `slurm.nodes` to the number of hosts that an imported configuration
+/// requires without naming them, and adds a note for the user. `from` is the imported key that
+/// contains the number.
 pub(super) fn set_slurm_nodes_with_note(draft: &mut JobDraft, from: &str, hosts: u64) {
     draft.set_imported_key(from, "slurm.nodes", hosts.to_string());
     let reason =
@@ -58,8 +59,8 @@ pub(super) fn set_slurm_nodes_with_note(draft: &mut JobDraft, from: &str, hosts:
     draft.add_key_note("cluster.hosts", reason, "name them in `cluster.hosts`, or give `--hostfile`");
 }
 
-/// Sets the job key `cluster.hosts` to the hostfile `file`. `from` is the imported key or option
-/// that names the hostfile.
+/// Sets the job.yaml key `cluster.hosts` to the hostfile `file`. `from` is the imported key or
+/// option that names the hostfile.
 pub(super) fn set_hostfile(draft: &mut JobDraft, from: &str, file: &Path) {
     let path = file.display().to_string();
     draft.set_imported_key(from, "cluster.hosts", format!("{{file: {}}}", jobspec::quote_yaml(&path)));

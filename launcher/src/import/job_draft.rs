@@ -6,11 +6,12 @@ use jobspec::{
 };
 use std::fmt::{self, Write};
 
-/// How often an imported job is loaded, each time without the keys that were rejected before. Each
-/// failed attempt removes at least one rejected key.
+/// How often an import tries to load the job.yaml that it has built; before each further try, it
+/// removes the keys that were rejected. Each failed attempt removes at least one rejected key.
 const MAX_LOAD_ATTEMPTS: usize = 64;
 
-/// The result of an import: a job.yaml that can be loaded, and notes about its keys.
+/// The result of converting another launcher's configuration or command line: a valid job.yaml, and
+/// notes about keys that deserve attention or were not converted.
 #[derive(Debug)]
 pub(crate) struct ImportedJob {
     /// The text of the job.yaml.
@@ -22,8 +23,8 @@ pub(crate) struct ImportedJob {
     pub(crate) nodes: Option<ImportedNodes>,
 }
 
-/// The nodes on each of which the user starts the same command line: their number, the number of
-/// this node, and the address of node 0.
+/// The nodes that another launcher's command line describes, on each of which the user starts that
+/// command line: their number, the number of this node, and the address of node 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ImportedNodes {
     /// The number of nodes.
@@ -34,8 +35,8 @@ pub(crate) struct ImportedNodes {
     pub(crate) rendezvous: Option<RendezvousAddress>,
 }
 
-/// A note for the user of `launch import` about a key of the job, or about an imported key that was
-/// not converted.
+/// A note for the user of `launch import` about a key of job.yaml, or about an imported key that
+/// was not converted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ImportNote {
     pub(crate) kind: NoteKind,
@@ -46,7 +47,7 @@ pub(crate) struct ImportNote {
     pub(crate) text: String,
 }
 
-/// The kind of a note about an import: about a key of the job, or about a key that was not
+/// The kind of a note about an import: about a key of job.yaml, or about a key that was not
 /// converted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoteKind {
@@ -67,8 +68,8 @@ impl fmt::Display for ImportNote {
     }
 }
 
-/// A job.yaml that is being built from the configuration of another launcher, with its keys and
-/// notes.
+/// A job.yaml that is being built from another launcher's configuration: its keys so far, and notes
+/// for the user.
 #[derive(Debug, Default)]
 pub(super) struct JobDraft {
     keys: Vec<DraftKey>,
@@ -91,9 +92,9 @@ impl JobDraft {
         self.set_key(path, yaml.to_owned(), None);
     }
 
-    /// Sets the job key `path` to the YAML value `yaml`, which comes from the imported key `from`.
-    /// If the job is rejected because of the value, [`Self::finish_job`] removes the key and adds a
-    /// note.
+    /// Sets the job.yaml key `path` to the YAML value `yaml`, which comes from the imported key
+    /// `from`. If the job is rejected because of the value, [`Self::finish_job`] removes the key
+    /// and adds a note.
     pub(super) fn set_imported_key(&mut self, from: &str, path: &str, yaml: impl Into<String>) {
         self.set_key(path, yaml.into(), Some(from.to_owned()));
     }
@@ -105,33 +106,33 @@ impl JobDraft {
         self.set_imported_key(from, &format!("run.env.{name}"), yaml);
     }
 
-    /// Sets the job key `path` to a YAML value, and replaces an earlier value of the key.
+    /// Sets the job.yaml key `path` to a YAML value, and replaces an earlier value of the key.
     fn set_key(&mut self, path: &str, yaml: String, from: Option<String>) {
         self.keys.retain(|key| key.path != path);
         self.keys.push(DraftKey { path: path.to_owned(), yaml, from });
     }
 
-    /// Adds a note for the user about the job key `key`. `todo`, which may be empty, states what
-    /// the user can do.
+    /// Adds a note for the user about the key `key` of the job.yaml that is being built. `todo`,
+    /// which may be empty, states what the user can do.
     pub(super) fn add_key_note(&mut self, key: &str, text: impl AsRef<str>, todo: &str) {
         self.add_note(NoteKind::Note, key, text.as_ref(), todo);
     }
 
-    /// Adds a note that the imported key `from` has no counterpart in the job. `todo`, which may be
-    /// empty, states what the user can do.
+    /// Adds a note for the user that the key or option `from` of the other launcher has no
+    /// counterpart in job.yaml. `todo`, which may be empty, states what the user can do.
     pub(super) fn add_not_converted_note(&mut self, from: &str, reason: impl AsRef<str>, todo: &str) {
         self.add_note(NoteKind::NotConverted, from, reason.as_ref(), todo);
     }
 
-    /// Adds a note for the user, whose text is `text` followed by `todo`, what the user may do.
+    /// Adds a note for the user, whose text is a reason and `todo`, a piece of advice.
     fn add_note(&mut self, kind: NoteKind, key: &str, text: &str, todo: &str) {
         let end = if todo.is_empty() { String::new() } else { format!("; {todo}") };
         self.notes.push(ImportNote { kind, key: key.to_owned(), text: format!("{text}{end}") });
     }
 
-    /// Loads the imported job, and returns its text and the notes. Imported keys that are rejected
-    /// or have no effect are removed, and each gets a note. `origin` describes the imported
-    /// configuration in a comment of the job.
+    /// Checks the job.yaml that was built by loading it, and returns its text and the notes for the
+    /// user. Imported keys that are rejected or have no effect are removed, and each gets a note.
+    /// `origin` describes the imported configuration in a comment of the job.
     ///
     /// Fails if the job is still not valid after the rejected keys were removed.
     pub(super) fn finish_job(mut self, origin: &str) -> Result<ImportedJob, Vec<Diagnostic>> {
@@ -184,7 +185,8 @@ impl JobDraft {
         self.keys.len() < before
     }
 
-    /// Formats the imported job as YAML, with the keys in the order of their documentation.
+    /// Formats the job.yaml that was built as YAML, with the keys in the order in which the
+    /// documentation lists them.
     fn to_yaml(&self, origin: &str) -> String {
         let mut keys: Vec<(usize, Vec<&str>, &str)> = self
             .keys
@@ -198,8 +200,9 @@ impl JobDraft {
     }
 }
 
-/// Returns the position of the job key `path` in the table of all job keys. For a path that is not
-/// in the table, such as `run.env.NAME`, returns the index of its nearest parent in the table.
+/// Returns the position of the job.yaml key `path` in the table of all keys, by which keys are
+/// sorted. For a path that is not in the table, such as `run.env.NAME`, returns the index of its
+/// nearest parent in the table.
 fn find_key_order(path: &str) -> usize {
     let mut path = path;
     loop {
@@ -213,8 +216,9 @@ fn find_key_order(path: &str) -> usize {
     }
 }
 
-/// Appends the keys of the job at the nesting level `depth` and below to the YAML `text`. `keys`
-/// contains the order, the path and the YAML value of each key, sorted by order.
+/// Appends the job.yaml keys `keys` to the YAML `text`, as mappings whose nesting begins at the
+/// level `depth`. `keys` contains the order, the path and the YAML value of each key, sorted by
+/// order.
 fn write_section(text: &mut String, keys: &[(usize, Vec<&str>, &str)], depth: usize) {
     let mut rest = keys;
     while let Some((_, path, yaml)) = rest.first() {

@@ -4,7 +4,8 @@ use super::value_text::format_for_note;
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{Document, DocumentItem, DocumentValue};
 
-/// The keys of one mapping of an imported file that were not converted yet, with their values.
+/// The keys of one mapping of an imported file, with their values, that the import has not
+/// converted yet.
 #[derive(Debug)]
 pub(super) struct RemainingKeys<'d> {
     document: &'d Document,
@@ -35,8 +36,8 @@ impl<'d> RemainingKeys<'d> {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
 
-    /// Creates the error that the value of the imported key `key` is not what `expected` describes.
-    /// An empty `key` stands for the whole file.
+    /// Creates the error that the value of the imported key `key` has a wrong type; `expected`
+    /// describes the expected value. An empty `key` stands for the whole file.
     fn type_error(&self, key: &str, item: &DocumentItem, expected: &str) -> Diagnostic {
         let path =
             if key.is_empty() { "the file".to_owned() } else { format!("`{}`", self.full_path_of_key(key)) };
@@ -46,14 +47,15 @@ impl<'d> RemainingKeys<'d> {
             .with_location(self.document.locate_item(item))
     }
 
-    /// Records the error that the value of the imported key `key` is not what `expected` describes.
+    /// Records the error that the value of the imported key `key` has a wrong type; `expected`
+    /// describes the expected value.
     pub(super) fn report_wrong_type(&mut self, key: &str, item: &DocumentItem, expected: &str) {
         let error = self.type_error(key, item, expected);
         self.errors.push(error);
     }
 
-    /// Removes the key `key` from the remaining keys, and returns its value. Returns `None` if the
-    /// key is absent or its value is `null`.
+    /// Removes the key `key` from the keys that remain to be converted, and returns its value.
+    /// Returns `None` if the key is absent or its value is `null`.
     pub(super) fn take(&mut self, key: &str) -> Option<&'d DocumentItem> {
         let at = self.remaining.iter().position(|(name, _)| *name == key)?;
         let (_, item) = self.remaining.remove(at);
@@ -147,15 +149,15 @@ impl<'d> RemainingKeys<'d> {
         self.remaining.iter().any(|(name, item)| *name == key && !matches!(item.value, DocumentValue::Null))
     }
 
-    /// Returns the integer value of the imported key `key`. The key remains in the mapping. Returns
-    /// `None` if the key is absent or its value is not an integer.
+    /// Returns the integer value of the imported key `key` without marking the key as converted.
+    /// Returns `None` if the key is absent or its value is not an integer.
     pub(super) fn peek_integer(&self, key: &str) -> Option<i128> {
         let (_, item) = self.remaining.iter().find(|(name, _)| *name == key)?;
         if let DocumentValue::Int(n) = item.value { Some(n) } else { None }
     }
 
-    /// Removes the key `key` from the remaining keys, and returns its value, a mapping, as keys
-    /// that remain to be converted. Any other value is recorded as an error.
+    /// Removes the key `key`, whose value must be a mapping, from the keys that remain to be
+    /// converted, and returns the keys of that mapping. Any other value is recorded as an error.
     pub(super) fn take_section(&mut self, key: &str) -> Option<RemainingKeys<'d>> {
         let item = self.take(key)?;
         let path = self.full_path_of_key(key);
@@ -171,9 +173,9 @@ impl<'d> RemainingKeys<'d> {
         }
     }
 
-    /// Returns an empty mapping as the value of the absent section `key`, so that its keys can be
-    /// looked up. Returns `None` if errors were recorded, because a key with a wrong value also
-    /// counts as absent.
+    /// Returns an empty mapping in place of the section `key` that the imported file does not
+    /// contain, so that each key in it counts as absent. Returns `None` if errors were recorded,
+    /// because a key with a wrong value also counts as absent.
     pub(super) fn create_empty_section(&self, key: &str) -> Option<RemainingKeys<'d>> {
         let path = self.full_path_of_key(key);
         // The key may be absent because its value had the wrong type, which was recorded.
@@ -191,8 +193,8 @@ impl<'d> RemainingKeys<'d> {
         self.remaining.iter().map(|(key, _)| *key).collect()
     }
 
-    /// Returns the keys that were not converted, each with its full path and its value, as a note
-    /// shows them. Also returns the errors in the values of converted keys.
+    /// Returns the keys that the import did not convert, each with its full path and its value,
+    /// formatted for a note to the user. Also returns the errors in the values of converted keys.
     pub(super) fn into_unconverted_keys(self) -> (Vec<(String, String)>, Vec<Diagnostic>) {
         let rest = self.remaining.iter().filter(|(_, item)| !matches!(item.value, DocumentValue::Null));
         (rest.map(|(key, item)| (self.full_path_of_key(key), format_for_note(item))).collect(), self.errors)

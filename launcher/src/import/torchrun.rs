@@ -14,8 +14,8 @@ use jobspec::quote_yaml;
 /// The default value of torchrun's option `--signals-to-handle`.
 const DEFAULT_SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 
-/// The options of torchrun that have no counterpart in a job. Each has its name, the value that has
-/// no effect, and the reason in a note.
+/// The options of torchrun that have no counterpart in job.yaml. Each has its name, the value that
+/// has no effect, and the reason in a note.
 const UNSUPPORTED_OPTIONS: &[(&str, &str, &str)] = &[
     ("rdzv-backend", "static", "launch assigns the ranks itself"),
     ("rdzv-endpoint", "", "launch assigns the ranks itself, and hosts the store on the first host"),
@@ -35,8 +35,8 @@ const UNSUPPORTED_OPTIONS: &[(&str, &str, &str)] = &[
     ("logs-specs", "", "launch has its own log format"),
 ];
 
-/// Converts the arguments that follow `torchrun` to a job, with notes about options that were not
-/// converted. Fails if torchrun would reject the command line.
+/// Converts the arguments that follow `torchrun` to a job.yaml, with notes about options that were
+/// not converted. Fails if torchrun would reject the command line.
 pub(crate) fn convert_torchrun_args(
     args: &[String],
     context: &ImportOptions<'_>,
@@ -71,7 +71,8 @@ pub(crate) fn convert_torchrun_args(
 }
 
 /// Removes the program from the parsed command line of torchrun, and returns the command that the
-/// job runs, with `python` if necessary. Removes `--module`, `--no-python` and `--run-path`.
+/// job runs, with `python` in front unless `--no-python` is given. Removes `--module`,
+/// `--no-python` and `--run-path`.
 fn take_program_command(given: &mut CommandLine) -> Vec<String> {
     let prefix: &[&str] = match (given.take_flag("module"), given.take_flag("no-python")) {
         (_, true) => &[],
@@ -121,8 +122,8 @@ fn parse_host_range(text: &str) -> Option<(u64, u64)> {
     low.parse().ok().zip(high.parse().ok()).filter(|(low, high)| *low > 0 && low <= high)
 }
 
-/// Converts torchrun's `--nnodes`, and the hostfile that `launch import` was given, to keys of the
-/// job.
+/// Converts torchrun's `--nnodes`, and the hostfile that `launch import` was given, to keys of
+/// job.yaml.
 fn set_hosts(draft: &mut JobDraft, given: &mut CommandLine, context: &ImportOptions<'_>) {
     if let Some(file) = context.hostfile {
         set_hostfile(draft, "--hostfile", file);
@@ -149,9 +150,9 @@ fn set_hosts(draft: &mut JobDraft, given: &mut CommandLine, context: &ImportOpti
 }
 
 /// Converts torchrun's `--nproc-per-node` (a number, `auto`, `gpu` or `cpu`),
-/// `--virtual-local-rank` and `--numa-binding` to keys of the job.
+/// `--virtual-local-rank` and `--numa-binding` to keys of job.yaml.
 fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
-    /// The name of the option in notes about the job.
+    /// The option of torchrun that notes about the number of workers name.
     const OPTION_NAME: &str = "--nproc-per-node";
     let (path, devices) = ("cluster.workers_per_host", "cluster.devices");
     match given.take_last_value("nproc-per-node").as_deref() {
@@ -185,7 +186,7 @@ fn set_workers(draft: &mut JobDraft, given: &mut CommandLine) {
     set_numa_binding(draft, given);
 }
 
-/// Converts torchrun's `--numa-binding` to a key of the job.
+/// Converts torchrun's `--numa-binding` to a key of job.yaml.
 fn set_numa_binding(draft: &mut JobDraft, given: &mut CommandLine) {
     let Some(binding) = given.take_last_value("numa-binding") else { return };
     let (bind, replacement) = match binding.as_str() {
@@ -201,7 +202,7 @@ fn set_numa_binding(draft: &mut JobDraft, given: &mut CommandLine) {
 }
 
 /// Converts torchrun's options for restarts, shutdown, the rendezvous port and signals to keys of
-/// the job.
+/// job.yaml.
 fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(restarts) = given.take_last_value("max-restarts").filter(|n| n != "0") {
         draft.set_imported_key(
@@ -249,7 +250,7 @@ fn set_restarts_and_signals(draft: &mut JobDraft, given: &mut CommandLine) {
 }
 
 /// Converts torchrun's options for the log directory, and for the ranks whose output is shown, to
-/// keys of the job.
+/// keys of job.yaml.
 fn set_logs(draft: &mut JobDraft, given: &mut CommandLine) {
     if let Some(dir) = given.take_last_value("log-dir") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));

@@ -33,8 +33,8 @@ pub(super) fn format_python_str(item: &DocumentItem) -> String {
     }
 }
 
-/// Formats a value of an imported file on one line for a note to the user. At most 60 characters
-/// are shown.
+/// Formats the value of an imported key on one line, for a note to the user that the key was not
+/// converted. At most 60 characters are shown.
 pub(super) fn format_for_note(item: &DocumentItem) -> String {
     let text = match &item.value {
         DocumentValue::List(items) => {

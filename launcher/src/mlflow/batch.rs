@@ -6,10 +6,11 @@ use protocol::{
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The number of metrics from which on a request to MLflow gets no further events. MLflow accepts
-/// 1,000 metrics, params and tags in one request, and a single event has fewer than 20 of them.
+/// The number of metrics at which a request to MLflow counts as full; further events go into the
+/// next request. MLflow accepts 1,000 metrics, params and tags in one request, and a single event
+/// has fewer than 20 of them.
 const METRICS_PER_FULL_BATCH: usize = 900;
-/// The largest number of parameters in one request to MLflow.
+/// The largest number of parameters that one request to MLflow contains.
 const MAX_PARAMS: usize = 100;
 /// The longest value of a parameter that is sent to MLflow, in bytes. Servers before MLflow 2.8
 /// reject longer values.
@@ -41,39 +42,41 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// Returns whether the batch has metrics or tags. Otherwise there is nothing to send but the
-    /// end of the run.
+    /// Returns whether the batch has metrics or tags to send to MLflow. Otherwise there is nothing
+    /// to send but the end of the run.
     pub(super) fn has_content(&self) -> bool {
         !self.metrics.is_empty() || !self.tags.is_empty()
     }
 
-    /// Returns whether the batch has so many metrics that further events belong in another batch.
+    /// Returns whether the batch has as many metrics as one request to MLflow should contain, so
+    /// that further events belong in another batch.
     pub(super) fn is_full(&self) -> bool {
         self.metrics.len() >= METRICS_PER_FULL_BATCH
     }
 
-    /// Adds metrics that belong to no optimizer step, such as resource usage. Their MLflow step is
-    /// `seconds`, the time since the start of the run.
+    /// Adds metrics that belong to no optimizer step, such as resource usage, to the batch. Their
+    /// step in MLflow is `seconds`, the time since the start of the run.
     pub(super) fn add_metrics_at_seconds(&mut self, values: Vec<(String, f64)>, time: f64, seconds: f64) {
         for (key, value) in values.into_iter().take(METRICS_PER_FULL_BATCH) {
             self.add_metric(&key, value, time, seconds as u64);
         }
     }
 
-    /// Adds the value of one metric at the MLflow step `step` and the time `time`, in seconds since
-    /// 1970.
+    /// Adds one value of a metric to the batch; `step` is its step in MLflow, and `time` is in
+    /// seconds since 1970.
     fn add_metric(&mut self, key: &str, value: f64, time: f64, step: u64) {
         let metric = Metric { key: key.to_owned(), value, timestamp: to_milliseconds(time), step };
         self.metrics.push(metric);
     }
 
-    /// Adds a tag of MLflow with the name `launch.` and `key`.
+    /// Adds a tag with the name `launch.KEY`, where KEY is `key`, to those that MLflow gets for the
+    /// run.
     fn add_tag(&mut self, key: &str, value: impl Into<String>) {
         self.tags.insert(format!("launch.{key}"), value.into());
     }
 
-    /// Adds the metrics and tags of an event of the run's journal. Ignores events without such
-    /// data.
+    /// Adds to the batch the metrics and tags that MLflow gets for an event from the run's journal
+    /// (its file of events), such as the loss of a step. Ignores events without such data.
     pub(super) fn add_event(&mut self, timed: &TimedEvent) {
         let time = timed.time;
         match &timed.event {
@@ -130,7 +133,8 @@ impl Batch {
     }
 }
 
-/// Formats tags as JSON for a request to MLflow. Shortens long values.
+/// Formats tags as the JSON list of keys and values that a request to MLflow contains. Shortens
+/// long values.
 pub(super) fn format_tags(tags: &BTreeMap<String, String>) -> Vec<Value> {
     tags.iter()
         .map(|(key, value)| json!({"key": key, "value": shorten_to_bytes(value, MAX_TAG_BYTES)}))

@@ -8,8 +8,8 @@ use std::{
     path::PathBuf,
 };
 
-/// The number of bytes of the journal that one call of [`JournalReader::read_lines`] reads. A
-/// longer line is not recorded.
+/// The number of bytes that one call of [`JournalReader::read_lines`] reads from the journal (the
+/// run's file of events). A longer line is not recorded.
 const CHUNK_BYTES: u64 = 1 << 20;
 
 /// The place in a run's journal (its file of events) up to which MLflow has recorded the run.
@@ -37,8 +37,9 @@ impl JournalReader {
         JournalReader { path }
     }
 
-    /// Returns `position` if the journal still contains the line that precedes it, and otherwise
-    /// the start of the journal. Whatever is read twice is recorded twice, with equal values.
+    /// Returns `position`, the place up to which MLflow has the run's events, if the journal (the
+    /// file of events) is unchanged there, and otherwise the start of the journal. Whatever is read
+    /// twice is recorded twice, with equal values.
     pub(super) fn resolve_position(&self, position: JournalPosition) -> io::Result<JournalPosition> {
         let mut file = open_own_file(&self.path)?;
         let is_possible = position.line_bytes <= position.offset.min(CHUNK_BYTES);
@@ -50,9 +51,9 @@ impl JournalReader {
         Ok(if is_same { position } else { JournalPosition::default() })
     }
 
-    /// Passes the complete journal lines after `position`, without their line ends, to `on_line`
-    /// until it returns `false`. Reads a limited part of the journal. Returns the place after the
-    /// last of these lines.
+    /// Passes the complete lines of the journal (the run's file of events) after `position`,
+    /// without their line ends, to `on_line` until it returns `false`. Reads a limited part of the
+    /// journal. Returns the place after the last of these lines.
     pub(super) fn read_lines(
         &self,
         position: JournalPosition,

@@ -22,11 +22,11 @@ const FIRST_RETRY_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(60);
 /// The pause after a failed request to the MLflow server once the run has ended.
 const FINAL_RETRY_PAUSE: Duration = Duration::from_millis(500);
-/// The number of failed requests to the MLflow server after the end of the run from which on the
-/// rest is not sent.
+/// How many requests to the MLflow server may fail after the end of the run before the recorder
+/// gives up and does not send the rest.
 const MAX_FINAL_FAILURES: u32 = 4;
-/// The largest number of notices about MLflow that the user of one run gets. Further notices are
-/// dropped.
+/// The largest number of messages about MLflow, such as an outage of the server, that are shown to
+/// the user of one run. Further notices are dropped.
 const MAX_NOTICES: u32 = 10;
 
 /// The handle of the thread that records a run with MLflow. The thread ends when the handle is
@@ -62,12 +62,13 @@ struct RecorderState {
 }
 
 impl SharedRecorderState {
-    /// Locks the mutex of the shared state.
+    /// Locks the mutex of the state that the recorder's thread shares with its handle.
     fn lock_state(&self) -> MutexGuard<'_, RecorderState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a notice about MLflow for the user, unless there were too many.
+    /// Adds a message about MLflow for the user, unless the run already had [`MAX_NOTICES`] of
+    /// them.
     fn add_notice(&self, notice: Option<String>) {
         let mut state = self.lock_state();
         if let Some(notice) = notice
@@ -78,8 +79,8 @@ impl SharedRecorderState {
         }
     }
 
-    /// Waits for `pause` before a request to MLflow is repeated, or until the run ends. At the end
-    /// of the run, waits at most [`FINAL_RETRY_PAUSE`].
+    /// Waits for `pause` before a failed request to MLflow is repeated, but not longer than until
+    /// the run ends. At the end of the run, waits at most [`FINAL_RETRY_PAUSE`].
     fn wait_for_pause_or_end(&self, pause: Duration) {
         let state = self.lock_state();
         let pause = if state.is_ending { pause.min(FINAL_RETRY_PAUSE) } else { pause };
@@ -109,9 +110,9 @@ impl MlflowRecorder {
         self.shared.lock_state().notices.pop_front()
     }
 
-    /// Sends the rest of a run that has ended to MLflow, and ends the thread. Blocks for at most
-    /// `limit`, and for a moment only if the server is known to be away. Returns a message if
-    /// MLflow has not received everything.
+    /// Waits until the thread has sent the rest of a run that has ended to MLflow, at most for
+    /// `limit`. Blocks for at most `limit`, and for a moment only if the server is known to be
+    /// away. Returns a message if MLflow has not received everything.
     pub(crate) fn finish(&self, limit: Duration) -> Option<String> {
         let mut state = self.shared.lock_state();
         state.is_ending = true;
@@ -130,7 +131,8 @@ impl Drop for MlflowRecorder {
     }
 }
 
-/// The requests to the MLflow server that have failed since the server was last available.
+/// Counts the requests that have failed since the MLflow server last answered, and decides how long
+/// to wait and when to give up.
 #[derive(Debug, Default)]
 struct Outage {
     /// The time of the first failure; `None` if the newest request was successful.
@@ -143,7 +145,8 @@ struct Outage {
 }
 
 impl Outage {
-    /// Counts a failed request to the MLflow server. Returns a notice for the first one.
+    /// Counts a failed request to the MLflow server, and returns a message for the user if it is
+    /// the first one.
     fn add_failure(&mut self, uri: &str, reason: &str, is_ending: bool) -> Option<String> {
         if is_ending {
             self.is_known_at_end |= self.last_failures == 0 && self.failures > 0;

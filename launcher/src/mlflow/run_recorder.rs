@@ -1,5 +1,5 @@
-//! [`RunRecorder`]: sends the next part of a run to MLflow, which it reads from the files of the
-//! run directory.
+//! [`RunRecorder`]: sends the data of a run (parameters, metrics, tags) to MLflow in parts, which
+//! it reads from the files of the run directory.
 use super::{
     batch::{Batch, format_params, format_tags, to_milliseconds},
     journal_reader::JournalReader,
@@ -49,7 +49,8 @@ pub(crate) struct RecordedRun {
     pub(crate) is_taken_over: bool,
 }
 
-/// The reason why the next part of a run cannot be sent to MLflow, at present or ever.
+/// The reason why data of a run cannot be sent to MLflow: the server or a file is not available at
+/// present, or MLflow will never accept the run.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum RecordError {
     /// The server or a file is not available, and may be later. Contains the reason.
@@ -58,7 +59,8 @@ pub(super) enum RecordError {
     Final(String),
 }
 
-/// What a call of [`RunRecorder::send_next`] has sent to MLflow, and whether there is more to send.
+/// What one call of [`RunRecorder::send_next`] has sent to MLflow (a new run, a part of its data,
+/// nothing), and whether more remains.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum SendProgress {
     /// The run of MLflow exists from now on. Contains the address of its page.
@@ -93,14 +95,15 @@ impl From<RequestError> for RecordError {
     }
 }
 
-/// Converts the error of reading a file of the run directory to an error that permits another
-/// attempt.
+/// Converts an error of reading a file of the run directory to [`RecordError::Unavailable`], after
+/// which the recorder tries again later.
 fn file_error(error: io::Error) -> RecordError {
     RecordError::Unavailable(format!("a file of the run directory: {error}"))
 }
 
 impl RunRecorder {
-    /// Creates the object that sends a run to MLflow part by part. Sends nothing.
+    /// Creates a recorder that will send the run `run` to the MLflow server in `settings`, part by
+    /// part. Sends nothing.
     pub(super) fn new(settings: MlflowSettings, run: RecordedRun) -> RunRecorder {
         let journal = JournalReader::new(run.run_dir.join(JOURNAL_FILE));
         RunRecorder { settings, run, journal, target: None, usage: UsageSchedule::new() }
@@ -161,7 +164,8 @@ impl RunRecorder {
         })
     }
 
-    /// Continues the run on the MLflow server that a lost controller has created, or creates one.
+    /// Returns the client and the run on the MLflow server: the run that a lost controller has
+    /// created for the same run of launch, or a new one.
     fn open_mlflow_run(&self) -> Result<(RestClient, StoredMlflowRun), RecordError> {
         let stored = match self.run.is_taken_over {
             true => StoredMlflowRun::read(&self.run.run_dir).map_err(file_error)?,
@@ -192,8 +196,8 @@ impl RunRecorder {
         Ok((client, stored))
     }
 
-    /// Returns the ID of the MLflow experiment of the run from the server. Creates the experiment
-    /// if it does not exist.
+    /// Returns the ID of the MLflow experiment to which the run belongs, and creates the experiment
+    /// on the server if it does not exist.
     fn find_or_create_experiment(&self, client: &RestClient) -> Result<String, RecordError> {
         let name = &self.settings.experiment;
         let find = || client.get("experiments/get-by-name", ("experiment_name", name));
@@ -211,7 +215,7 @@ impl RunRecorder {
         check_mlflow_id(id, "experiment")
     }
 
-    /// Creates a run on the MLflow server for this run of launch. Returns its ID.
+    /// Creates a run on the MLflow server that will record this run of launch. Returns its ID.
     fn create_mlflow_run(&self, client: &RestClient, experiment: &str) -> Result<String, RecordError> {
         let user = nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten();
         let user = user.map(|user| user.name).unwrap_or_default();
@@ -247,8 +251,8 @@ impl RunRecorder {
     }
 }
 
-/// Sends a batch of parameters, metrics or tags to the MLflow server. Returns the reason if MLflow
-/// rejects only this part.
+/// Sends parameters, metrics or tags, formatted as the body of one request, to the MLflow server.
+/// Returns the reason if MLflow rejects only this part.
 fn send_part(client: &RestClient, request: &Value) -> Result<Option<String>, RecordError> {
     match client.post("runs/log-batch", request) {
         Err(RequestError::Rejected { code, message })
@@ -277,8 +281,8 @@ fn update_mlflow_run_state(
     Ok(())
 }
 
-/// Checks the ID of a run or an experiment that the MLflow server has sent. IDs are parts of
-/// addresses that are shown.
+/// Checks that the ID of a run or an experiment, which the MLflow server has sent, has a plausible
+/// form. IDs are parts of addresses that are shown.
 fn check_mlflow_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> {
     let is_id =
         |id: &&str| (1..=64).contains(&id.len()) && id.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
@@ -286,8 +290,8 @@ fn check_mlflow_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> 
     id.filter(is_id).map(str::to_owned).ok_or_else(missing)
 }
 
-/// Reads the newest measurements from the run's status file. Returns `None` if there are none, or
-/// if they are too old.
+/// Reads the newest measurements of the hosts' resource usage from the run's status file. Returns
+/// `None` if there are none, or if they are too old.
 fn read_status(run_dir: &Path) -> Option<RunStatus> {
     let bytes = read_private_file(&run_dir.join(STATUS_FILE), MAX_STATUS_BYTES).ok()?;
     let status: RunStatus = serde_json::from_slice(&bytes).ok()?;

@@ -15,7 +15,7 @@ use jobspec::{
 };
 use std::{ffi::OsString, fmt, path::PathBuf};
 
-/// The job key that errors about the settings of MLflow name.
+/// The key of job.yaml that errors about the settings of MLflow name.
 const MLFLOW_JOB_KEY: &str = "observe.mlflow";
 /// The largest length of the name of an MLflow experiment, in bytes.
 const MAX_NAME_BYTES: usize = 500;
@@ -50,15 +50,15 @@ impl fmt::Debug for MlflowSettings {
     }
 }
 
-/// Reads the settings for recording a run with MLflow from the job (`observe.mlflow`) and from the
-/// environment variables of MLflow's client. Returns `None` for a job that is not recorded with
-/// MLflow. The errors list every setting that cannot be used.
+/// Reads the settings for recording a run with MLflow from the key `observe.mlflow` of job.yaml and
+/// from the environment variables of MLflow's client. Returns `None` for a job that is not recorded
+/// with MLflow. The errors list every setting that cannot be used.
 pub(crate) fn resolve_mlflow_settings(job: &JobSpec) -> Result<Option<MlflowSettings>, Vec<Diagnostic>> {
     resolve_settings_with_env(job, &|name| std::env::var_os(name))
 }
 
-/// Reads the settings for recording a run with MLflow from the job and from environment variables,
-/// whose values `read` returns.
+/// Reads the settings for recording a run with MLflow from job.yaml and from environment variables,
+/// which the function `read` looks up.
 fn resolve_settings_with_env(
     job: &JobSpec,
     read: &dyn Fn(&str) -> Option<OsString>,

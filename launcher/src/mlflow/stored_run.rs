@@ -5,12 +5,14 @@ use crate::runs::{read_private_file, replace_file_without_sync, write_atomically
 use serde::{Deserialize, Serialize};
 use std::{io, path::Path};
 
-/// The version of the format of `mlflow.json`.
+/// The version of the format of `mlflow.json`, which stores the run on the MLflow server that
+/// records this run.
 const VERSION: u32 = 1;
 /// The name of the file in the run directory that stores which run on the MLflow server records
 /// this run.
 const FILE_NAME: &str = "mlflow.json";
-/// The largest size of `mlflow.json`, in bytes. A larger file is an error.
+/// The largest size in bytes of `mlflow.json`, which stores the run on the MLflow server that
+/// records this run. A larger file is an error.
 const MAX_BYTES: u64 = 64 << 10;
 
 /// The content of `mlflow.json`: a run on the MLflow server, and which parts of the run of launch
@@ -44,7 +46,8 @@ impl StoredMlflowRun {
         }
     }
 
-    /// Reads `mlflow.json` in the run directory `run_dir`. Returns `None` if there is no file.
+    /// Reads `mlflow.json`, which states which run on the MLflow server records a run of launch,
+    /// from the run directory `run_dir`. Returns `None` if there is no file.
     pub(super) fn read(run_dir: &Path) -> io::Result<Option<StoredMlflowRun>> {
         let bytes = match read_private_file(&run_dir.join(FILE_NAME), MAX_BYTES) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -57,18 +60,19 @@ impl StoredMlflowRun {
         Ok(Some(stored))
     }
 
-    /// Writes `mlflow.json` durably to the run directory. Needed when the run of MLflow changes.
+    /// Writes `mlflow.json`, which states which run on the MLflow server records a run of launch,
+    /// durably to the run directory. Needed when the run of MLflow changes.
     pub(super) fn write(&self, run_dir: &Path) -> io::Result<()> {
         write_atomically(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Stores in `mlflow.json` the place in the journal up to which MLflow has recorded the run. If
-    /// a crash undoes this, metrics are sent again.
+    /// Stores in `mlflow.json` which part of the journal (the run's file of events) MLflow already
+    /// has. If a crash undoes this, metrics are sent again.
     pub(super) fn write_position(&self, run_dir: &Path) -> io::Result<()> {
         replace_file_without_sync(run_dir, FILE_NAME, &serde_json::to_vec(self)?)
     }
 
-    /// Returns the address of the web page of the MLflow server that shows the run.
+    /// Returns the address of the web page on the MLflow server that shows this run.
     pub(super) fn page_address(&self) -> String {
         format!("{}/#/experiments/{}/runs/{}", self.uri, self.experiment_id, self.run_id)
     }

@@ -1,5 +1,5 @@
-//! [`AcceleratorPool`]: the accelerators of one kind on a host, with their names in the environment
-//! variable of the kind.
+//! [`AcceleratorPool`]: the accelerators of one kind (such as NVIDIA GPUs) on a host, with the
+//! names by which an environment variable such as `CUDA_VISIBLE_DEVICES` selects them.
 use super::key_error::key_error;
 use diagnostic::{Diagnostic, codes::host as codes};
 use jobspec::{
@@ -9,7 +9,7 @@ use jobspec::{
 use protocol::{control::HostInventory, hardware::Accelerator};
 use std::collections::BTreeSet;
 
-/// The largest number of entries of a variable such as `CUDA_VISIBLE_DEVICES` that are read.
+/// The largest number of entries that are read of a variable such as `CUDA_VISIBLE_DEVICES`.
 /// Further entries are ignored.
 const MAX_LISTED_DEVICES: usize = 1024;
 
@@ -22,8 +22,9 @@ pub(super) struct AcceleratorPool<'a> {
 }
 
 impl<'a> AcceleratorPool<'a> {
-    /// Creates the pool of the accelerators of kind `kind`. For GPUs of AMD, the pool contains only
-    /// those in `ROCR_VISIBLE_DEVICES`, because programs number these GPUs from 0.
+    /// Creates the pool of a host's accelerators of the kind `kind`, such as NVIDIA GPUs. For GPUs
+    /// of AMD, the pool contains only those in `ROCR_VISIBLE_DEVICES`, because programs number
+    /// these GPUs from 0.
     pub(super) fn new(kind: AcceleratorKind, inventory: &'a HostInventory) -> AcceleratorPool<'a> {
         let of_kind = inventory.accelerators.iter().filter(|a| a.kind == kind).collect();
         let pool = AcceleratorPool { kind, accelerators: of_kind, inventory };
@@ -37,9 +38,9 @@ impl<'a> AcceleratorPool<'a> {
         }
     }
 
-    /// Returns the names by which an environment variable such as `CUDA_VISIBLE_DEVICES` lists all
-    /// accelerators of the pool. An accelerator whose name is unknown has its position as a
-    /// placeholder.
+    /// Returns the names of all accelerators of the pool, as an environment variable such as
+    /// `CUDA_VISIBLE_DEVICES` contains them. An accelerator whose name is unknown has its position
+    /// as a placeholder.
     pub(super) fn names(&self) -> Vec<String> {
         let name = |index: usize| self.name_of_index(index).unwrap_or_else(|| index.to_string());
         (0..self.accelerators.len()).map(name).collect()
@@ -62,8 +63,9 @@ impl<'a> AcceleratorPool<'a> {
         }
     }
 
-    /// Returns the names of the accelerators that have the numbers `numbers` on their host. Fails
-    /// if there is no such accelerator, unless the accelerators of the host are `unknown`.
+    /// Returns the names (numbers or UUIDs for variables such as `CUDA_VISIBLE_DEVICES`) of the
+    /// accelerators that have the given numbers on their host. Fails if there is no such
+    /// accelerator, unless the accelerators of the host are `unknown`.
     pub(super) fn list_names_of_numbers(
         &self,
         numbers: &[u32],
@@ -77,9 +79,9 @@ impl<'a> AcceleratorPool<'a> {
         numbers.iter().map(name).collect()
     }
 
-    /// Returns the names of the accelerators that an environment variable such as
-    /// `CUDA_VISIBLE_DEVICES` of the host already lists, each once. Like the runtimes, ignores the
-    /// first invalid entry and everything after it. Returns `None` if no variable restricts the
+    /// Returns the names of the accelerators to which a variable such as `CUDA_VISIBLE_DEVICES` in
+    /// the host's environment restricts programs, without duplicates. Like the runtimes, ignores
+    /// the first invalid entry and everything after it. Returns `None` if no variable restricts the
     /// accelerators.
     pub(super) fn names_in_host_environment(&self) -> Option<Vec<String>> {
         let variable = |name: &str| find_variable(self.inventory, name);
@@ -106,7 +108,8 @@ impl<'a> AcceleratorPool<'a> {
         Some(present.filter(|name| seen.insert(name.clone())).collect())
     }
 
-    /// Returns the accelerator whose number is `name`, or whose UUID begins with `name`.
+    /// Returns the accelerator of the pool whose number is the text `name`, or whose UUID begins
+    /// with it.
     fn find_accelerator(&self, name: &str) -> Option<&'a Accelerator> {
         // Level Zero writes the tile T of the GPU G as `G.T`.
         let number = name.split_once('.').map_or(name, |(gpu, _)| gpu).parse::<u32>().ok();
@@ -122,13 +125,14 @@ impl<'a> AcceleratorPool<'a> {
         number.map_or_else(|| self.accelerators.iter().find(has_uuid), by_number).copied()
     }
 
-    /// Returns the NUMA node of the accelerator with the name `name`. Returns `None` if the node or
-    /// the accelerator is unknown.
+    /// Returns the NUMA node of the accelerator with the name `name`, which is its number or UUID.
+    /// Returns `None` if the node or the accelerator is unknown.
     pub(super) fn find_numa_node(&self, name: &str) -> Option<u32> {
         self.find_accelerator(name)?.numa_node
     }
 
-    /// Creates the error that the host has no accelerator with the number `number`.
+    /// Creates the error that the host has no accelerator with the number `number`, which the job
+    /// selects.
     fn unknown_number_error(&self, number: u32) -> Diagnostic {
         let (host, unit) = (&self.inventory.host, self.kind.traits().unit);
         let message = format!("there is no {unit} {number} on {host}: {}", self.describe());
@@ -139,7 +143,8 @@ impl<'a> AcceleratorPool<'a> {
             .with_help(format!("{unit}s count from 0"))
     }
 
-    /// Creates the error that the host has no accelerator, although `cluster.devices` requires one.
+    /// Creates the error that the host has no accelerator, although the key `cluster.devices` of
+    /// job.yaml requires one.
     pub(super) fn no_accelerator_error(&self, devices: &DeviceSelection) -> Diagnostic {
         let (host, traits) = (&self.inventory.host, self.kind.traits());
         let value = if *devices == DeviceSelection::Cuda { "cuda" } else { traits.name };
@@ -175,8 +180,8 @@ fn find_variable<'a>(inventory: &'a HostInventory, name: &str) -> Option<&'a str
     inventory.inherited_env.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str())
 }
 
-/// Parses the entries of a variable such as `CUDA_VISIBLE_DEVICES`. Like CUDA, ignores the first
-/// invalid entry and everything after it.
+/// Splits the value of a variable such as `CUDA_VISIBLE_DEVICES` into its entries, which are
+/// numbers or UUIDs. Like CUDA, ignores the first invalid entry and everything after it.
 fn parse_device_list(list: &str) -> Vec<String> {
     let entries = list.split(',').map(str::trim).take(MAX_LISTED_DEVICES);
     entries.take_while(|entry| !entry.is_empty() && !entry.starts_with('-')).map(str::to_owned).collect()

@@ -7,7 +7,8 @@ use jobspec::{
 };
 use protocol::{control::HostInventory, hardware::list_accelerator_kinds};
 
-/// The accelerators that a job uses on one host, in the order in which a program numbers them.
+/// The accelerators that a job uses on one host, in the order in which programs number them, and
+/// how they are shared by workers and hidden from others.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct AcceleratorSelection {
     /// The kind of the accelerators.
@@ -91,8 +92,8 @@ pub(super) fn select_accelerators(
     })
 }
 
-/// Returns a selection that hides all accelerators of the host from the programs of the job. Fails
-/// if the host has accelerators that cannot be hidden.
+/// Returns a selection without accelerators for a job on CPUs, which hides all accelerators of the
+/// host from the job's programs. Fails if the host has accelerators that cannot be hidden.
 fn build_hidden_selection(inventory: &HostInventory) -> diagnostic::Result<AcceleratorSelection> {
     let kinds = list_accelerator_kinds(&inventory.accelerators);
     if let Some(traits) = kinds.iter().map(|kind| kind.traits()).find(|traits| traits.hide.is_none()) {
@@ -133,9 +134,10 @@ fn list_usable_kinds(inventory: &HostInventory, trains: bool) -> Vec<Accelerator
     kinds
 }
 
-/// Chooses the kind of accelerators, among `kinds`, that the job uses on a host. If there are
-/// several, the job or an environment variable that lists devices of one kind decides. Returns
-/// `None` if nothing decides.
+/// Chooses, among the kinds `kinds` of accelerators on a host, the one that the job uses: the kind
+/// that the job or the host's environment names, or the only one. If there are several, the job or
+/// an environment variable that lists devices of one kind decides. Returns `None` if nothing
+/// decides.
 fn choose_kind(
     devices: &DeviceSelection,
     kinds: &[AcceleratorKind],
@@ -165,8 +167,8 @@ fn choose_kind(
     }
 }
 
-/// Creates the error that a host has accelerators of several kinds, of which the job must choose
-/// one.
+/// Creates the error that a host has accelerators of several kinds (such as GPUs of two vendors)
+/// and the job does not choose one.
 fn mixed_kinds_error(kinds: &[AcceleratorKind], inventory: &HostInventory) -> Diagnostic {
     let host = &inventory.host;
     let describe = |kind: &AcceleratorKind| {
@@ -189,10 +191,11 @@ fn mixed_kinds_error(kinds: &[AcceleratorKind], inventory: &HostInventory) -> Di
 }
 
 impl AcceleratorSelection {
-    /// Removes the accelerators that a host filter such as `host:0,2` does not select by their
-    /// numbers (slots). If no filter selects slots, keeps all. Fails if a slot is not the number of
-    /// an accelerator, or if `cluster.devices` also lists numbers. If the job uses no accelerators
-    /// on the host, fails unless the selected slots are 0, 1, 2 and so on without gaps.
+    /// Keeps only the accelerators whose numbers (slots) a host filter of the user, such as
+    /// `host:0,2`, selects. If no filter selects slots, keeps all. Fails if a slot is not the
+    /// number of an accelerator, or if `cluster.devices` also lists numbers. If the job uses no
+    /// accelerators on the host, fails unless the selected slots are 0, 1, 2 and so on without
+    /// gaps.
     pub(super) fn retain_selected_slots(self, job: &JobSpec, host: &JobHost) -> diagnostic::Result<Self> {
         let Some(slots) = &host.selected_slots else { return Ok(self) };
         if !self.mixed.is_empty() {
@@ -254,19 +257,20 @@ impl AcceleratorSelection {
         self.kind.traits().unit
     }
 
-    /// Returns whether programs on the host can only compute on CPUs.
+    /// Returns whether programs on the host can compute on CPUs only, because they see no
+    /// accelerator.
     pub(super) fn computes_on_cpus(&self) -> bool {
         let sees_nothing = self.names.is_empty() && self.mixed.is_empty() && !self.has_other_devices;
         !self.hidden.is_empty() || sees_nothing && !self.unknown
     }
 
-    /// Returns the largest number of workers on the host for which there are accelerators, alone or
-    /// shared.
+    /// Returns for how many workers the selected accelerators of the host suffice, counting each as
+    /// often as built-in workers may share it.
     pub(super) fn worker_capacity(&self) -> usize {
         self.count() * self.workers_per_gpu.max(1) as usize
     }
 
-    /// Returns the index in the selection of the accelerator that the worker with the local rank
+    /// Returns which of the selected accelerators, counted from 0, the worker with the local rank
     /// `local_rank` uses.
     fn accelerator_index_of_worker(&self, local_rank: u32) -> usize {
         (local_rank / self.workers_per_gpu.max(1)) as usize
@@ -291,9 +295,10 @@ impl AcceleratorSelection {
             .map_or_else(|| none.to_owned(), |name| format!("{kind} {name}"))
     }
 
-    /// Fails if the job requires accelerators, and there are too few for each of `workers` workers
-    /// to have one or a share of one. Also fails if the workers cannot be assigned to them. Skips
-    /// the check if no accelerator is selected because those of the host are not known yet.
+    /// Fails if the job requires accelerators and the host has too few for its workers: each of
+    /// `workers` workers needs one, or a share of one. Also fails if the workers cannot be assigned
+    /// to them. Skips the check if no accelerator is selected because those of the host are not
+    /// known yet.
     pub(super) fn check_worker_count(
         &self,
         job: &JobSpec,
@@ -355,8 +360,8 @@ impl AcceleratorSelection {
         Ok(())
     }
 
-    /// Returns a warning if the host has fewer accelerators than workers of a program, so that some
-    /// workers share one or find none.
+    /// Returns a warning if the host has fewer accelerators than workers that run a program, so
+    /// that workers share an accelerator or find none.
     pub(super) fn find_shared_warning(&self, host: &str, workers: u32) -> Option<Diagnostic> {
         let count = self.count();
         if self.workers_per_gpu > 0 || count == 0 || workers as usize <= count {
@@ -372,8 +377,8 @@ impl AcceleratorSelection {
         Some(warning.with_help("use at most one worker for each, unless the program shares them"))
     }
 
-    /// Fails if the number of workers depends on the accelerators, and the host has several kinds
-    /// of which the job does not choose one.
+    /// Fails if the host has several kinds of accelerators and the job does not choose one,
+    /// although its number of workers is to be that of the accelerators.
     pub(super) fn check_single_kind(&self, inventory: &HostInventory) -> diagnostic::Result<()> {
         if self.mixed.is_empty() { Ok(()) } else { Err(mixed_kinds_error(&self.mixed, inventory)) }
     }
@@ -409,7 +414,7 @@ impl AcceleratorSelection {
         }
     }
 
-    /// Returns the number of the GPU that a process of JAX uses, counted among the GPUs that the
+    /// Returns the number of the GPU that a process of JAX is to use, among the GPUs that the
     /// process sees. Returns `None` if the process is to use all of them: if it is the only one of
     /// its host, sees a single GPU, or has no GPU for itself.
     pub(super) fn jax_device_of_worker(

@@ -4,7 +4,7 @@ use jobspec::CpuBind;
 use protocol::{control::HostInventory, hardware::CpuCore};
 use std::collections::BTreeMap;
 
-/// The CPUs that one worker is bound to, and its number of threads.
+/// The CPUs to which one worker is bound, and the number of threads that it should use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkerCpus {
     /// The numbers of the CPUs, in ascending order; empty if the worker is not bound.
@@ -13,7 +13,8 @@ pub(super) struct WorkerCpus {
     pub(super) threads: u32,
 }
 
-/// The error that a host has fewer CPUs than workers, although the job requires binding.
+/// The error that a host has fewer CPUs than workers, although the job requires that each worker is
+/// bound to separate CPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cannot bind {} to {}", format_count(*workers, "worker"), format_count(*cpus, "CPU"))]
 pub(super) struct TooFewCpus {
@@ -21,9 +22,9 @@ pub(super) struct TooFewCpus {
     pub(super) cpus: usize,
 }
 
-/// Assigns CPUs of a host to each of its workers, as `bind` requests. `gpu_nodes[i]` is the NUMA
-/// node of the GPU of worker `i`; `None` if unknown or without a GPU. The number of workers is the
-/// length of `gpu_nodes`.
+/// Assigns CPUs of a host to each of its workers, by the policy `bind` (cores, NUMA nodes or none)
+/// that the job requests. `gpu_nodes[i]` is the NUMA node of the GPU of worker `i`; `None` if
+/// unknown or without a GPU. The number of workers is the length of `gpu_nodes`.
 ///
 /// With [`CpuBind::Cores`], shares are equal and disjoint, so that no rank waits for a slower one
 /// or uses another's cores. CPUs that cannot be divided equally stay free. With [`CpuBind::Numa`],
@@ -57,8 +58,9 @@ pub(super) fn assign_cpus(
     }
 }
 
-/// Assigns to each worker all cores of the NUMA nodes that the worker is to run on. Workers on the
-/// same nodes share the cores. Returns `None` if a worker would have no cores.
+/// Assigns to each worker all cores of its NUMA nodes, such as the node to which the worker's GPU
+/// is attached. Workers on the same nodes share the cores. Returns `None` if a worker would have no
+/// cores.
 fn bind_to_numa_nodes(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<WorkerCpus>> {
     let nodes = group_cores_by_node(cores);
     let assigned = assign_numa_nodes(&nodes, gpu_nodes);
@@ -101,9 +103,9 @@ fn bind_to_cores(cores: &[&CpuCore], gpu_nodes: &[Option<u32>]) -> Option<Vec<Wo
     Some(shares.into_iter().map(slot).collect())
 }
 
-/// Divides the cores or CPUs in `units` into equal shares, one for each worker. The share of a
-/// worker is within the NUMA nodes that [`assign_numa_nodes`] assigns to the worker. Returns `None`
-/// if a share would be empty.
+/// Divides cores or CPUs into equal shares, one for each worker, such that a worker's share comes
+/// from the NUMA nodes that [`assign_numa_nodes`] assigns to it. Returns `None` if a share would be
+/// empty.
 fn divide_cores_within_nodes<'c>(
     units: &[&'c CpuCore],
     gpu_nodes: &[Option<u32>],
@@ -128,7 +130,8 @@ fn divide_cores_within_nodes<'c>(
     Some(shares)
 }
 
-/// Groups `cores` by NUMA node. Returns a map from the number of a node to its cores.
+/// Groups the CPU cores `cores` by the NUMA node to which they belong. Returns a map from the
+/// number of a node to its cores.
 fn group_cores_by_node<'c>(cores: &[&'c CpuCore]) -> BTreeMap<u32, Vec<&'c CpuCore>> {
     let mut nodes: BTreeMap<u32, Vec<&CpuCore>> = BTreeMap::new();
     cores.iter().for_each(|core| nodes.entry(core.numa_node).or_default().push(core));

@@ -3,7 +3,7 @@ use jobspec::HostSelection;
 use protocol::control::HostInventory;
 use std::net::IpAddr;
 
-/// A host of the job on which workers are to be planned.
+/// A host of the job for which workers are planned: its name, hardware and environment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobHost {
     /// The name of the host, as the job states it.
@@ -22,9 +22,9 @@ pub struct JobHost {
 }
 
 impl JobHost {
-    /// Returns the address at which the controller reached the host by SSH, for the hosts that
-    /// `cluster.hosts` selects. The machine of the controller and nodes that join have none: there,
-    /// sshd states at which address the user reached them.
+    /// Returns the IP address at which the controller has reached this host by SSH; `None` for the
+    /// controller's machine and for nodes that join the run. There, sshd states at which address
+    /// the user reached them.
     pub(super) fn reached_address(&self, hosts: &HostSelection) -> Option<IpAddr> {
         self.inventory.reached_address.filter(|_| !self.local && *hosts != HostSelection::Join)
     }

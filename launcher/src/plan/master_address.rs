@@ -6,9 +6,9 @@ use diagnostic::{Diagnostic, codes::host};
 use jobspec::{ClusterSpec, InterfaceSelector};
 use protocol::control::select_host_address;
 
-/// Chooses the address at which every worker reaches the host of rank 0. The address is the
-/// loopback if all hosts are the controller's machine. Returns `None` if the addresses of the host
-/// are not known yet. Fails if the host has no suitable address.
+/// Chooses the IP address at which every worker reaches the host of rank 0, for `MASTER_ADDR`. The
+/// address is the loopback if all hosts are the controller's machine. Returns `None` if the
+/// addresses of the host are not known yet. Fails if the host has no suitable address.
 pub(super) fn choose_master_address(
     hosts: &[JobHost],
     cluster: &ClusterSpec,

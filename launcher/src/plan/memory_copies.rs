@@ -7,12 +7,12 @@ use diagnostic::{
 };
 use jobspec::JobSpec;
 
-/// The number of buffers in which a host stores each copy of another host's training state, so that
-/// a failure while one is written leaves the other intact.
+/// The number of buffers in which a host stores each memory copy of a worker's training state: a
+/// new copy is written to one while the other keeps the previous copy.
 const BUFFERS_PER_COPY: u64 = 2;
 
-/// The memory and the network traffic that the copies of the training state in the hosts' memory
-/// need.
+/// The host memory and the network traffic that a job needs to keep copies of its training state in
+/// the memory of its hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MemoryCopyCost {
     /// For each host, the bytes of memory for copies of the states of its workers and of workers on
@@ -26,9 +26,10 @@ pub(crate) struct MemoryCopyCost {
 }
 
 impl MemoryCopyCost {
-    /// Computes the memory and network traffic that the copies of the training state in other
-    /// hosts' memory need, if host `i` has `workers[i]` workers. `state_bytes` contains the size of
-    /// the state of each rank, in bytes. Returns `None` if the job keeps no memory copies.
+    /// Computes the host memory and the network traffic for copies of the training state in the
+    /// memory of hosts, if the host with the index `i` has `workers[i]` workers. `state_bytes`
+    /// contains the size of the state of each rank, in bytes. Returns `None` if the job keeps no
+    /// memory copies.
     pub(crate) fn compute(job: &JobSpec, workers: &[usize], state_bytes: &[u64]) -> Option<Self> {
         let spec = job.checkpoint.memory.as_ref().filter(|_| !state_bytes.is_empty())?;
         let mut rest = state_bytes.iter();
@@ -45,7 +46,8 @@ impl MemoryCopyCost {
         })
     }
 
-    /// Formats the largest memory and network traffic of any host as a line of text.
+    /// Formats, as a line of text, the memory for copies of training states and the traffic for
+    /// them, on the host that needs the most.
     pub(crate) fn format(&self) -> String {
         let largest = |values: &[u64]| values.iter().copied().max().unwrap_or(0);
         let memory = format_bytes(largest(&self.memory_by_host));

@@ -1,9 +1,10 @@
-//! Builds the command line of a worker that runs a program, and of the programs that wrap it.
+//! Builds the command line of a worker that runs the user's program, including the programs that
+//! wrap it, such as a profiler.
 use jobspec::{RunSpec, ids::Rank};
 
-/// Builds the command line of a worker, from the program of the job and the programs that wrap it.
-/// If `run.local_rank_argument` is set, `--local_rank=N` follows the script. Returns `None` for the
-/// built-in runtime.
+/// Builds the command line of a worker: the user's program, preceded by the programs that wrap it,
+/// such as a profiler. If `run.local_rank_argument` is set, `--local_rank=N` follows the script.
+/// Returns `None` for the built-in runtime.
 pub(super) fn build_worker_command(run: &RunSpec, local_rank: Rank) -> Option<Vec<String>> {
     let mut words = run.command.clone()?;
     if run.local_rank_argument {
@@ -13,9 +14,9 @@ pub(super) fn build_worker_command(run: &RunSpec, local_rank: Rank) -> Option<Ve
     Some(words)
 }
 
-/// Builds the words of `run.wrap`, such as the call of a profiler, that precede the command of a
-/// worker. The first item of the job is the outermost program. `values` are the placeholders of a
-/// worker with their values.
+/// Builds the words of the program, such as a profiler, that precedes the command of a worker
+/// (`run.wrap` in job.yaml). The first item of the job is the outermost program. `values` are the
+/// placeholders of a worker with their values.
 pub(super) fn build_wrapper(run: &RunSpec, rank: Rank, values: &[(&str, String)]) -> Vec<String> {
     let items = run.wrap.iter().filter(|item| item.ranks.contains(rank));
     items.flat_map(|item| item.expand_words(values)).collect()

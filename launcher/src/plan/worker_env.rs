@@ -12,12 +12,14 @@ use std::{
     path::Path,
 };
 
-/// The placeholder for the address in environment variables before the rendezvous port is bound.
+/// The text that stands for the rendezvous address in a worker's environment variables until the
+/// rendezvous port is bound.
 const UNBOUND_ADDRESS_PLACEHOLDER: &str = "auto";
 /// The largest number of threads that `OMP_NUM_THREADS` may set for one worker.
 const MAX_THREADS: u32 = 4096;
 
-/// The values that all workers of an attempt share in their environments.
+/// The values, such as the world size, that the environment variables of all workers of an attempt
+/// (start of all workers) have in common.
 pub(super) struct SharedEnvValues<'a> {
     pub(super) job: &'a JobSpec,
     pub(super) run: &'a RunId,
@@ -36,8 +38,8 @@ pub(super) struct SharedEnvValues<'a> {
     pub(super) on_cpus: bool,
 }
 
-/// The values in the environment of one worker: its ranks, its number of threads and its
-/// accelerators.
+/// The values that differ between the environment variables of workers: the ranks, the number of
+/// threads and the accelerators of one worker.
 pub(super) struct WorkerEnvValues<'a> {
     pub(super) rank: Rank,
     pub(super) local_rank: u32,
@@ -174,8 +176,8 @@ pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String
     env.splice(position..position, variables);
 }
 
-/// Returns the value of `LOCAL_RANK`: `local_rank`, or 0 if the program sees only one GPU. By this
-/// variable, a program selects one of its visible GPUs.
+/// Returns the value of `LOCAL_RANK` for a worker: its local rank, or 0 if the worker's program
+/// sees only one GPU. By this variable, a program selects one of its visible GPUs.
 pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
     match job.run.visible_devices {
         VisibleDevices::All => local_rank,
@@ -215,7 +217,7 @@ fn build_program_env(
     ]
 }
 
-/// Parses the number of threads in the environment variable `OMP_NUM_THREADS` that the job sets.
+/// Parses the number of threads per worker that the user sets by `OMP_NUM_THREADS` in the job.
 /// Returns `None` if the job does not set the variable. A value that is not a number from 1 to
 /// [`MAX_THREADS`] is an error in a job with built-in training, and gives `None` in a job with a
 /// program.

@@ -20,13 +20,14 @@ pub(crate) fn become_subreaper() -> io::Result<()> {
     Ok(prctl::set_child_subreaper(true)?)
 }
 
-/// Prevents other threads from starting, reaping or killing child processes while the returned lock
-/// exists.
+/// Returns a lock; while the caller holds it, other threads of this process cannot start, reap or
+/// kill child processes.
 ///
 /// Transports start processes on several threads. Without the lock, a process could be reaped, or
 /// killed as an unknown one, before its transport has listed it.
 pub(crate) fn lock_children() -> MutexGuard<'static, ()> {
-    /// The lock of all starts, reaps and kills of child processes of this process.
+    /// The lock that a thread of this process holds while it starts, reaps or kills child
+    /// processes.
     static CHILDREN_LOCK: Mutex<()> = Mutex::new(());
     CHILDREN_LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -68,9 +69,9 @@ pub(crate) fn reap_children(
     }
 }
 
-/// Reaps the child process with this pid, which leads a process group, if the child has ended.
-/// Kills the group before. Returns the exit status. Returns `None` if the process has not ended.
-/// Does not block.
+/// Kills the process group of the child process `pid`, which leads the group, and reaps the child,
+/// if the child has ended. Returns the exit status, or `None` if the process has not ended. Does
+/// not block.
 pub(crate) fn reap_group_leader(pid: u32) -> Option<ExitStatus> {
     // SAFETY: waitid fills the zeroed siginfo, and neither blocks nor reaps.
     let has_ended = unsafe {

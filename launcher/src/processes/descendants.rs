@@ -5,7 +5,7 @@
 use nix::{errno::Errno, sys::signal::Signal, unistd::Pid};
 use std::{collections::HashMap, fs, os::fd::FromRawFd, os::fd::OwnedFd};
 
-/// The state of a process that was read from `/proc/PID/stat`.
+/// The parent, the start time and the CPU time of a process, which were read from `/proc/PID/stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ProcessStat {
     pub(crate) pid: i32,
@@ -50,7 +50,8 @@ pub(crate) fn list_children() -> Vec<u32> {
     list_processes().iter().filter(|p| p.parent == parent).map(|p| p.pid.unsigned_abs()).collect()
 }
 
-/// Reads the parent, start time and CPU time of every process in `/proc`, except for zombies.
+/// Reads the parent, the start time and the CPU time of every process in `/proc`, except for
+/// zombies.
 pub(crate) fn list_processes() -> Vec<ProcessStat> {
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
     entries
@@ -60,8 +61,8 @@ pub(crate) fn list_processes() -> Vec<ProcessStat> {
         .collect()
 }
 
-/// Reads the state of the process with this pid. Returns `None` if there is no such process or the
-/// process is a zombie.
+/// Reads the parent, the start time and the CPU time of the process `pid` from /proc. Returns
+/// `None` if there is no such process or the process is a zombie.
 fn read_process_stat(pid: i32) -> Option<ProcessStat> {
     parse_process_stat(pid, &fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
@@ -72,7 +73,8 @@ pub(crate) fn read_start_ticks(pid: u32) -> Option<u64> {
     Some(read_process_stat(pid.try_into().ok()?)?.start_time)
 }
 
-/// Parses the content `stat` of `/proc/PID/stat`. Returns `None` for a zombie or an invalid line.
+/// Parses the parent, the start time and the CPU time of a process from the text of its
+/// `/proc/PID/stat`. Returns `None` for a zombie or an invalid line.
 ///
 /// The process name in the line is in parentheses and may contain any characters, including
 /// parentheses.
@@ -92,8 +94,8 @@ fn parse_process_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
     (state != "Z" && state != "X").then_some(ProcessStat { pid, parent, start_time, ticks, stopped })
 }
 
-/// Sends SIGKILL to a process if the process with this pid still has the expected start time.
-/// Returns whether the signal was sent.
+/// Sends SIGKILL to the process `pid` if its start time is still the expected one, so that no other
+/// process that got the same pid is killed. Returns whether the signal was sent.
 fn kill_if_unchanged(process: ProcessStat) -> bool {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, process.pid, 0) };

@@ -23,7 +23,7 @@ pub(crate) fn replace_file_without_sync(directory: &Path, name: &str, bytes: &[u
     fs::rename(&temporary, directory.join(name))
 }
 
-/// Replaces the content of a file that the user has named as output, atomically and durably.
+/// Replaces the content of a file to which the user has directed output, atomically and durably.
 /// `mode` has the permissions of the file, such as [`PRIVATE_FILE_MODE`].
 pub(crate) fn replace_output_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let name = path.file_name().and_then(|name| name.to_str());
@@ -31,8 +31,8 @@ pub(crate) fn replace_output_file(path: &Path, bytes: &[u8], mode: u32) -> io::R
     write_with_mode(path.parent().unwrap_or(Path::new("/")), name, bytes, mode)
 }
 
-/// Replaces the content of the file `name` in `directory` by `bytes`, atomically and durably. The
-/// new file has the permissions `mode`.
+/// Replaces the content of the file `name` in `directory` by `bytes`, atomically and durably, and
+/// gives the file the permissions `mode`.
 fn write_with_mode(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> io::Result<()> {
     let (file, temporary) = create_temporary_file(directory, name, bytes, mode)?;
     file.sync_all()?;
@@ -40,8 +40,8 @@ fn write_with_mode(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> io:
     File::open(directory)?.sync_all()
 }
 
-/// Writes `bytes` to a temporary file that is to replace the file `name` in `directory`. Returns
-/// the file and its path.
+/// Writes `bytes` to a temporary file in `directory` that is then renamed to `name`, to replace
+/// that file. Returns the file and its path.
 fn create_temporary_file(
     directory: &Path,
     name: &str,

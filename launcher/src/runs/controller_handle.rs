@@ -10,18 +10,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a controller may take after writing `run.json` until it has opened the journal, by
-/// which it is recognized.
+/// How long a controller may take after writing `run.json` until it has opened the journal (the
+/// run's file of events), which proves that it is the controller.
 const JOURNAL_OPEN_TIMEOUT: Duration = Duration::from_secs(2);
-/// The interval at which the open files of a process are checked, to find out whether it is the
+/// How often the open files of a process are checked to find out whether the process is the
 /// controller of a run.
 const OPEN_FILES_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The largest number of open files of a process that are checked to find out whether it is the
 /// controller of a run.
 const MAX_CHECKED_OPEN_FILES: usize = 1 << 17;
 
-/// Opens a handle of the process that controls a run, by which it can be signalled and awaited.
-/// Returns `None` if the controller has ended.
+/// Opens a handle (pidfd) of the process that controls a run, through which the process can be
+/// signalled and awaited. Returns `None` if the controller has ended.
 ///
 /// # Errors
 /// Fails if the process in the record does not have the run's journal open. Every user can write a

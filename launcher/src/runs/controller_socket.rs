@@ -20,8 +20,8 @@ use std::{
 /// user cannot easily take all of them.
 const SOCKET_NAME_COUNT: u32 = 16;
 
-/// Returns the addresses that the Unix socket of a run's controller may have, in the order in which
-/// they are tried.
+/// Returns the abstract Unix socket addresses at which a run's controller may listen, in the order
+/// in which they are tried.
 fn list_socket_addresses(
     run: &str,
     controller: &ProcessIdentity,
@@ -69,12 +69,13 @@ pub(crate) fn connect_to_controller(record: &RunRecord) -> io::Result<UnixStream
     Err(last)
 }
 
-/// Returns whether the process at the other end of a Unix socket belongs to this user or to root.
+/// Returns whether the process at the other end of a Unix socket runs as the user of this process
+/// or as root.
 pub(crate) fn is_peer_own_or_root(socket: &impl AsFd) -> bool {
     getsockopt(socket, PeerCredentials).is_ok_and(|peer| is_own_user_or_root(peer.uid()))
 }
 
-/// Returns whether `uid` is this user or root.
+/// Returns whether the user id `uid` is that of the user of this process or of root.
 fn is_own_user_or_root(uid: u32) -> bool {
     uid == 0 || uid == nix::unistd::geteuid().as_raw()
 }

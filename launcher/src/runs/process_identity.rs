@@ -13,7 +13,8 @@ use std::{
     time::Duration,
 };
 
-/// Identifies a process uniquely by machine, boot, pid and start time.
+/// What identifies a process even after its pid was reused: machine, boot of the machine, pid and
+/// start time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProcessIdentity {
     /// The host name of the machine on which the process was started.
@@ -36,18 +37,19 @@ impl ProcessIdentity {
         Ok(ProcessIdentity { host: read_host_name(), boot: read_boot_id(), pid, start_ticks })
     }
 
-    /// Returns whether the machine on which the process was started has the host name of this
+    /// Returns whether the identified process was started on a machine with the host name of this
     /// machine.
     pub(crate) fn is_on_this_host(&self) -> bool {
         self.host == read_host_name()
     }
 
-    /// Returns whether the process was started on this machine after the machine's last boot.
+    /// Returns whether the identified process was started on this machine since the machine last
+    /// booted.
     pub(crate) fn is_on_this_boot(&self) -> bool {
         self.is_on_this_host() && self.boot == read_boot_id()
     }
 
-    /// Returns whether the process runs on this machine. A zombie counts as ended.
+    /// Returns whether the identified process still runs on this machine. A zombie counts as ended.
     pub(crate) fn is_alive(&self) -> bool {
         self.is_on_this_boot() && read_start_ticks(self.pid) == Some(self.start_ticks)
     }
@@ -70,20 +72,22 @@ impl ProcessIdentity {
         }
     }
 
-    /// Returns the identity of a process with the same pid on this machine, but a later start time.
+    /// For tests: returns the identity of another process that got the same pid on this machine
+    /// later.
     #[cfg(test)]
     pub(crate) fn with_other_start(&self) -> ProcessIdentity {
         ProcessIdentity { start_ticks: self.start_ticks + 1, ..self.clone() }
     }
 
-    /// Returns the identity of a process with the same pid and start time on this machine, but
-    /// before the machine's last boot.
+    /// For tests: returns the identity of a process that had the same pid and start time before
+    /// this machine's last boot.
     #[cfg(test)]
     pub(crate) fn with_other_boot(&self) -> ProcessIdentity {
         ProcessIdentity { boot: "earlier".into(), ..self.clone() }
     }
 
-    /// Returns the identity of a process with the same pid and start time on another machine.
+    /// For tests: returns the identity of a process that has the same pid and start time, but runs
+    /// on another machine.
     #[cfg(test)]
     pub(crate) fn with_other_host(&self) -> ProcessIdentity {
         ProcessIdentity { host: "another".into(), ..self.clone() }
@@ -95,7 +99,7 @@ impl ProcessIdentity {
 pub(crate) struct ProcessHandle(OwnedFd);
 
 impl ProcessHandle {
-    /// Sends a signal to the process. Fails if the process has been reaped.
+    /// Sends a signal to the process of this handle. Fails if the process has been reaped.
     pub(crate) fn send_signal(&self, signal: Signal) -> io::Result<()> {
         let (fd, no_info) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: the descriptor is open; without siginfo the signal is sent as kill(2) sends it.
@@ -103,7 +107,8 @@ impl ProcessHandle {
         Errno::result(sent).map(drop).map_err(io::Error::from)
     }
 
-    /// Blocks until the process ends or `limit` has passed. Returns whether the process has ended.
+    /// Blocks until the process of this handle ends, at most for `limit`. Returns whether the
+    /// process has ended.
     pub(crate) fn wait_for_exit(&self, limit: Duration) -> bool {
         let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
         let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
@@ -111,8 +116,8 @@ impl ProcessHandle {
     }
 }
 
-/// Reads the kernel's identifier of the current boot. Returns an empty text if `/proc` is not
-/// readable.
+/// Reads the kernel's random identifier of the current boot of this machine. Returns an empty text
+/// if `/proc` is not readable.
 fn read_boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }

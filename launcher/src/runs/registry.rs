@@ -18,33 +18,38 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// The version of the format of `run.json`.
+/// The version of the format of `run.json`, the file in a run directory that describes the run and
+/// its controller.
 const RECORD_VERSION: u32 = 1;
-/// The name of the file in a run directory that contains the events of the run (the journal).
+/// The name of the file in a run directory to which the controller writes the events of the run
+/// (the journal).
 pub(crate) const JOURNAL_FILE: &str = "events.jsonl";
-/// The largest number of bytes of a `run.json` that are read. A longer file is not a valid record.
+/// The largest number of bytes that are read of a `run.json`, the file that describes a run and its
+/// controller. A longer file is not a valid record.
 const MAX_RECORD_BYTES: u64 = 256 << 10;
-/// How often a `run.json` is read before it counts as invalid. A controller that takes over a run
-/// replaces the file, and a file that is being replaced looks like that of another run.
+/// How often a `run.json` is read before it counts as invalid, because its controller may be
+/// rewriting the file. A controller that takes over a run replaces the file, and a file that is
+/// being replaced looks like that of another run.
 const MAX_RECORD_READS: usize = 3;
-/// The longest run ID that a `run.json` may contain, in bytes.
+/// The longest run ID, in bytes, that is accepted in `run.json`, the file that describes a run.
 const MAX_ID_BYTES: usize = 128;
-/// The longest job name that a `run.json` may contain, in bytes.
+/// The longest job name, in bytes, that is accepted in `run.json`, the file that describes a run.
 const MAX_NAME_BYTES: usize = 128;
-/// The largest number of links to `run.json` files that the state directory of this user contains.
-/// The links of the oldest ended runs are removed first.
+/// The largest number of runs that the state directory of this user lists, each as a link to the
+/// run's `run.json`. The links of the oldest ended runs are removed first.
 const MAX_RECORDS: usize = 500;
 /// The largest number of entries of one directory that are read when runs are searched.
 const MAX_DIR_ENTRIES: usize = 10_000;
-/// How much longer than `run.controller_timeout` a run may be without a controller before it counts
-/// as lost. The margin is needed because a controller updates the modification time of its journal
-/// only from time to time.
+/// How much longer than `run.controller_timeout` the workers of a run without a controller are
+/// assumed to continue, before the run counts as lost. The margin is needed because a controller
+/// updates the modification time of its journal only from time to time.
 const UNATTENDED_MARGIN: Duration = Duration::from_secs(60);
-/// The number of bytes at the end of a run's journal (its file of events) in which the last step
-/// and the `done` event are searched.
+/// The number of bytes at the end of a run's journal (its file of events) in which the last
+/// optimizer step and the end of the run are searched.
 const JOURNAL_TAIL_BYTES: u64 = 256 << 10;
 
-/// The content of `run.json`: a run and the controller that executes it.
+/// The content of `run.json`, the file in a run directory that describes the run and the process
+/// that controls it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RunRecord {
     /// The format version of the record, which is the [`RECORD_VERSION`] of the version of launch
@@ -74,7 +79,8 @@ pub(crate) struct RunRecord {
     pub(crate) controller: ProcessIdentity,
 }
 
-/// A run of this user and its current state.
+/// A run (execution of a job) of this user: its description, its current state and its last
+/// optimizer step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Run {
     /// The content of the run's `run.json`.
@@ -85,7 +91,8 @@ pub(crate) struct Run {
     pub(crate) step: Option<u64>,
 }
 
-/// The state of a run: running, unattended, on another machine, or the way in which it ended.
+/// The state of a run: running, without a controller, controlled from another machine, ended, or
+/// lost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum RunState {
     /// The controller's process exists on this machine.
@@ -102,7 +109,8 @@ pub(crate) enum RunState {
     Lost(RunLossReason),
 }
 
-/// The reason why the controller of a run has ended without recording the end of the run.
+/// The reason why a run is lost, which means that its controller ended without recording the end of
+/// the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunLossReason {
     /// The controller ended without recording an end, for example because it was killed.
@@ -111,10 +119,10 @@ pub(crate) enum RunLossReason {
     HostRebooted,
 }
 
-/// Writes the `run.json` of a run whose controller is this process, and creates a link to the file
-/// in the state directory. Removes the oldest links of other runs if there are too many.
-/// `controller_timeout_ms` is how long the workers continue when the controller is lost.
-/// `batch_job` is the batch job that started the run.
+/// Writes the `run.json` that describes a run whose controller is this process, and links the file
+/// in the state directory, in which this user's runs are listed. Removes the oldest links of other
+/// runs if there are too many. `controller_timeout_ms` is how long the workers continue when the
+/// controller is lost. `batch_job` is the batch job that started the run.
 pub(crate) fn register_run(
     plan: &Plan,
     name: &str,
@@ -136,15 +144,16 @@ pub(crate) fn register_run(
     })
 }
 
-/// Records this process in `run.json` as the controller of a run that it has taken over.
+/// Records in `run.json` that this process is now the controller of a run, which it has taken over
+/// from a lost controller.
 pub(crate) fn register_takeover(run_dir: &Path) -> io::Result<()> {
     let record = read_record(&run_dir.join("run.json"));
     let record = record.ok_or_else(|| io::Error::other("the run directory has no valid `run.json`"))?;
     write_record(&RunRecord { controller: ProcessIdentity::current()?, ..record })
 }
 
-/// Writes the `run.json` of a run, and creates a link to the file in the state directory. Removes
-/// the oldest links of other runs if there are too many.
+/// Writes the `run.json` that describes a run, and links the file in the state directory, in which
+/// this user's runs are listed. Removes the oldest links of other runs if there are too many.
 fn write_record(record: &RunRecord) -> io::Result<()> {
     write_atomically(&record.run_dir, "run.json", &serde_json::to_vec_pretty(record)?)?;
     let Some(directory) = resolve_state_dir() else { return Ok(()) };
@@ -157,17 +166,17 @@ fn write_record(record: &RunRecord) -> io::Result<()> {
     }
 }
 
-/// Returns the directory of this user's links to `run.json` files. Returns `None` if neither
-/// `XDG_STATE_HOME` nor `HOME` is an absolute path.
+/// Returns the path of the directory in which this user's runs are listed, as links to their
+/// `run.json` files. Returns `None` if neither `XDG_STATE_HOME` nor `HOME` is an absolute path.
 fn resolve_state_dir() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = absolute(env::XDG_STATE_HOME).or_else(|| Some(absolute(env::HOME)?.join(".local/state")));
     state.map(|state| state.join("launch/runs"))
 }
 
-/// Removes the oldest links to `run.json` files in the state directory `directory` if there are
-/// [`MAX_RECORDS`] or more. Keeps the links of active runs. The names of links sort by the start
-/// time of the run.
+/// Removes the links of the oldest runs from the state directory `directory`, which lists this
+/// user's runs, if there are [`MAX_RECORDS`] or more. Keeps the links of active runs. The names of
+/// links sort by the start time of the run.
 fn remove_old_records(directory: &Path) {
     let mut names = list_json_files(directory);
     names.sort();
@@ -189,8 +198,8 @@ fn list_json_files(directory: &Path) -> Vec<PathBuf> {
     entries.filter(|path| path.extension().is_some_and(|e| e == "json") && visible(path)).collect()
 }
 
-/// Loads the runs with a link in the state directory and the runs in `base/runs/NAME/RUN`, sorted
-/// from the newest to the oldest. Skips unreadable records.
+/// Loads the runs that the state directory of this user lists, and those in the directories
+/// `runs/NAME/RUN` below `base`, sorted from the newest to the oldest. Skips unreadable records.
 pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
     let mut records: BTreeMap<String, RunRecord> = BTreeMap::new();
     let linked = resolve_state_dir().map(|d| list_json_files(&d)).unwrap_or_default();
@@ -206,21 +215,22 @@ pub(crate) fn list_runs(base: &Path) -> Vec<Run> {
     runs
 }
 
-/// Loads the run whose run directory is `directory`. Returns `None` if the directory has no valid
-/// `run.json`.
+/// Loads the description and the state of the run whose run directory is `directory`. Returns
+/// `None` if the directory has no valid `run.json`.
 pub(crate) fn load_run_in_directory(directory: &Path) -> Option<Run> {
     read_record(&directory.join("run.json")).map(load_run)
 }
 
-/// Reads the `run.json` of a run at the path `file`. Returns `None` if the file is unreadable or
-/// invalid, has another version than [`RECORD_VERSION`], does not belong to this user, or names the
-/// run directory of another record.
+/// Reads `run.json`, the description of a run and its controller, at the path `file`. Returns
+/// `None` if the file is unreadable or invalid, has another version than [`RECORD_VERSION`], does
+/// not belong to this user, or names the run directory of another record.
 fn read_record(file: &Path) -> Option<RunRecord> {
     (0..MAX_RECORD_READS).find_map(|_| read_record_once(file))
 }
 
-/// Tries once to read the `run.json` of a run at the path `file`. Returns `None` for the reasons
-/// for which [`read_record`] does, and if the file is replaced while it is read.
+/// Tries once to read `run.json`, the description of a run and its controller, at the path `file`.
+/// Returns `None` for the reasons for which [`read_record`] does, and if the file is replaced while
+/// it is read.
 fn read_record_once(file: &Path) -> Option<RunRecord> {
     let (mut bytes, opened) = (Vec::new(), open_own_file(file).ok()?);
     let identity = identify_file(&opened.metadata().ok()?);
@@ -231,9 +241,10 @@ fn read_record_once(file: &Path) -> Option<RunRecord> {
     is_of_run.then_some(record)
 }
 
-/// Parses the text of a `run.json`. Returns `None` if the text is invalid, has another version than
-/// [`RECORD_VERSION`], or has values that no controller writes: the ID is part of file names, the
-/// path of the run directory is absolute, and the number of workers is limited.
+/// Parses the text of `run.json`, the description of a run and its controller, and checks its
+/// version and the lengths of its values. Returns `None` if the text is invalid, has another
+/// version than [`RECORD_VERSION`], or has values that no controller writes: the ID is part of file
+/// names, the path of the run directory is absolute, and the number of workers is limited.
 pub(crate) fn parse_run_record(text: &[u8]) -> Option<RunRecord> {
     let record: RunRecord = serde_json::from_slice(text).ok()?;
     let is_id_character = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
@@ -304,21 +315,22 @@ fn read_journal_end(journal: &Path) -> JournalEnd {
     journal
 }
 
-/// Returns the path of the file in the state directory that records the end of the run `run`.
+/// Returns the path of the file in this user's state directory that records the end of the run
+/// `run` if the journal (file of events) of the run could not.
 fn resolve_run_end_path(run: &str) -> Option<PathBuf> {
     Some(resolve_state_dir()?.join(format!("{run}.end")))
 }
 
-/// Writes the exit code and duration (in seconds) of a run to the state directory, because the
-/// journal of the run cannot be completed.
+/// Writes the exit code and the duration of a run, in seconds, to this user's state directory,
+/// because they cannot be written to the run's own journal (file of events).
 pub(crate) fn record_run_end(run: &str, exit_code: u8, seconds: f64) -> io::Result<()> {
     let file = resolve_run_end_path(run).ok_or_else(|| io::Error::other("there is no state directory"))?;
     create_private_dir(file.parent().unwrap_or(Path::new("/")))?;
     create_or_truncate_private_file(&file)?.write_all(&serde_json::to_vec(&(exit_code, seconds))?)
 }
 
-/// Reads the exit code and duration of a run that [`record_run_end`] has stored in the state
-/// directory.
+/// Reads the exit code and the duration of a run from this user's state directory, where they are
+/// stored if the run's own journal (file of events) could not be completed.
 fn read_recorded_run_end(run: &str) -> Option<(u8, f64)> {
     let mut bytes = Vec::new();
     open_own_file(&resolve_run_end_path(run)?).ok()?.take(MAX_RECORD_BYTES).read_to_end(&mut bytes).ok()?;

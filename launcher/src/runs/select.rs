@@ -1,8 +1,9 @@
-//! [`select_run`]: finds the run that a command line names.
+//! [`select_run`]: finds the run that the arguments of a command such as `launch logs` name.
 use super::registry::{Run, RunState};
 use diagnostic::{Diagnostic, codes::command};
 
-/// Which runs a command may select: any run, active runs, or runs whose controller was lost.
+/// Which runs a command such as `launch logs` may select: any run, active runs, or runs that
+/// continue without a controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunFilter {
     /// Any run, for a command that reads the files of a run. Without a name, the active run is
@@ -16,7 +17,8 @@ pub(crate) enum RunFilter {
     Unattended,
 }
 
-/// The error of a command line that does not select exactly one run.
+/// The reason why a command line does not select exactly one run, such as several active runs
+/// without a name.
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub(crate) enum RunSelectionError<'r> {
     /// There is no run at all.
@@ -49,8 +51,8 @@ pub(crate) enum RunSelectionError<'r> {
 }
 
 impl RunSelectionError<'_> {
-    /// Returns the runs that match the command line, if more than one matches. Returns an empty
-    /// slice for other errors.
+    /// Returns the runs among which the user must choose, if more than one matches the command
+    /// line. Returns an empty slice for other errors.
     pub(crate) fn ambiguous_runs(&self) -> &[&Run] {
         match self {
             RunSelectionError::NoRuns
@@ -79,8 +81,8 @@ impl From<RunSelectionError<'_>> for Diagnostic {
     }
 }
 
-/// Selects the run that the command line names from `runs`, which must be sorted from the newest to
-/// the oldest.
+/// Selects from `runs`, sorted from the newest to the oldest, the run that the user has named on
+/// the command line, or the obvious one if no name was given.
 ///
 /// `name` is, in this order of precedence, the ID of a run, the name of a job, or the beginning of
 /// the ID of a run. The name of a job selects the job's active run or, if none is active, the
@@ -136,9 +138,9 @@ fn select_unattended_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
     }
 }
 
-/// Selects the only run that was started on another machine. [`select_run`] calls this function if
-/// no run is active on this machine. The command then reports an error that names the other
-/// machine.
+/// Selects the only run that was started on another machine, for a command that finds no active run
+/// on this machine. [`select_run`] calls this function if no run is active on this machine. The
+/// command then reports an error that names the other machine.
 fn select_remote_run(runs: &[Run]) -> Result<&Run, RunSelectionError<'_>> {
     let remote: Vec<&Run> = runs.iter().filter(|run| run.state == RunState::Elsewhere).collect();
     match remote.as_slice() {

@@ -1,5 +1,5 @@
-//! Copies of the training state in the memory of hosts (`checkpoint.memory`), from which a
-//! restarted job resumes.
+//! Copies of the training state that hosts keep in their memory (`checkpoint.memory`), from which a
+//! restarted job resumes without reading a checkpoint from disk.
 //!
 //! Each rank copies its shard of a native checkpoint to the memory of its host, which the agent
 //! holds open and which therefore survives the worker. Ranks on other hosts keep further copies,
@@ -43,8 +43,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Access to the memory copies of the training state on this rank's host and on the other hosts of
-/// the job.
+/// Gives a rank access to the copies of the training state that its own host and the other hosts of
+/// the job keep in their memory.
 pub struct HostMemoryCopies {
     store: MemoryStore,
     hosts: HostMap,
@@ -53,8 +53,9 @@ pub struct HostMemoryCopies {
 }
 
 impl HostMemoryCopies {
-    /// Connects this rank to the memory file in which its host keeps copies of the training state.
-    /// `local_rank` is the number of the rank on its host. Collective: every rank must call it.
+    /// Connects this rank to `file`, the memory file in which its host keeps copies of the training
+    /// state, and determines which ranks are on which host. `local_rank` is the number of the rank
+    /// on its host. Collective: every rank must call it.
     pub fn connect(
         queue: &CollectiveQueue,
         file: File,
@@ -71,8 +72,9 @@ impl HostMemoryCopies {
         self.attempt
     }
 
-    /// Lists the training states of which hosts have copies in memory: those that can be restored,
-    /// and those that cannot. Collective: every rank must call it.
+    /// Lists the training states of which hosts keep copies in memory: those that can be restored,
+    /// because every rank's copy exists, and those that cannot. Collective: every rank must call
+    /// it.
     pub(super) fn list_states(&self, queue: &CollectiveQueue) -> Result<StateSelection> {
         let report = match self.hosts.is_leader(queue.comm().rank()) {
             true => self.list_local_copies().map(|copies| describe_host_copies(&copies)),
@@ -84,13 +86,14 @@ impl HostMemoryCopies {
         Ok(select_states(&of_hosts))
     }
 
-    /// Lists the copies of training states in the memory of this host.
+    /// Lists the copies of ranks' training states that are in the memory of this host.
     fn list_local_copies(&self) -> Result<StoredMemoryCopies> {
         self.store.list_copies().map_err(to_unreadable_checkpoint_error)
     }
 
-    /// Opens the memory copies of a training state as a checkpoint. The inner error is damage of
-    /// the copies; the outer error ends the job. Collective: every rank must call it.
+    /// Opens the copies of a training state, which hosts keep in memory, as one readable
+    /// checkpoint. The inner error is damage of the copies; the outer error ends the job.
+    /// Collective: every rank must call it.
     pub(super) fn open_state(
         &self,
         queue: &Arc<CollectiveQueue>,
@@ -136,14 +139,15 @@ impl HostMemoryCopies {
 }
 
 impl CompleteState {
-    /// Returns the name of the state, such as `memory/step-40`, that events and messages show
-    /// instead of a file path.
+    /// Returns the text that events and messages show in place of a checkpoint's path for a
+    /// training state in memory, such as `memory/step-40`.
     pub(super) fn display_path(&self) -> PathBuf {
         PathBuf::from(format!("memory/step-{}", self.id.step))
     }
 }
 
-/// Builds the list of the memory copies on this host, which the host sends to the other hosts.
+/// Builds the list of the training-state copies in this host's memory that this host sends to all
+/// others.
 fn describe_host_copies(copies: &StoredMemoryCopies) -> HostCopies {
     let report = |copy: &ckpt::memory_store::StoredMemoryCopy| ReportedCopy {
         id: copy.id,
@@ -153,14 +157,15 @@ fn describe_host_copies(copies: &StoredMemoryCopies) -> HostCopies {
     HostCopies { copies: copies.complete.iter().map(report).collect(), incomplete: copies.incomplete.clone() }
 }
 
-/// Builds the error which reports that a rank sent an invalid list of its memory copies.
+/// Builds the error which reports that a rank sent an invalid list of the training-state copies in
+/// its host's memory.
 fn build_invalid_copy_list_error() -> Diagnostic {
     let message = "the descriptions of the memory copies that ranks exchanged are not valid";
     Diagnostic::error(codes::training::PEER_REPORT_INVALID, message)
 }
 
-/// The size of the memory copy of one step's training state, and how long the copying and the
-/// exchange between hosts took.
+/// The size of one copy of a rank's training state to the memory of hosts, and how long copying it
+/// and sending it to other hosts took.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyCost {
     /// The size of this rank's copy in bytes.
@@ -186,7 +191,8 @@ impl fmt::Display for CopyCost {
     }
 }
 
-/// Copies this rank's training state to the memory of hosts after training steps.
+/// Copies this rank's training state to the memory of its host and of other hosts after certain
+/// training steps.
 pub struct MemoryCopier {
     memory: HostMemoryCopies,
     /// The number of the next copy, which selects its region.
@@ -196,25 +202,26 @@ pub struct MemoryCopier {
 }
 
 impl MemoryCopier {
-    /// Creates a copier whose first copy has the number `sequence`, which must be greater than that
-    /// of the state from which the run resumed.
+    /// Creates a copier of the training state whose first copy gets the number `sequence`, which
+    /// must be greater than that of the copies from which the run resumed.
     pub fn new(memory: HostMemoryCopies, sequence: u64) -> Self {
         MemoryCopier { memory, sequence, count: 0 }
     }
 
-    /// Returns whether this process has copied its training state to memory.
+    /// Returns whether this process has already copied its training state to the memory of hosts.
     pub fn has_copied(&self) -> bool {
         self.count > 0
     }
 
-    /// Returns whether the job requires a memory copy of the training state after step number
-    /// `step`.
+    /// Returns whether the job requires a copy of the training state to the memory of hosts after
+    /// step number `step`.
     pub fn is_due(&self, step: u64) -> bool {
         step.is_multiple_of(self.memory.spec.every)
     }
 
-    /// Copies the training state of this rank to the memory of its host, and exchanges copies with
-    /// other hosts. Rank 0 passes the facts about the run. Collective: every rank must call it.
+    /// Copies the training state of this rank to the memory of its host, and sends it to the other
+    /// hosts that keep a copy, which send theirs in turn. Rank 0 passes the facts about the run.
+    /// Collective: every rank must call it.
     ///
     /// The copy overwrites the one before the last, of which all ranks have completed the
     /// successor, because they have completed a step since.
@@ -258,8 +265,8 @@ impl MemoryCopier {
         written.map_err(to_unwritable_checkpoint_error)
     }
 
-    /// Frees the memory copies of ranks for which this host no longer has to keep copies, for
-    /// example after a restart on other hosts.
+    /// Frees the copies of other ranks' training states in this host's memory that it no longer has
+    /// to keep, for example after a restart on other hosts.
     ///
     /// May be called after all ranks have completed a copy in this attempt.
     fn free_unneeded_copies(&self, rank: usize) -> Result<()> {

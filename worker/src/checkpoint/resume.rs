@@ -32,9 +32,9 @@ use protocol::{control::BatchJobRecord, event::Event};
 use std::path::{Path, PathBuf};
 use weight_match::list_weight_shapes;
 
-/// Loads the training state from which the job resumes (`resume.from`) into the trainers of all
-/// ranks, from a checkpoint or from copies in memory. Returns `None` if the run starts at step 0.
-/// Collective: every rank must call it.
+/// Loads the training state from which the job resumes, a checkpoint or copies in the memory of
+/// hosts, into the trainers of all ranks. Returns `None` if the run starts at step 0. Collective:
+/// every rank must call it.
 ///
 /// Copies in memory are those of an earlier attempt of this run. A state in memory is preferred,
 /// unless `checkpoint.dir` has a newer checkpoint that is not damaged.
@@ -109,9 +109,9 @@ pub fn resume_from_checkpoint(
 }
 
 /// Lists the checkpoints that are tried before the one that `resume.from` names, newest first: all
-/// checkpoints in `checkpoint.dir` with `resume.from: auto`, otherwise those of `batch_job`. Also
-/// returns the batch job if the checkpoints are those of a batch job. Collective: every rank must
-/// call it.
+/// in `checkpoint.dir` with `resume.from: auto`, otherwise those of earlier runs of the same batch
+/// job. Also returns the batch job if the checkpoints are those of a batch job. Collective: every
+/// rank must call it.
 fn list_preferred_checkpoints<'a>(
     ready: &UninitializedTrainer,
     job: &JobSpec,
@@ -129,7 +129,8 @@ fn list_preferred_checkpoints<'a>(
     Ok((listed, continued))
 }
 
-/// Reports each checkpoint that was skipped because it is damaged or incomplete, with the reason.
+/// Reports to the user each checkpoint that the resume skipped because it is damaged or incomplete,
+/// with the reason.
 fn report_skipped_checkpoints(skipped: &[(PathBuf, Error)], events: &mut EventSink) -> Result<()> {
     for (path, error) in skipped {
         let state = if is_shard_unreachable(error) { "incomplete" } else { "damaged" };
@@ -139,14 +140,14 @@ fn report_skipped_checkpoints(skipped: &[(PathBuf, Error)], events: &mut EventSi
     Ok(())
 }
 
-/// Returns whether the error reports shards that are stored only on hosts outside of the job. Such
-/// an error does not mean that a file is damaged.
+/// Returns whether `error` reports that shards of a checkpoint are stored only on hosts outside of
+/// the job. Such an error does not mean that a file is damaged.
 fn is_shard_unreachable(error: &Error) -> bool {
     error.code() == codes::RESUME_SHARD_UNREACHABLE
 }
 
-/// Builds the error which reports that no checkpoint in the directory `root` can be used to resume
-/// the job, or the batch job `continued`. `skipped` has the newest checkpoint first.
+/// Builds the error which reports that the directory `root` contains no checkpoint that can be used
+/// to resume the job. `skipped` has the newest checkpoint first.
 fn build_no_usable_checkpoint_error(
     root: &Path,
     skipped: &[(PathBuf, Error)],

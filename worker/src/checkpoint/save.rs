@@ -32,10 +32,12 @@ use std::{
     time::Instant,
 };
 
-/// The JSON key of the cursor under which a checkpoint stores the id of the batch job of its run.
+/// The JSON key under which a checkpoint stores the id of the batch job (such as a Slurm job) that
+/// ran the training, next to the progress.
 pub(crate) const BATCH_JOB_KEY: &str = "batch_job";
 
-/// The part of a checkpoint's metadata that does not change during a run.
+/// The part of a checkpoint's description of the run that is the same in all checkpoints of a run:
+/// model, tokenizer, job and digest of the data.
 pub struct RunMetadata {
     /// The description of the model.
     pub model: ModelSpec,
@@ -55,9 +57,9 @@ pub struct RunMetadata {
 }
 
 impl RunMetadata {
-    /// Creates the part of the checkpoint metadata that does not change during a run, for a run
-    /// that starts at step 0, outside of a batch job. `tokenizer` are the files of the tokenizer,
-    /// and `eod` is its end-of-document token.
+    /// Creates the description of a run that all its checkpoints contain, for a run that starts at
+    /// step 0 and does not belong to a batch job. `tokenizer` are the files of the tokenizer, and
+    /// `eod` is its end-of-document token.
     pub fn new(
         trainer: &Trainer,
         train: &TrainSpec,
@@ -90,8 +92,8 @@ pub struct SavedCheckpoint {
     pub seconds: f64,
 }
 
-/// Saves the checkpoints of one run: writes this rank's shard, in the background if possible, and
-/// commits each checkpoint with the other ranks.
+/// Saves the checkpoints of one run on this rank: writes the rank's shard, in the background if
+/// possible, and commits the checkpoint with the other ranks.
 pub struct CheckpointSaver {
     root: PathBuf,
     spec: CheckpointSpec,
@@ -106,8 +108,8 @@ pub struct CheckpointSaver {
     is_resumed_from_memory: bool,
 }
 
-/// The pinned host memory (staging memory) to which background saves copy a GPU's values: not
-/// allocated, being allocated, or ready.
+/// The pinned host memory (staging memory) to which a GPU's values are copied before a background
+/// save writes them: not allocated, being allocated, or ready.
 ///
 /// The memory is allocated once and in the background, because the driver takes seconds for many
 /// gigabytes.
@@ -117,7 +119,7 @@ enum StagingMemory {
     Ready(Vec<Buf>),
 }
 
-/// A checkpoint whose save has begun and is not committed yet.
+/// A checkpoint whose save this rank has begun and all ranks together have not committed yet.
 struct PendingSave {
     facts: RunFacts,
     /// The write of this rank's shard. It is dropped, and ends, before the staging directory.
@@ -131,8 +133,8 @@ struct PendingSave {
 }
 
 impl CheckpointSaver {
-    /// Creates a saver of checkpoints in the directory `root`, which ranks share according to
-    /// `layout`. `last` is the checkpoint from which the run resumed.
+    /// Creates a saver of checkpoints in the directory `root`; `layout` states which ranks see the
+    /// same directory there. `last` is the checkpoint from which the run resumed.
     pub fn new(
         root: PathBuf,
         spec: CheckpointSpec,
@@ -154,14 +156,14 @@ impl CheckpointSaver {
         }
     }
 
-    /// Returns this saver with `memory`, which copies the training state to the memory of hosts.
-    /// `is_resumed` states whether the run resumed from such copies.
+    /// Returns this saver with `memory`, which also copies the training state to the memory of
+    /// hosts between checkpoints. `is_resumed` states whether the run resumed from such copies.
     pub fn with_memory_copies(self, memory: Option<MemoryCopier>, is_resumed: bool) -> Self {
         CheckpointSaver { memory, is_resumed_from_memory: is_resumed, ..self }
     }
 
-    /// Copies the training state to the memory of hosts if the job requires a memory copy after
-    /// this step. Returns the cost of the copy. Collective: every rank must call it.
+    /// Copies the training state of this rank to the memory of hosts if the job requires a copy
+    /// after the current step. Returns the cost of the copy. Collective: every rank must call it.
     pub fn copy_to_memory_if_due(&mut self, running: &mut RunningTrainer) -> Result<Option<CopyCost>> {
         let Some(mut memory) = self.memory.take_if(|m| m.is_due(running.position.step)) else {
             return Ok(None);
@@ -172,24 +174,26 @@ impl CheckpointSaver {
         cost.map(Some)
     }
 
-    /// Returns whether this process has copied its state to memory.
+    /// Returns whether this process has already copied its training state to the memory of hosts.
     pub fn has_copied_to_memory(&self) -> bool {
         self.memory.as_ref().is_some_and(MemoryCopier::has_copied)
     }
 
-    /// Returns whether the run resumed from copies in memory and has not saved a checkpoint since.
+    /// Returns whether the run resumed from a training state in the memory of hosts and has not
+    /// saved a checkpoint to disk since.
     pub fn is_unsaved_since_memory_resume(&self) -> bool {
         self.is_resumed_from_memory
     }
 
-    /// Returns whether a finished run must still save its training state even if it completed no
-    /// step. This is the case after a resume from memory, or if the run has no checkpoint.
+    /// Returns whether a run that ends without having completed a step must still save its training
+    /// state, because no checkpoint on disk contains it. This is the case after a resume from
+    /// memory, or if the run has no checkpoint.
     pub fn must_save_without_new_step(&self) -> bool {
         self.is_resumed_from_memory || self.last.is_none()
     }
 
-    /// Starts to allocate the pinned host memory (staging memory) to which background saves copy
-    /// the values of a GPU. Without this call, the first save allocates the memory.
+    /// Starts a thread that allocates the pinned host memory (staging memory) to which background
+    /// saves copy the values of a GPU. Without this call, the first save allocates the memory.
     ///
     /// On a CPU each save allocates memory separately.
     pub fn start_staging_allocation(&mut self, running: &RunningTrainer) -> Result<()> {
@@ -204,8 +208,8 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Waits until the staging memory, to which background saves copy the values of a GPU, is
-    /// allocated. Starts the allocation if necessary.
+    /// Waits until the pinned host memory (staging memory) to which background saves copy the
+    /// values of a GPU is allocated. Starts the allocation if necessary.
     pub fn wait_for_staging(&mut self, running: &RunningTrainer) -> Result<()> {
         self.start_staging_allocation(running)?;
         if matches!(self.staging, StagingMemory::Allocating(_)) {
@@ -214,7 +218,8 @@ impl CheckpointSaver {
         Ok(())
     }
 
-    /// Returns whether this run writes its checkpoints in the background.
+    /// Returns whether the checkpoints of this run are written by a background thread while
+    /// training continues.
     ///
     /// Offloaded states are written in the foreground, because a copy of them would need the memory
     /// that offloading saves.
@@ -222,14 +227,16 @@ impl CheckpointSaver {
         self.spec.r#async && running.train_spec().zero.offload.is_none()
     }
 
-    /// Takes the notice which states that this rank could not allocate pinned memory, and therefore
-    /// copies to pageable memory. Returns `None` if there is no notice or it was already taken.
+    /// Returns, once, the notice that this rank could not allocate pinned host memory for
+    /// background saves, so that copies from the GPU block training. Returns `None` if there is no
+    /// notice or it was already taken.
     pub fn take_staging_notice(&mut self) -> Option<String> {
         self.notice.take()
     }
 
-    /// Takes the host memory (staging memory) to which one background save copies the values of a
-    /// GPU. If the driver has no pinned memory, returns pageable memory and records a notice.
+    /// Returns the host memory (staging memory) to which a background save copies the values of a
+    /// GPU, for use by one save. If the driver has no pinned memory, returns pageable memory and
+    /// records a notice.
     fn take_staging(&mut self, running: &RunningTrainer) -> Result<Vec<Buf>> {
         self.start_staging_allocation(running)?;
         match std::mem::replace(&mut self.staging, StagingMemory::NotAllocated) {
@@ -244,7 +251,8 @@ impl CheckpointSaver {
         }
     }
 
-    /// Returns the newest committed checkpoint of this run.
+    /// Returns the newest checkpoint that this run has saved and committed, or from which it
+    /// resumed.
     pub fn last_checkpoint(&self) -> Option<&Path> {
         self.last.as_deref()
     }
@@ -260,8 +268,8 @@ impl CheckpointSaver {
         self.find_background_write().is_some_and(BackgroundWrite::is_running)
     }
 
-    /// Returns the background thread that writes this rank's shard of the pending checkpoint, if
-    /// there is one.
+    /// Returns the background thread that writes this rank's shard of the checkpoint that is being
+    /// saved, if there is one.
     fn find_background_write(&self) -> Option<&BackgroundWrite> {
         match &self.pending.as_ref()?.writer {
             ShardWrite::Background(write) => Some(write),
@@ -269,9 +277,10 @@ impl CheckpointSaver {
         }
     }
 
-    /// Cancels the save in progress if a rank has written less than half of its shard, and if an
-    /// older checkpoint exists. The save that follows is then not delayed. Returns the step of the
-    /// cancelled save. Collective: every rank must call it.
+    /// Cancels the save in progress if any rank has written less than half of its shard and an
+    /// older checkpoint exists, so that a newer save can start at once. The save that follows is
+    /// then not delayed. Returns the step of the cancelled save. Collective: every rank must call
+    /// it.
     pub fn cancel_mostly_unwritten_save(&mut self, running: &RunningTrainer) -> Result<Option<u64>> {
         let Some(write) = self.find_background_write().filter(|_| self.last.is_some()) else {
             return Ok(None);
@@ -295,16 +304,17 @@ impl CheckpointSaver {
         Ok(Some(facts.step))
     }
 
-    /// Keeps the host buffers of a finished background save for the next save, if the trainer uses
-    /// a GPU.
+    /// Keeps the host memory of a finished background save, to which values of the GPU were copied,
+    /// for the next save; on CPUs, frees it.
     fn keep_staging_for_next_save(&mut self, running: &RunningTrainer, buffers: Vec<Buf>) {
         if !running.trainer.ops.is_host() {
             self.staging = StagingMemory::Ready(buffers);
         }
     }
 
-    /// Begins to save a checkpoint of the current training state, in the background if possible.
-    /// The previous checkpoint must be finished. Collective: every rank must call it.
+    /// Begins to save a checkpoint of the current training state; the shard of this rank is written
+    /// in the background if possible. The previous checkpoint must be finished. Collective: every
+    /// rank must call it.
     pub fn begin_save(&mut self, running: &mut RunningTrainer) -> Result<()> {
         let began = Instant::now();
         let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
@@ -348,15 +358,15 @@ impl CheckpointSaver {
     }
 
     /// Computes the number of bytes that all ranks together write for one checkpoint, including
-    /// parity.
+    /// parity (XOR redundancy) if the job requests it.
     fn count_bytes_with_parity(&self, engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
         let tensors = count_checkpoint_bytes(engine, optimizer);
         let parity = if self.spec.parity { tensors.div_ceil(engine.world() as u64) } else { 0 };
         tensors.saturating_add(parity)
     }
 
-    /// Waits for the writers of all ranks, commits the checkpoint, and removes old checkpoints.
-    /// Returns `None` if no checkpoint was begun.
+    /// Waits until all ranks have written their shards, commits the checkpoint, and removes old
+    /// checkpoints. Returns `None` if no checkpoint was begun.
     ///
     /// Collective: every rank must call it.
     pub fn finish_save(&mut self, running: &RunningTrainer) -> Result<Option<SavedCheckpoint>> {
@@ -390,8 +400,9 @@ impl CheckpointSaver {
         Ok(Some(SavedCheckpoint { step, path, bytes, seconds: began.elapsed().as_secs_f64() }))
     }
 
-    /// Writes this rank's part of the checkpoint's parity, the XOR redundancy over all shards, and
-    /// returns the reports of all ranks. Returns `None` without `checkpoint.parity`.
+    /// Writes this rank's part of the checkpoint's parity (XOR redundancy, by which a lost shard
+    /// can be rebuilt), and returns the reports of all ranks about theirs; `None` without
+    /// `checkpoint.parity`.
     ///
     /// The shards of all ranks must be complete, because each rank reads one Nth of the checkpoint.
     /// Collective: every rank must call it.
@@ -431,7 +442,7 @@ impl CheckpointSaver {
     }
 
     /// Builds the description of the run (job, model, tokenizer files, progress) that the manifest
-    /// of a checkpoint stores.
+    /// (table of contents) of a checkpoint contains.
     fn build_run_facts(&self, running: &RunningTrainer, tokenizer: Vec<TextFile>) -> RunFacts {
         let (metadata, trainer, train) = (&self.metadata, &running.trainer, running.train_spec());
         let units = trainer.engine.clone_units();
@@ -457,9 +468,8 @@ impl CheckpointSaver {
     }
 }
 
-/// Builds the JSON with the progress of training that a checkpoint stores: step, samples and
-/// tokens, and, if needed, the step lag of parameters (`late`), the fp16 loss scale, and the batch
-/// job of the run (`batch_job`).
+/// Builds the JSON with the progress of training that a checkpoint stores: step, samples, tokens,
+/// and further values such as the fp16 loss scale if needed.
 fn build_cursor_json(running: &RunningTrainer, metadata: &RunMetadata, units: &[ParamUnit]) -> Value {
     let mut cursor = json!({ "at": running.position, "data": metadata.data_digest });
     if let Some(id) = &metadata.batch_job {
@@ -475,21 +485,22 @@ fn build_cursor_json(running: &RunningTrainer, metadata: &RunMetadata, units: &[
     cursor
 }
 
-/// Lists the element type and the length of each range of weights and optimizer states that this
-/// rank owns.
+/// Lists the element type and the length of each tensor range of weights and optimizer states that
+/// this rank owns and saves.
 fn list_range_sizes(running: &RunningTrainer) -> Vec<(Dtype, usize)> {
     let (engine, optimizer) = (&running.trainer.engine, &running.trainer.optimizer);
     let guards: Vec<_> = (0..engine.shards.len()).map(|u| engine.lock_resident_params(u)).collect();
     list_owned_ranges(engine, optimizer, &guards).iter().map(|o| (o.values.dtype(), o.values.len())).collect()
 }
 
-/// Allocates pageable host buffers for a background save, one for each range of weights and
-/// optimizer states that this rank owns.
+/// Allocates pageable host memory to which a background save copies this rank's weights and
+/// optimizer states, one buffer per tensor range.
 fn allocate_pageable_buffers(running: &RunningTrainer) -> Vec<Buf> {
     list_range_sizes(running).into_iter().map(|(dtype, len)| Buf::zeroed_as(dtype, len)).collect()
 }
 
-/// Computes the number of bytes of all tensors of a checkpoint.
+/// Computes the number of bytes of all tensors (weights and optimizer states) that a checkpoint
+/// contains.
 pub fn count_checkpoint_bytes(engine: &ZeroEngine, optimizer: &Optimizer) -> u64 {
     let roles = list_state_roles(optimizer.spec());
     let weight = engine.param_dtypes().updated.size() as u64;
@@ -498,7 +509,7 @@ pub fn count_checkpoint_bytes(engine: &ZeroEngine, optimizer: &Optimizer) -> u64
     engine.shards.iter().map(|s| unit_bytes(&s.unit)).sum()
 }
 
-/// Builds the error for a checkpoint that could not be written.
+/// Builds the error which reports that this rank could not write its part of a checkpoint.
 fn build_writer_error(message: String) -> Error {
     Error::new(codes::training::CHECKPOINT_WRITER_FAILED, message)
 }

@@ -33,8 +33,8 @@ pub(super) enum ShardWrite {
 /// error.
 pub(super) type ShardWriteResult = std::result::Result<ShardReport, CkptError>;
 
-/// What the thread of a [`BackgroundWrite`] returns: the result of writing the shard (`None` after
-/// a cancellation), and the host buffers for the next save.
+/// What a background thread that writes a shard returns: the result of writing (`None` after a
+/// cancellation), and the host buffers, for use by the next save.
 type BackgroundWriteResult = std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), DeviceError>;
 
 /// A background thread that writes this rank's shard of a checkpoint, with its progress.
@@ -44,7 +44,8 @@ pub(super) struct BackgroundWrite {
     progress: Arc<WriteProgress>,
 }
 
-/// How much of a shard a [`BackgroundWrite`] has written, and whether the write was cancelled.
+/// How much of a rank's shard the background thread has written, and whether the write was
+/// cancelled.
 struct WriteProgress {
     /// The size of the shard's elements in bytes.
     total_bytes: u64,
@@ -53,8 +54,9 @@ struct WriteProgress {
 }
 
 impl BackgroundWrite {
-    /// Starts a thread that writes this rank's shard of a checkpoint, whose values `copies` copies
-    /// from the device to the host. The shard is written to the staging directory `directory`.
+    /// Starts a thread that copies this rank's weights and optimizer states from the device to the
+    /// host and writes them as a shard of a checkpoint. The shard is written to the staging
+    /// directory `directory`.
     pub(super) fn start(
         copies: Download,
         labels: Vec<RangeLabel>,
@@ -86,18 +88,18 @@ impl BackgroundWrite {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Returns whether less than half of the shard's bytes are written.
+    /// Returns whether the background thread has written less than half of the shard's bytes.
     pub(super) fn is_mostly_unwritten(&self) -> bool {
         self.is_running() && self.progress.written_bytes.load(Relaxed) < self.progress.total_bytes / 2
     }
 
-    /// Asks the writing thread to end before the shard is complete.
+    /// Asks the background thread to stop before this rank's shard of the checkpoint is complete.
     pub(super) fn cancel(&self) {
         self.progress.is_cancelled.store(true, Relaxed);
     }
 
-    /// Waits for the thread that writes this rank's shard to end. Returns its result, which is
-    /// `None` after a cancellation, and the staging memory.
+    /// Waits for the background thread that writes this rank's shard to end, and returns its
+    /// result. Returns its result, which is `None` after a cancellation, and the staging memory.
     pub(super) fn finish(
         mut self,
     ) -> std::result::Result<(Option<ShardWriteResult>, Vec<Buf>), ShardThreadFailure> {
@@ -109,8 +111,8 @@ impl BackgroundWrite {
 }
 
 impl Drop for BackgroundWrite {
-    /// Cancels a write whose checkpoint is abandoned, and waits for the thread. A later attempt in
-    /// this process then finds no thread that writes.
+    /// Cancels the write of a shard whose checkpoint is abandoned, and waits for the background
+    /// thread. A later attempt in this process then finds no thread that writes.
     fn drop(&mut self) {
         self.cancel();
         if let Some(thread) = self.thread.take() {
@@ -120,8 +122,8 @@ impl Drop for BackgroundWrite {
     }
 }
 
-/// The name, role (weight or optimizer state) and first element of a range of a tensor that this
-/// rank owns, without the values.
+/// The name, role (weight or optimizer state) and first element of a tensor range that this rank
+/// owns, to identify its values in a checkpoint.
 pub(super) struct RangeLabel {
     name: String,
     role: TensorRole,
@@ -129,12 +131,13 @@ pub(super) struct RangeLabel {
 }
 
 impl RangeLabel {
-    /// Creates the label of the owned tensor range `o`, without its values.
+    /// Creates the label (name, role, first element) of the tensor range `o` that this rank owns.
     pub(super) fn new(o: &OwnedRange) -> Self {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }
 
-    /// Combines this label of a tensor range with the range's values, for [`ckpt::write_shard`].
+    /// Combines the label (name, role, first element) of a tensor range with the range's values, as
+    /// [`ckpt::write_shard`] needs them.
     fn with_values<'a>(&'a self, data: View<'a>) -> TensorPiece<'a> {
         let data = match data.dtype() {
             Dtype::F32 => PieceElements::F32(data.host_slice()),
@@ -145,7 +148,7 @@ impl RangeLabel {
     }
 }
 
-/// Starts a thread named `name`.
+/// Starts a thread that runs a function and is named `name` for debuggers.
 pub(super) fn spawn_named_thread<T: Send + 'static>(
     name: &str,
     f: impl FnOnce() -> T + Send + 'static,
@@ -168,7 +171,7 @@ pub(super) enum ShardThreadFailure {
     },
 }
 
-/// Waits for a thread and returns its result.
+/// Waits for a thread to end, and returns its result or, if the thread panicked, an error.
 pub(super) fn join_thread<T>(
     thread: JoinHandle<std::result::Result<T, DeviceError>>,
 ) -> std::result::Result<T, ShardThreadFailure> {
@@ -178,9 +181,8 @@ pub(super) fn join_thread<T>(
     }
 }
 
-/// Copies a shard of the training state into the memory store of this host (the file in memory for
-/// memory copies), through a host buffer if the values are in device memory. Returns the size of
-/// the copy in bytes.
+/// Copies this rank's shard of the training state into the memory file in which the host keeps such
+/// copies, from host or device memory. Returns the size of the copy in bytes.
 pub(super) fn copy_shard_to_memory_store(
     ops: &dyn Ops,
     store: &MemoryStore,
@@ -194,8 +196,8 @@ pub(super) fn copy_shard_to_memory_store(
     })
 }
 
-/// Writes this rank's shard of a checkpoint on the calling thread, through a host buffer if the
-/// values are in device memory.
+/// Writes this rank's shard of a checkpoint on the calling thread; values in device memory are
+/// copied to the host first.
 pub(super) fn write_shard_in_foreground(
     ops: &dyn Ops,
     path: &Path,
@@ -207,8 +209,8 @@ pub(super) fn write_shard_in_foreground(
     with_host_pieces(ops, labels, values, |pieces| ckpt::write_shard(path, rank, world, pieces))
 }
 
-/// Calls `write` with the tensor ranges of a shard in host memory. Values of a device are copied
-/// first.
+/// Calls `write` with the tensor ranges of a shard, whose values are copied to host memory first if
+/// they are in device memory.
 fn with_host_pieces<T>(
     ops: &dyn Ops,
     labels: &[RangeLabel],

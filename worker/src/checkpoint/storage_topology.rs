@@ -1,5 +1,5 @@
-//! [`StorageTopology`]: which ranks see the same checkpoint directory, as detected with probe
-//! files.
+//! [`StorageTopology`]: which ranks see the same checkpoint directory, as detected with probe files
+//! that ranks write and look for.
 use crate::{
     consensus::all_gather_values,
     error::{Error, Result, to_unwritable_checkpoint_error},
@@ -15,20 +15,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The number of random bytes in a probe file, which one rank writes so that others can detect that
-/// they see the same directory.
+/// The number of random bytes in a probe file, which one rank writes into the checkpoint directory
+/// so that others can detect that they see the same directory.
 const NONCE_BYTES: usize = 32;
 
-/// The name and the content of a probe file, which one rank of a host writes into the checkpoint
-/// directory.
+/// The name and the content of a probe file, which one rank writes into the checkpoint directory so
+/// that others can detect that they see the same directory.
 #[derive(Clone, Serialize, Deserialize)]
 struct ProbeFile {
     name: String,
     nonce: Vec<u8>,
 }
 
-/// A guard with the path of a probe file in the checkpoint directory, which is removed when the
-/// guard is dropped.
+/// Removes a probe file from the checkpoint directory when it is dropped.
 struct ProbeGuard(PathBuf);
 
 impl Drop for ProbeGuard {
@@ -50,7 +49,7 @@ pub struct StorageTopology {
 }
 
 impl StorageTopology {
-    /// Returns the topology of `world` ranks that all see the same directory.
+    /// Describes `world` ranks that all see the same checkpoint directory.
     pub fn for_shared_directory(world: usize) -> Self {
         StorageTopology { leaders: vec![0; world], hosts: Vec::new() }
     }
@@ -60,32 +59,33 @@ impl StorageTopology {
         self.hosts.is_empty()
     }
 
-    /// Returns the leader of the directory that `rank` sees: the lowest rank that sees this
-    /// directory. The leader manages the directory.
+    /// Returns the lowest of the ranks that see the same checkpoint directory as `rank`, which
+    /// manages the directory (its leader).
     pub fn find_directory_leader(&self, rank: usize) -> usize {
         self.leaders.get(rank).copied().unwrap_or(0)
     }
 
-    /// Returns whether `rank` is the leader of the directory that it sees.
+    /// Returns whether `rank` is the lowest of the ranks that see its checkpoint directory, and
+    /// therefore manages the directory (leader).
     pub fn is_directory_leader(&self, rank: usize) -> bool {
         self.find_directory_leader(rank) == rank
     }
 
-    /// Returns for each checkpoint directory the host of its leader, the lowest rank that sees it,
-    /// ordered by leader. The slice is empty if all ranks see one directory.
+    /// Returns the host of each separate checkpoint directory, in the order of the lowest ranks
+    /// that see the directories (their leaders). The slice is empty if all ranks see one directory.
     pub fn list_directory_hosts(&self) -> &[StorageHost] {
         &self.hosts
     }
 
-    /// Returns for each rank the index of its checkpoint directory in the list of all directories,
-    /// ordered by their leaders.
+    /// Returns for each rank the index of the checkpoint directory that it sees, if directories are
+    /// counted in the order of their lowest ranks.
     pub fn list_directory_index_by_rank(&self) -> Vec<usize> {
         let leaders = self.list_directory_leaders();
         self.leaders.iter().map(|k| leaders.binary_search(k).unwrap_or(0)).collect()
     }
 
-    /// Returns the leaders of all checkpoint directories, in ascending order. A leader is the
-    /// lowest rank that sees its directory.
+    /// Returns for each separate checkpoint directory the lowest rank that sees it (its leader), in
+    /// ascending order.
     pub fn list_directory_leaders(&self) -> Vec<usize> {
         let by_rank = self.leaders.iter().enumerate();
         by_rank.filter(|(rank, leader)| rank == *leader).map(|(rank, _)| rank).collect()
@@ -158,8 +158,8 @@ pub fn detect_topology(
     }
 }
 
-/// Builds an error about the checkpoint directory `root` (`checkpoint.dir`), with the message
-/// `checkpoint directory ROOT <what>`.
+/// Builds an error about the checkpoint directory `root`, whose message is `checkpoint directory
+/// ROOT` followed by the text `what`.
 fn build_directory_error(code: Code, root: &Path, what: &str) -> Diagnostic {
     Diagnostic::error(code, format!("checkpoint directory {} {what}", root.display()))
         .with_subject("checkpoint.dir")
@@ -177,8 +177,8 @@ fn build_not_shared_error(root: &Path, leaders: &[usize], names: &[String]) -> D
         .with_help("put it on storage that all hosts share, or set `checkpoint.require_shared: false`")
 }
 
-/// Returns an error if two checkpoint directories on different hosts have the same identifier, or
-/// `None` if all identifiers differ.
+/// Returns an error if separate checkpoint directories on different hosts have the same identifier,
+/// which should be unique, or `None`.
 fn find_duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnostic> {
     hosts.iter().enumerate().find_map(|(i, host)| {
         let other = hosts[..i].iter().find(|h| h.id == host.id)?;
@@ -190,8 +190,9 @@ fn find_duplicate_id_error(root: &Path, hosts: &[StorageHost]) -> Option<Diagnos
     })
 }
 
-/// Writes a probe file with random content into the checkpoint directory `root`, and returns it
-/// with a guard that removes the file. Creates the directory if necessary.
+/// Writes a probe file with random content, for which other ranks look, into the checkpoint
+/// directory `root`, and returns it with a guard that removes the file. Creates the directory if
+/// necessary.
 fn write_probe(root: &Path, name: &str) -> Result<(ProbeGuard, ProbeFile)> {
     let path = root.join(name);
     let failed = |e: std::io::Error| {

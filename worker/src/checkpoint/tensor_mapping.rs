@@ -1,5 +1,5 @@
-//! Maps a rank's trainer to a checkpoint: which ranges of which tensors the rank writes and reads,
-//! under which names and roles.
+//! Maps a rank's weights and optimizer states to a checkpoint: which ranges of which tensors the
+//! rank writes and reads, under which names and roles.
 use crate::{
     consensus::exchange_first_error,
     error::{Error, Result, build_checkpoint_error, to_unreadable_checkpoint_error},
@@ -70,7 +70,8 @@ fn build_adapter_config(model: &Model, units: &[ParamUnit], lora: &LoraSpec, spe
     config.to_json(spec.from.as_ref().map(|f| f.to_string_lossy()).as_deref())
 }
 
-/// Builds the content of the `config.json` that a checkpoint stores.
+/// Builds the content of the Hugging Face config.json that a checkpoint stores, from the sizes and
+/// options of the model.
 ///
 /// Returns the original config if the job names a model directory (`train.model.from`). For a new
 /// model, adds `eod` as `bos_token_id` and `eos_token_id`.
@@ -84,23 +85,23 @@ fn build_hf_config(model: &Model, spec: &ModelSpec, eod: u32) -> Value {
     Value::Object(config)
 }
 
-/// Lists the names and shapes of all weights, in an order that does not depend on how experts are
-/// placed (canonical order).
+/// Lists the names and shapes of all weights of the model, in an order that does not depend on
+/// which rank has which experts (canonical order).
 fn list_canonical_weight_shapes(units: &[ParamUnit]) -> Vec<WeightShape> {
     let shape = |s: &[usize]| s.iter().map(|&n| n as u64).collect();
     let params = list_tensors_in_canonical_order(units).into_iter().map(|(u, i)| &units[u].params[i]);
     params.map(|p| WeightShape { name: p.name.clone(), shape: shape(&p.shape) }).collect()
 }
 
-/// Lists the names of all frozen weights, in an order that does not depend on how experts are
-/// placed (canonical order).
+/// Lists the names of all weights that are not trained, in an order that does not depend on which
+/// rank has which experts (canonical order).
 fn list_frozen_names(units: &[ParamUnit]) -> Vec<String> {
     let frozen = list_tensors_in_canonical_order(units).into_iter().filter(|&(u, i)| !units[u].is_trained(i));
     frozen.map(|(u, i)| units[u].params[i].name.clone()).collect()
 }
 
-/// Finds the trained parameters whose optimizer states are missing among `tensors`, the tensors of
-/// a checkpoint. These states then start at zero.
+/// Finds the trained parameters for which a checkpoint with the tensors `tensors` lacks optimizer
+/// states. These states then start at zero.
 pub fn find_params_without_state(
     tensors: &[TensorInfo],
     units: &[ParamUnit],
@@ -116,8 +117,8 @@ pub fn find_params_without_state(
     params.filter(lacks).map(|p| p.name.clone()).collect()
 }
 
-/// A range of a weight or optimizer-state tensor that this rank stores and writes to checkpoints,
-/// with its values.
+/// A range of a weight or of an optimizer state that this rank owns and writes to checkpoints, with
+/// its values.
 pub struct OwnedRange<'a> {
     /// The tensor's name.
     pub name: &'a str,
@@ -161,7 +162,8 @@ pub fn list_owned_ranges<'a>(
     out
 }
 
-/// Checks that a checkpoint fits the model and the optimizer of the job.
+/// Fails if the weights or optimizer states in a checkpoint do not have the names, shapes and kinds
+/// that the job needs.
 ///
 /// # Errors
 ///
@@ -204,7 +206,7 @@ pub fn require_compatible(ckpt: &Checkpoint, units: &[ParamUnit], optimizer: &Op
 }
 
 /// Copies the parameters and optimizer states that each rank has read from a checkpoint to the
-/// other ranks that store replicas of them. Every rank must first have read its owned ranges from a
+/// other ranks that also store them. Every rank must first have read its owned ranges from a
 /// checkpoint. Collective: every rank must call it.
 pub fn sync_loaded_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     let (engine, optimizer) = (&mut ready.trainer.engine, &mut ready.trainer.optimizer);
@@ -218,7 +220,7 @@ pub fn sync_loaded_replicas(ready: &mut UninitializedTrainer) -> Result<()> {
     Ok(engine.wait_for_updated_param_gathers()?)
 }
 
-/// Which parameters and optimizer states are read from a checkpoint into the trainer, and under
+/// Which parameters and optimizer states are read from which checkpoint into the trainer, and under
 /// which names they are stored.
 pub struct ReadPlan<'a> {
     /// The checkpoint, of any format.
@@ -234,7 +236,8 @@ pub struct ReadPlan<'a> {
     pub selects: fn(&str) -> bool,
 }
 
-/// Reads this rank's ranges of all weights and optimizer states from a checkpoint into the trainer.
+/// Reads the ranges of weights and optimizer states that this rank owns from a checkpoint into the
+/// trainer.
 ///
 /// Values in device memory or in 16 bits are first read into a host buffer, one unit at a time.
 pub fn read_owned_ranges(
@@ -249,9 +252,9 @@ pub fn read_owned_ranges(
         .try_for_each(|u| read_units(ready, u..(u + at_once).min(count), reading))
 }
 
-/// Reads on each rank the tensor ranges that the rank owns, and copies them to the ranks that store
-/// replicas. If a rank cannot read its ranges, returns the error of the lowest such rank, and
-/// copies nothing. Collective: every rank must call it.
+/// Reads on each rank the tensor ranges that the rank owns from a checkpoint, and copies them to
+/// the other ranks that also store them. If a rank cannot read its ranges, returns the error of the
+/// lowest such rank, and copies nothing. Collective: every rank must call it.
 pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -> Result<Option<Error>> {
     let failed = read_owned_ranges(ready, reading).err().map(to_unreadable_checkpoint_error);
     match exchange_first_error(ready.trainer.engine.queue(), failed)? {
@@ -260,8 +263,8 @@ pub fn read_on_all_ranks(ready: &mut UninitializedTrainer, reading: &ReadPlan) -
     }
 }
 
-/// Reads this rank's ranges of the parameter units (parameters that are gathered together) with the
-/// indices `units`, in one request to the checkpoint.
+/// Reads this rank's ranges of the parameter units (tensors that are gathered together) with the
+/// indices `units` from a checkpoint, in one request.
 fn read_units(
     ready: &mut UninitializedTrainer,
     units: Range<usize>,
@@ -305,16 +308,16 @@ fn read_units(
     Ok(())
 }
 
-/// Lets host code read and change a tensor as `f32`, in place or through a copy that is written
-/// back.
+/// Gives host code access to the elements of a tensor as `f32`, in place or through a copy that is
+/// written back after changes.
 enum HostValues<'a> {
     InPlace(&'a mut [f32]),
     Copy { values: Buf, target: ViewMut<'a> },
 }
 
 impl<'a> HostValues<'a> {
-    /// Makes the elements of `target` available as `f32`, in place if they are fp32 in host memory
-    /// and otherwise in a copy.
+    /// Makes the elements of the tensor `target` available as `f32` in host memory: in place if
+    /// they are fp32 there, and otherwise in a copy.
     fn new(ops: &dyn Ops, target: ViewMut<'a>) -> Self {
         let current = target.as_view();
         if current.dtype() != Dtype::F32 {
@@ -329,7 +332,7 @@ impl<'a> HostValues<'a> {
         }
     }
 
-    /// Returns the elements as `f32` in host memory, to read and change.
+    /// Returns the elements of the tensor as `f32` in host memory, to read and change.
     fn values(&mut self) -> &mut [f32] {
         match self {
             HostValues::InPlace(values) => values,
@@ -337,9 +340,9 @@ impl<'a> HostValues<'a> {
         }
     }
 
-    /// Copies the values back to their original memory if `self` is a copy, rounded to the type of
-    /// that memory. Unchanged elements keep their bits, because the copy represents 16-bit values
-    /// exactly.
+    /// Copies changed values back to the tensor's own memory if they are a copy, rounded to the
+    /// element type of that memory. Unchanged elements keep their bits, because the copy represents
+    /// 16-bit values exactly.
     fn write_back(self, ops: &dyn Ops) {
         if let HostValues::Copy { values, target } = self {
             copy_or_cast(ops, target, values.view());
@@ -347,9 +350,9 @@ impl<'a> HostValues<'a> {
     }
 }
 
-/// Builds one request for reading from a checkpoint for each of `segments`, the ranges of a
-/// parameter unit's tensors that this rank owns. `values` is the memory for the elements of all
-/// segments, in the order of the segments.
+/// Builds the requests for reading a parameter unit's tensors (parameters that are gathered
+/// together) from a checkpoint, one for each of the ranges `segments` that this rank owns. `values`
+/// is the memory for the elements of all segments, in the order of the segments.
 fn build_read_requests<'a>(
     unit: &'a ParamUnit,
     role: TensorRole,
@@ -369,8 +372,9 @@ fn build_read_requests<'a>(
     requests.collect()
 }
 
-/// Copies the optimizer states of parameter unit `u` that all ranks store in full from the ranks
-/// that read them to every rank. Collective: every rank must call it.
+/// Copies those optimizer states of the parameter unit `u` (parameters that are gathered together)
+/// that every rank stores in full from the ranks that read them to all others. Collective: every
+/// rank must call it.
 fn sync_replicated_states(
     ops: &dyn Ops,
     engine: &ZeroEngine,

@@ -18,11 +18,11 @@ use std::{
     sync::Arc,
 };
 
-/// A function that opens the GPU for one training run of one rank.
+/// A function that opens the GPU for one rank of one training run of `launch gpu-check`.
 pub(super) type GpuOpener<'a> = &'a (dyn Fn() -> diagnostic::Result<Arc<Cuda>> + Sync);
 
-/// A source of samples whose tokens are computed from the number of the sample, in place of data
-/// files.
+/// A source of training samples that computes tokens from the number of the sample, in place of
+/// reading data files.
 struct GeneratedSamples {
     vocab: u32,
 }
@@ -54,16 +54,15 @@ pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<Job
     Ok(job)
 }
 
-/// Returns the `train` section of the job, which the checks of training need. Fails if the job has
-/// no such section.
+/// Returns the `train` section of a job that the GPU check has built, and fails if there is none.
 pub(super) fn require_train_section(job: &JobSpec) -> diagnostic::Result<&TrainSpec> {
     job.train.as_ref().ok_or_else(|| {
         Diagnostic::error(codes::training::TRAIN_SECTION_MISSING, "the job has no `train` section")
     })
 }
 
-/// Builds the trainer of one rank from a job's `train` section. Collective: every rank must call
-/// it.
+/// Builds the trainer of one rank, for training in the GPU check, from a job's `train` section.
+/// Collective: every rank must call it.
 pub(super) fn build_trainer(
     train: &TrainSpec,
     comm: Arc<dyn Comm>,
@@ -73,7 +72,7 @@ pub(super) fn build_trainer(
     parameters.shard_model(comm, ops)?.into_uninitialized_trainer()
 }
 
-/// Runs one optimizer step of the trainer on generated samples. Returns the loss and the gradient
+/// Runs one optimizer step of a trainer on generated samples, and returns the loss and the gradient
 /// norm.
 pub(super) fn train_one_step(running: &mut RunningTrainer) -> Result<(f64, f64), Error> {
     let source = GeneratedSamples { vocab: running.train_spec().model.vocab_size };
@@ -81,14 +80,14 @@ pub(super) fn train_one_step(running: &mut RunningTrainer) -> Result<(f64, f64),
     Ok((outcome.loss, outcome.grad_norm))
 }
 
-/// Runs a check of `launch gpu-check` on an open GPU, and converts a panic, which is a bug of this
-/// program, to an internal error. Every error has the category `Failed`, because the GPU was
+/// Runs the function `check`, which checks an open GPU, and converts a panic in it, which is a bug
+/// of launch, to an internal error. Every error has the category `Failed`, because the GPU was
 /// usable.
 pub(super) fn run_check<T>(check: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
     catch_panic(check).map_err(|error| error.with_category(Category::Failed))
 }
 
-/// Runs `work`, and returns a panic in it as an internal error.
+/// Runs the function `work`, and converts a panic in it to an internal error.
 pub(super) fn catch_panic<T>(work: impl FnOnce() -> diagnostic::Result<T>) -> diagnostic::Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         Err(Diagnostic::error(codes::run::INTERNAL, extract_panic_message(panic.as_ref())))

@@ -1,8 +1,8 @@
 //! The models for which `launch gpu-check` compares the losses of training on a GPU and on the CPU,
 //! and the numbers of ranks.
 
-/// A model whose losses in training on a GPU and on the CPU are compared, with its keys of
-/// `train.model` and `train`.
+/// A model for which `launch gpu-check` compares the losses of training on a GPU and on the CPU,
+/// with the keys of job.yaml that describe it.
 pub(super) struct CurveCase {
     pub(super) name: &'static str,
     /// The name of the case in the names of parts.
@@ -11,7 +11,8 @@ pub(super) struct CurveCase {
     pub(super) rest: &'static str,
 }
 
-/// The models whose losses in training on a GPU and on the CPU are compared.
+/// The models for which `launch gpu-check` compares the losses of training on a GPU with those on
+/// the CPU.
 const CURVE_CASES: [CurveCase; 2] = [
     CurveCase {
         name: "Llama of the quickstart",
@@ -26,7 +27,8 @@ const CURVE_CASES: [CurveCase; 2] = [
         rest: "data.seq_len=128 batch.global=8 batch.micro=2",
     },
 ];
-/// The small models whose losses in training on a GPU and on the CPU are compared, for tests.
+/// Small models for the comparison of losses on a GPU and on the CPU, which tests of `launch
+/// gpu-check` use.
 const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
     name: "a tiny Llama",
     part_name: "llama",
@@ -34,19 +36,19 @@ const TINY_CURVE_CASES: [CurveCase; 1] = [CurveCase {
     rest: "data.seq_len=6 batch.global=4 batch.micro=1",
 }];
 
-/// The precisions in which training on a GPU and on the CPU is compared, each with the largest
-/// accepted relative difference of a loss. In fp8 a difference in the last bit of a sum may round
-/// an operand to another value, so the tolerance is larger.
+/// The precisions in which `launch gpu-check` compares training on a GPU with training on the CPU,
+/// each with the largest accepted relative difference of a loss. In fp8 a difference in the last
+/// bit of a sum may round an operand to another value, so the tolerance is larger.
 pub(super) const CURVE_PRECISIONS: [(&str, f64); 3] = [("fp32", 1e-4), ("bf16", 2e-2), ("fp8", 5e-2)];
 
-/// Returns the models whose losses in training on a GPU and on the CPU are compared, or small
-/// models if `tiny` is set.
+/// Returns the models for which `launch gpu-check` compares the losses of training on a GPU with
+/// those on the CPU; small ones if `tiny` is set.
 pub(super) fn select_curve_cases(tiny: bool) -> &'static [CurveCase] {
     if tiny { &TINY_CURVE_CASES } else { &CURVE_CASES }
 }
 
-/// The numbers of ranks with which training on a GPU is compared with the CPU, and how the ranks
-/// exchange data.
+/// With how many ranks `launch gpu-check` trains on a GPU to compare the losses with the CPU's, and
+/// how these ranks exchange data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CurveRanks {
     /// One rank.
@@ -60,8 +62,8 @@ pub(super) enum CurveRanks {
 }
 
 impl CurveRanks {
-    /// Returns the name of the group of check parts that train with these numbers of ranks, such as
-    /// `nccl`.
+    /// Returns the name of the group of parts of the GPU check that train with these numbers of
+    /// ranks, such as `nccl`.
     pub(super) fn part_group_name(self) -> &'static str {
         match self {
             CurveRanks::OneRank => "curves",
@@ -71,7 +73,8 @@ impl CurveRanks {
         }
     }
 
-    /// Returns the approximate time in seconds that a check part with these ranks takes.
+    /// Returns how many seconds a part of the GPU check that trains with these ranks takes,
+    /// approximately.
     pub(super) fn expected_seconds(self) -> u64 {
         match self {
             CurveRanks::OneRank => 3,

@@ -1,5 +1,5 @@
 //! Trains a model for a few steps on a GPU or on the CPU, with one or several ranks, and returns
-//! the losses.
+//! the losses, which `launch gpu-check` compares.
 use super::check_job::{GpuOpener, build_trainer, run_check, train_one_step};
 use crate::gpu::to_unusable_nccl_error;
 use comm::{
@@ -15,7 +15,8 @@ use std::{panic::resume_unwind, sync::Arc, time::Duration};
 /// The longest wait until all ranks have joined the NCCL communicator.
 const NCCL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The results of a training run: the loss and the gradient norm of each step.
+/// The results of a short training run, which `launch gpu-check` compares with another one: the
+/// loss and the gradient norm of each step.
 pub(super) type TrainingCurve = Vec<(f64, f64)>;
 
 /// Trains one rank for `steps` steps from initial weights on the device of `ops`, and returns the
@@ -32,8 +33,9 @@ pub(super) fn train_for_curve(
     })
 }
 
-/// Trains on the GPU as one rank, which exchanges data with other ranks through host memory or with
-/// NCCL. `hosts` connects the ranks. Calls `on_connected` once the ranks are connected.
+/// Trains on the GPU as one rank, which exchanges data with the other ranks through host memory or
+/// with NCCL, and returns the losses. `hosts` connects the ranks. Calls `on_connected` once the
+/// ranks are connected.
 pub(super) fn train_rank_for_curve(
     train: &TrainSpec,
     open: GpuOpener,
@@ -72,7 +74,7 @@ pub(super) fn train_on_gpu_for_curve(
     require_equal_curves(results.into_iter().collect::<Result<Vec<_>, _>>()?)
 }
 
-/// Returns the curve of rank 0 if the losses of all ranks are equal, and fails otherwise.
+/// Returns the losses of rank 0 if all ranks report the same losses, and fails otherwise.
 pub(super) fn require_equal_curves(mut curves: Vec<TrainingCurve>) -> diagnostic::Result<TrainingCurve> {
     let (world, first) = (curves.len(), curves.swap_remove(0));
     if curves.iter().any(|other| *other != first) {

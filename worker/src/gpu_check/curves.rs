@@ -74,8 +74,8 @@ pub(super) fn compare_curves(
     Ok(())
 }
 
-/// Opens NCCL, or reports the row `subject` of the result table as skipped and returns `None` if
-/// NCCL cannot be used for these ranks.
+/// Opens NCCL, or reports that the comparison `subject` is skipped and returns `None` if NCCL
+/// cannot be used for these ranks.
 fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveRanks) -> Option<NcclLibrary> {
     let directories = collect_library_search_paths(&[], Path::new("")).list_directories(CudaLibrary::Nccl);
     let reason = match NcclLibrary::open(&directories) {
@@ -89,8 +89,8 @@ fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveRanks) 
     None
 }
 
-/// Compares the losses of training on the GPU with those on the CPU, and with those of one rank on
-/// the GPU, to which they must be bit-equal. Returns the row of the comparison.
+/// Compares the losses of training on the GPU with those on the CPU, and checks that they are
+/// bit-equal to the losses of one rank on the GPU. Returns the row of the comparison.
 fn compare_losses(
     subject: String,
     tolerance: f64,

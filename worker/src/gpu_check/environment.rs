@@ -17,8 +17,9 @@ use std::{path::Path, time::Instant};
 /// The starts of the names of environment variables that CUDA's libraries read.
 const VARIABLE_PREFIXES: [&str; 5] = ["CUDA_", "NCCL_", "NVIDIA_", "CUBLAS", "CUDNN_"];
 
-/// Reports the environment variables and libraries, and the properties of the GPU. Fails with the
-/// category `Cluster` if the GPU is not usable.
+/// Reports the environment variables, the libraries and the properties of the GPU as rows of the
+/// table that `launch gpu-check` prints. Fails with the category `Cluster` if the GPU is not
+/// usable.
 pub(super) fn report_environment(output: &PartOutput, open: GpuOpener) -> diagnostic::Result<()> {
     let is_listed = |name: &str| VARIABLE_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
     let variables =
@@ -87,8 +88,8 @@ pub(super) fn report_kernel_loading(output: &PartOutput, cuda: &Cuda) -> diagnos
     Ok(())
 }
 
-/// Sends the kernels that were launched and the algorithms of matmuls to the parent process, for
-/// the JSON file.
+/// Sends the list of GPU kernels that ran and of the algorithms that matmuls used to the parent
+/// process, which writes them to the JSON report.
 pub(super) fn report_used_kernels(output: &PartOutput, cuda: &Cuda) -> diagnostic::Result<()> {
     let kernels = cuda.describe_launched_kernels()?;
     output.send_details("launched_kernels", kernels.iter().map(to_kernel_json).collect());

@@ -1,4 +1,4 @@
-//! [`MemoryFile`]: memory that processes of `launch gpu-check` share.
+//! [`MemoryFile`]: memory that several processes of `launch gpu-check` share.
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::{
     fs::File,
@@ -7,7 +7,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Memory that processes of this user share, as a file without a name in a file system.
+/// Memory that processes of this user share, in the form of an unnamed file in a file system in
+/// memory.
 pub(super) struct MemoryFile(OwnedFd);
 
 impl MemoryFile {
@@ -18,18 +19,19 @@ impl MemoryFile {
         Ok(MemoryFile(memfd_create(c"launch-gpu-check", flags)?))
     }
 
-    /// Returns the path by which other processes can open the file while this process runs.
+    /// Returns the path by which other processes can open the shared memory file while this process
+    /// runs.
     pub(super) fn path(&self) -> PathBuf {
         format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd()).into()
     }
 
-    /// Returns another file descriptor of the file in memory.
+    /// Returns another file descriptor of the shared memory file.
     pub(super) fn duplicate(&self) -> io::Result<OwnedFd> {
         self.0.try_clone()
     }
 }
 
-/// Opens the file in memory that another process has created, by its path.
+/// Opens the shared memory file of another process of `launch gpu-check`, by its path.
 pub(super) fn open_memory_file(path: &Path) -> io::Result<File> {
     File::options().read(true).write(true).open(path)
 }

@@ -1,15 +1,15 @@
-//! [`PartMessage`]: what the process of a part reports to `launch gpu-check`, as lines of JSON on
-//! its stdout.
+//! [`PartMessage`]: what a process that runs one part of `launch gpu-check` reports to the parent
+//! process, as lines of JSON on its stdout.
 use diagnostic::Diagnostic;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The start of each line of stdout with which the process of a check part sends a message to
-/// `launch gpu-check`. Other lines are output of libraries.
+/// The start of each line of stdout by which a process that runs one part of `launch gpu-check`
+/// sends a message to the parent process. Other lines are output of libraries.
 pub(super) const MESSAGE_PREFIX: &str = "gpu-check-message ";
 
-/// A message that the process of a check part sends to the parent process: a row of the table,
-/// further values, or its end.
+/// A message that a process which runs one part of `launch gpu-check` sends to the parent process:
+/// a row of the result table, further values, or the end of the part.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "snake_case")]
 pub(super) enum PartMessage {
@@ -39,7 +39,8 @@ pub(super) struct Row {
     pub(super) data: Value,
 }
 
-/// The result of a row of the table, such as passed, failed or skipped.
+/// The result that a row of the table of `launch gpu-check` shows, such as passed, failed or
+/// skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum RowResult {
@@ -54,7 +55,7 @@ pub(super) enum RowResult {
 }
 
 impl RowResult {
-    /// Returns the text by which the table shows this result, such as `ok`.
+    /// Returns the text by which the table of `launch gpu-check` shows this result, such as `ok`.
     pub(super) fn label(self) -> &'static str {
         match self {
             RowResult::Ok => "ok",
@@ -66,7 +67,7 @@ impl RowResult {
 }
 
 impl Row {
-    /// Creates a row of the result table with measured values, without a comparison.
+    /// Creates a row of the result table that shows measured values and compares nothing.
     pub(super) fn measured(subject: impl Into<String>, values: impl Into<String>, data: Value) -> Row {
         let (subject, values) = (subject.into(), values.into());
         Row { subject, values, result: RowResult::Measured, cause: None, data }
@@ -85,8 +86,7 @@ impl Row {
     }
 }
 
-/// Sends the messages of a check part (a piece of `launch gpu-check` in a separate process) to the
-/// parent process.
+/// Sends the messages of a process that runs one part of `launch gpu-check` to the parent process.
 pub(super) struct PartOutput;
 
 impl PartOutput {
@@ -95,8 +95,8 @@ impl PartOutput {
         self.print_message(&PartMessage::Row(row));
     }
 
-    /// Sends values with a name to the parent process, which stores them in the JSON report but
-    /// does not print them.
+    /// Sends named values to the parent process, which stores them in the JSON report of `launch
+    /// gpu-check` but does not print them.
     pub(super) fn send_details(&self, name: &str, value: Value) {
         self.print_message(&PartMessage::Details { name: name.to_owned(), value });
     }

@@ -1,6 +1,7 @@
-//! [`TwoRankTraining`]: two ranks that share a GPU and exchange data with NCCL. Each is a process,
-//! because two ranks in one CUDA context can block each other: a kernel of NCCL waits for the other
-//! rank, whose next call waits until the context is idle.
+//! [`TwoRankTraining`]: training with two ranks that share one GPU and exchange data with NCCL, as
+//! part of `launch gpu-check`. Each is a process, because two ranks in one CUDA context can block
+//! each other: a kernel of NCCL waits for the other rank, whose next call waits until the context
+//! is idle.
 use super::{
     check_job::GpuOpener,
     curve_training::{TrainingCurve, require_equal_curves, train_rank_for_curve},
@@ -24,12 +25,14 @@ use std::{
     time::Duration,
 };
 
-/// The time after which the process of rank 1 is killed if it has not ended.
+/// The time after which the process of rank 1 of the two-rank training is killed if it has not
+/// ended.
 const RANK_TIMEOUT: Duration = Duration::from_secs(60);
 /// The size in bytes of each slot through which a rank exchanges data with the other one in shared
 /// memory.
 const STAGING_BYTES: usize = 1 << 20;
-/// The name under which the process of rank 1 reports its losses to that of rank 0.
+/// The name of the message in which the process of rank 1 reports its losses to the process of rank
+/// 0.
 const RANK_ONE_CURVE_NAME: &str = "curve of rank 1";
 
 /// Trains with two ranks that share a GPU, each in a separate process.
@@ -80,7 +83,8 @@ impl TwoRankTraining<'_> {
         })
     }
 
-    /// Trains as rank 1, and sends the losses to the process of rank 0.
+    /// Trains as rank 1 together with rank 0, and sends the losses to the process of rank 0, which
+    /// compares them.
     pub(super) fn train_as_rank_one(
         &self,
         output: &PartOutput,
@@ -98,13 +102,15 @@ impl TwoRankTraining<'_> {
     }
 }
 
-/// Joins the group of the two ranks, which communicate through the shared memory `memory`.
+/// Joins this process to the group of the two ranks, which communicate through the shared memory
+/// `memory`.
 fn join_ranks(memory: OwnedFd, rank: usize) -> diagnostic::Result<Arc<dyn Comm>> {
     let limits = ShmLimits { staging_bytes: STAGING_BYTES, ..ShmLimits::default() };
     Ok(Arc::new(ShmComm::join(memory, rank, 2, limits)?))
 }
 
-/// Runs the process of rank 1 until it ends, and returns the losses that it reports.
+/// Runs the process of rank 1 of the two-rank training until it ends, and returns the losses that
+/// it has reported.
 fn run_rank_one_process(command: &PartCommand) -> diagnostic::Result<TrainingCurve> {
     let (mut curve, mut failure) = (None, None);
     let PartOutcome { end, output, .. } = run_part_process(command, RANK_TIMEOUT, |message| match message {
@@ -128,7 +134,7 @@ fn run_rank_one_process(command: &PartCommand) -> diagnostic::Result<TrainingCur
     }
 }
 
-/// Converts an error of shared memory to a diagnostic.
+/// Converts an error of creating or opening shared memory to a diagnostic.
 fn to_shared_memory_error(error: std::io::Error) -> Diagnostic {
     Diagnostic::error(codes::training::SHARED_MEMORY_MISSING, format!("the ranks share no memory: {error}"))
 }

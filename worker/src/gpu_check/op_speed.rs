@@ -25,7 +25,8 @@ struct TimedOp<'a> {
     run: Box<dyn FnMut() + 'a>,
 }
 
-/// A group of GPU operations whose speed is measured in one process.
+/// A group of GPU operations, such as matmuls, whose speed one process of `launch gpu-check`
+/// measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SpeedGroup {
     /// A copy within the GPU's memory and a large matmul: the highest rates that other operations
@@ -40,8 +41,8 @@ pub(super) enum SpeedGroup {
 }
 
 impl SpeedGroup {
-    /// The groups of operations of which models consist, with the names of the check parts that
-    /// measure their speed.
+    /// The groups of operations that models consist of, each with the name of the part of `launch
+    /// gpu-check` that measures their speed.
     pub(super) const MODEL_OPERATION_GROUPS: [(&str, SpeedGroup); 3] = [
         ("matmul", SpeedGroup::Matmul),
         ("attention", SpeedGroup::Attention),
@@ -49,8 +50,8 @@ impl SpeedGroup {
     ];
 }
 
-/// Measures the speed of the operations of a group on the GPU, and reports a row of the result
-/// table for each. `cudnn` is the GPU opened with cuDNN, if cuDNN is available.
+/// Measures the speed of a group of operations on the GPU, and reports a row of the result table
+/// for each operation. `cudnn` is the GPU opened with cuDNN, if cuDNN is available.
 pub(super) fn measure_op_speed(
     output: &PartOutput,
     group: SpeedGroup,
@@ -86,7 +87,7 @@ pub(super) fn measure_op_speed(
     Ok(())
 }
 
-/// Measures the speed of an operation, and reports its row of the result table.
+/// Measures the speed of one operation on the GPU, and reports it as a row of the result table.
 fn measure_and_report_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> Result<(), DeviceError> {
     for _ in 0..3 {
         (op.run)();
@@ -107,7 +108,8 @@ fn measure_and_report_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> R
     Ok(())
 }
 
-/// Prepares the measurement of the speed of a copy within the GPU's memory.
+/// Prepares the measurement of a copy within the GPU's memory: allocates the buffers, and returns
+/// the operation with its number of bytes.
 fn prepare_timed_copy(cuda: &Cuda) -> Result<TimedOp<'_>, CudaError> {
     const COPIED_ELEMENTS: usize = 256 << 20;
     let [mut to, from] = allocate_zeroed_buffers(cuda, Dtype::F32, [COPIED_ELEMENTS, COPIED_ELEMENTS])?;

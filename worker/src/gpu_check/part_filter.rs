@@ -1,4 +1,4 @@
-//! [`PartFilter`]: which parts of the check the options of `launch gpu-check` leave out.
+//! [`PartFilter`]: which parts of the GPU check the options of `launch gpu-check` leave out.
 
 /// Which parts of the check the options `--quick`, `--tiny` and `--ops` of `launch gpu-check` leave
 /// out or shorten.

@@ -23,21 +23,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The largest number of output lines of a check part's process that wait in the queue to the
-/// parent process. A process that prints faster waits.
+/// The largest number of output lines of a process that runs a part of the GPU check which wait for
+/// the parent process to read them. A process that prints faster waits.
 const LINE_QUEUE_CAPACITY: usize = 64;
-/// The longest accepted line in bytes that the process of a check part prints. The rest of a longer
-/// line is dropped.
+/// The longest accepted output line, in bytes, of a process that runs one part of the GPU check.
+/// The rest of a longer line is dropped.
 const MAX_LINE_BYTES: u64 = 4 << 20;
-/// The number of output lines apart from messages, such as warnings of libraries, that are kept
-/// from the start and from the end of the output.
+/// The number of output lines, such as warnings of libraries, that are kept from the start and from
+/// the end of the output of a part of the GPU check.
 const KEPT_OUTPUT_LINES: usize = 30;
-/// The number of characters that are kept of each output line apart from messages.
+/// The number of characters that are kept of each output line, such as a warning of a library, of a
+/// part of the GPU check.
 const KEPT_LINE_CHARS: usize = 400;
-/// How long a killed process may take to end. A process that hangs in the driver may take longer,
-/// and is then left behind.
+/// How long a process that runs a part of the GPU check may take to end after it was killed. A
+/// process that hangs in the driver may take longer, and is then left behind.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// The interval between two checks of whether the process of a check part has ended.
+/// The interval between two checks of whether the process that runs a part of the GPU check has
+/// ended.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The command line of a process that runs one part of the GPU check.
@@ -50,7 +52,8 @@ pub(super) struct PartCommand {
 }
 
 impl PartCommand {
-    /// Creates the command line that runs the check part `part` on GPU number `device`.
+    /// Creates the command line of a process that runs the part `part` of the GPU check on GPU
+    /// number `device`.
     pub(super) fn new(part: &str, device: usize, filter: PartFilter) -> PartCommand {
         let PartFilter { quick, tiny, ops_only: _ } = filter;
         let device = device.to_string();
@@ -62,8 +65,8 @@ impl PartCommand {
     }
 }
 
-/// How the process of a check part ended: it exited, it was killed after its time limit, or its end
-/// could not be observed.
+/// How a process that ran a part of the GPU check ended: it exited, it was killed at its time
+/// limit, or its end could not be observed.
 #[derive(Debug)]
 pub(super) enum PartEnd {
     /// The process ended with this status.
@@ -74,7 +77,8 @@ pub(super) enum PartEnd {
     Unobserved(io::Error),
 }
 
-/// What the process of a check part printed apart from messages, how it ended, and how long it ran.
+/// The result of a process that ran a part of the GPU check: its output apart from messages to the
+/// parent, how it ended, and how long it ran.
 pub(super) struct PartOutcome {
     pub(super) end: PartEnd,
     pub(super) seconds: f64,
@@ -82,15 +86,15 @@ pub(super) struct PartOutcome {
     pub(super) output: Vec<String>,
 }
 
-/// A line that the process of a check part printed: a message to the parent process, or other
-/// output.
+/// A line that a process which runs a part of the GPU check has printed: a message to the parent
+/// process, or other output.
 enum PartLine {
     Message(PartMessage),
     Other(String),
 }
 
-/// Runs a check part in a new process, and calls `on_message` for each of its messages as soon as
-/// it arrives. Kills the process and its descendants after `limit`.
+/// Runs a part of the GPU check in a new process, and passes each of its messages to `on_message`
+/// as soon as it arrives. Kills the process and its descendants after `limit`.
 pub(super) fn run_part_process(
     command: &PartCommand,
     limit: Duration,
@@ -145,8 +149,8 @@ pub(super) fn query_nvidia_smi(bus_id: &str) -> io::Result<String> {
     if output.status.success() { Ok(format!("{FIELDS}: {text}")) } else { Err(io::Error::other(text)) }
 }
 
-/// Starts the process of a check part as the leader of a new process group. The kernel kills the
-/// process when this process ends.
+/// Starts the process that runs a part of the GPU check, as the leader of a new process group, so
+/// that all its descendants can be killed. The kernel kills the process when this process ends.
 fn start_part_process(part: &PartCommand) -> io::Result<Child> {
     let mut command = match part.wrapper.split_first() {
         None => Command::new("/proc/self/exe"),
@@ -168,8 +172,8 @@ fn start_part_process(part: &PartCommand) -> io::Result<Child> {
     command.spawn()
 }
 
-/// Starts threads that read the lines of the process's stdout and stderr, and returns the channel
-/// to which they send the lines. The channel is closed when both streams have ended.
+/// Starts threads that read the stdout and the stderr of a process line by line, and returns the
+/// channel to which they send the lines. The channel is closed when both streams have ended.
 fn spawn_line_readers(child: &mut Child) -> Receiver<PartLine> {
     let (sender, receiver) = sync_channel(LINE_QUEUE_CAPACITY);
     let spawn_reader = |stream: Option<Box<dyn Read + Send>>| {
@@ -191,8 +195,8 @@ fn spawn_line_readers(child: &mut Child) -> Receiver<PartLine> {
     receiver
 }
 
-/// Reads the next line of the process's output that is not empty, and decodes it if it is a
-/// message. Returns `None` at the end of the stream.
+/// Reads the next nonempty line from the output of a part of the GPU check, and decodes it if it is
+/// a message to the parent process. Returns `None` at the end of the stream.
 fn read_nonempty_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>> {
     let mut bytes = Vec::new();
     while bytes.trim_ascii().is_empty() {
@@ -219,8 +223,8 @@ fn read_nonempty_line(reader: &mut impl BufRead) -> io::Result<Option<PartLine>>
     )))
 }
 
-/// Passes the output lines of the process `child` to `on_line` until it ends or the time `deadline`
-/// is reached, and then kills its process group.
+/// Passes the output lines of the process `child` to `on_line` until the process ends, or kills its
+/// process group at the time `deadline`.
 fn process_lines_until_end(
     child: &mut Child,
     lines: &Receiver<PartLine>,
@@ -258,7 +262,8 @@ fn process_lines_until_end(
 }
 
 impl PartEnd {
-    /// Describes how the process of a check part ended, as the reason for a failure of the part.
+    /// Describes how the process of a part of the GPU check ended, as the reason why the part
+    /// failed.
     pub(super) fn describe(&self) -> String {
         match self {
             PartEnd::Exited(status) => match (status.code(), status.signal()) {

@@ -19,20 +19,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time below which a failed check part is repeated immediately, and not after all other parts.
+/// A part of the GPU check that fails within this time is repeated immediately; others are repeated
+/// after all parts have run.
 const MAX_QUICK_FAILURE_TIME: Duration = Duration::from_secs(30);
-/// The time limit for repeating a failed check part with blocking kernel launches
-/// (`CUDA_LAUNCH_BLOCKING`).
+/// The time limit for repeating a failed part of the GPU check with blocking kernel launches
+/// (`CUDA_LAUNCH_BLOCKING`), to find the kernel that failed.
 const MAX_REPEAT_TIME: Duration = Duration::from_secs(60);
-/// The time limit for repeating a failed check part under compute-sanitizer.
+/// The time limit for repeating a failed part of the GPU check under compute-sanitizer, which
+/// detects invalid memory accesses.
 const MAX_SANITIZED_REPEAT_TIME: Duration = Duration::from_secs(120);
-/// The time that must be left of the whole check for repeating a failed part.
+/// The time that the whole GPU check must have left to repeat a part that failed.
 const MIN_REPEAT_TIME: Duration = Duration::from_secs(2);
 
-/// The largest number of GPU calls before a failure that are reported.
+/// The largest number of GPU calls, the last ones before a failure, that are printed for a failed
+/// part of the GPU check.
 const MAX_REPORTED_LAUNCHES: usize = 32;
 
-/// The options with which the parts of a GPU check run, such as the device and the time limit.
+/// The options of a run of `launch gpu-check` that apply to all its parts, such as the device and
+/// the time limit.
 pub(super) struct CheckRunOptions<'a> {
     pub(super) device: usize,
     pub(super) filter: PartFilter,
@@ -44,7 +48,8 @@ pub(super) struct CheckRunOptions<'a> {
     pub(super) resume: Option<&'a Path>,
 }
 
-/// Whether a check part runs normally, with blocking kernel launches, or under compute-sanitizer.
+/// Whether a part of the GPU check runs normally, or is repeated with blocking kernel launches or
+/// under compute-sanitizer to find the cause of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PartRunMode {
     Normal,
@@ -55,7 +60,8 @@ enum PartRunMode {
 }
 
 impl PartRunMode {
-    /// Returns the name that the table shows for a run of the part `part` in this mode.
+    /// Returns the name under which the result table shows the part `part` of the GPU check when it
+    /// runs in this mode.
     fn display_name_of_part(self, part: &str) -> String {
         match self {
             PartRunMode::Normal => part.to_owned(),
@@ -65,7 +71,8 @@ impl PartRunMode {
     }
 }
 
-/// Runs the parts of a GPU check, and collects their results within the time limit.
+/// Runs the parts of the GPU check one after the other, as long as time is left, and collects their
+/// results.
 struct PartRunner<'a> {
     options: CheckRunOptions<'a>,
     began: Instant,
@@ -75,8 +82,8 @@ struct PartRunner<'a> {
     unusable: Option<Diagnostic>,
 }
 
-/// Runs the check parts `parts`, each in a process, and prints and stores their results. Returns
-/// whether no row has failed.
+/// Runs the parts `parts` of the GPU check, each in a separate process, and prints and stores their
+/// results. Returns whether no row has failed.
 ///
 /// # Errors
 ///
@@ -105,13 +112,13 @@ pub(super) fn run_parts(options: CheckRunOptions, parts: &[Part]) -> diagnostic:
 }
 
 impl PartRunner<'_> {
-    /// Returns the time that is left for further parts of the check.
+    /// Returns the time that is left for further parts of the GPU check.
     fn remaining_check_time(&self) -> Duration {
         Duration::from_secs(self.options.seconds).saturating_sub(self.began.elapsed())
     }
 
-    /// Runs a check part, or skips it if the GPU is not usable or too little time is left. Repeats
-    /// a part that fails soon.
+    /// Runs a part of the GPU check, or records it as skipped if the GPU is not usable or too
+    /// little time is left. Repeats a part that fails soon.
     fn run_or_skip_part(&mut self, part: &Part) -> PartRecord {
         let left = self.remaining_check_time().as_secs();
         let cause = if self.unusable.is_some() {
@@ -138,9 +145,9 @@ impl PartRunner<'_> {
         record
     }
 
-    /// Repeats failed check parts with blocking kernel launches and then under compute-sanitizer,
-    /// as long as time is left. Parts that were already repeated with blocking launches are only
-    /// repeated under compute-sanitizer.
+    /// Repeats the failed parts of the GPU check with blocking kernel launches and then under
+    /// compute-sanitizer, as long as time is left, to find the causes. Parts that were already
+    /// repeated with blocking launches are only repeated under compute-sanitizer.
     fn repeat_failures(&mut self, parts: &[Part]) -> diagnostic::Result<()> {
         let sanitizer = find_sanitizer();
         for mode in [PartRunMode::Blocking, PartRunMode::Sanitized] {
@@ -166,13 +173,14 @@ impl PartRunner<'_> {
         self.write_report()
     }
 
-    /// Repeats a failed check part in the mode `mode`. Returns `None` if too little time is left.
+    /// Repeats a failed part of the GPU check in the mode `mode` (with blocking kernel launches or
+    /// under compute-sanitizer). Returns `None` if too little time is left.
     fn repeat_part(&mut self, part: &Part, mode: PartRunMode, limit: Duration) -> Option<PartRecord> {
         (self.remaining_check_time() >= MIN_REPEAT_TIME).then(|| self.run_part_in_process(part, mode, limit))
     }
 
-    /// Runs a check part in a new process, and prints its rows of the result table as they arrive.
-    /// Prints the last launches and the output of a part that fails.
+    /// Runs a part of the GPU check in a new process, and prints its rows of the result table as
+    /// they arrive. Prints the last launches and the output of a part that fails.
     fn run_part_in_process(&mut self, part: &Part, mode: PartRunMode, limit: Duration) -> PartRecord {
         let name = mode.display_name_of_part(&part.name);
         let launch_log = MemoryFile::create();
@@ -208,8 +216,9 @@ impl PartRunner<'_> {
         record
     }
 
-    /// Returns why a check part failed, or `None` if its process ended as expected or one of its
-    /// rows already names the failure. `end` is the last message of the process, if it sent one.
+    /// Returns why a part of the GPU check failed, or `None` if its process ended as expected or a
+    /// row of the table already shows the failure. `end` is the last message of the process, if it
+    /// sent one.
     fn find_failure_reason(
         &mut self,
         part: &Part,
@@ -237,7 +246,8 @@ impl PartRunner<'_> {
         }
     }
 
-    /// Prints the last GPU calls and the output of a check part that failed.
+    /// Prints what helps to explain why a part of the GPU check failed: its last GPU calls and its
+    /// output.
     fn print_failure_evidence(&mut self, record: &PartRecord) {
         let mut lines = Vec::new();
         for (title, evidence) in
@@ -253,7 +263,8 @@ impl PartRunner<'_> {
         }
     }
 
-    /// Builds the command line of the process that runs a check part in the mode `mode`.
+    /// Builds the command line of the process that runs a part of the GPU check, normally or
+    /// (`mode`) to find the cause of a failure.
     fn build_part_command(
         &self,
         part: &Part,
@@ -280,7 +291,8 @@ impl PartRunner<'_> {
     }
 }
 
-/// Returns the last GPU calls that a process recorded in its launch log, the latest one last.
+/// Returns the last GPU calls of a process, oldest first, from the file in memory (launch log) in
+/// which the process records its calls.
 fn read_last_launches(log: &MemoryFile) -> io::Result<Vec<String>> {
     let mut launches = read_launch_log(&log.path())?;
     launches.drain(..launches.len().saturating_sub(MAX_REPORTED_LAUNCHES));

@@ -1,5 +1,5 @@
 //! [`Part`]: a piece of `launch gpu-check` that runs in a separate process, and the list of all
-//! parts in the order in which they run: the most valuable results come first.
+//! parts, the most important ones first.
 use super::{
     curve_cases::{CURVE_PRECISIONS, CurveRanks, select_curve_cases},
     op_speed::SpeedGroup,
@@ -11,10 +11,12 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::env;
 use std::ffi::OsString;
 
-/// The name of the check part that describes the machine, which runs first.
+/// The name of the part of `launch gpu-check` that describes the machine and runs before all
+/// others.
 pub(super) const ENVIRONMENT_PART: &str = "environment";
-/// The name of the group of check parts that only time the operations of a training step. They run
-/// only if `--only` or `--profile` selects them, because the parts that time models do this, too.
+/// The name of the group of those parts of `launch gpu-check` that only time the operations of a
+/// training step. They run only if `--only` or `--profile` selects them, because the parts that
+/// time models do this, too.
 pub(super) const PROFILES_GROUP: &str = "profiles";
 
 /// What a part of the GPU check does, such as comparing operations with the CPU or timing the
@@ -56,7 +58,8 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// Returns the environment variables that the process of this check part needs.
+    /// Returns the environment variables that must be set for the process that runs this part of
+    /// the GPU check.
     pub(super) fn list_environment_variables(&self) -> Vec<(&'static str, OsString)> {
         match self.work {
             PartWork::Curve { transport: CurveRanks::NcclTwoRanks, .. } => vec![
@@ -70,8 +73,8 @@ impl Part {
         }
     }
 
-    /// Returns whether `selector`, an element of the option `--only`, selects this check part: its
-    /// name or its group.
+    /// Returns whether `selector`, a name in the option `--only` of `launch gpu-check`, is the name
+    /// of this part or of its group.
     fn is_selected_by(&self, selector: &str) -> bool {
         self.name == selector || self.name.split_once('/').is_some_and(|(group, _)| group == selector)
     }
@@ -115,7 +118,8 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     parts
 }
 
-/// Passes the check parts that train models to the callback `add`.
+/// Passes the parts of the GPU check that train models to the callback `add`, which appends them to
+/// the list of parts.
 fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64)) {
     let add_curves = |add: &mut dyn FnMut(String, PartWork, u64, u64), transport: CurveRanks| {
         for (case, curve) in select_curve_cases(tiny).iter().enumerate() {
@@ -146,16 +150,16 @@ fn add_training_parts(tiny: bool, add: &mut dyn FnMut(String, PartWork, u64, u64
     add_curves(add, CurveRanks::NcclTwoRanks);
 }
 
-/// Converts the name of a family of operations to the name of its check part: `norms, bias` becomes
-/// `norms-bias`.
+/// Converts the name of a family of operations to the name of the part of the GPU check that
+/// compares them: `norms, bias` becomes `norms-bias`.
 fn to_part_name(family: &str) -> String {
     let words = family.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join("-").to_ascii_lowercase()
 }
 
-/// Returns those of the check parts `parts` that the option `--only` selects, in the order of
-/// `parts`. An empty `only` selects every part except those of the group [`PROFILES_GROUP`]. Fails
-/// if an element of `only` selects no part.
+/// Returns, in their order, those of the parts `parts` of the GPU check that the user has selected
+/// by the option `--only`. An empty `only` selects every part except those of the group
+/// [`PROFILES_GROUP`]. Fails if an element of `only` selects no part.
 pub(super) fn select_parts(parts: Vec<Part>, only: &[String]) -> diagnostic::Result<Vec<Part>> {
     if let Some(unknown) = only.iter().find(|name| !parts.iter().any(|part| part.is_selected_by(name))) {
         let message = format!("the part `{unknown}` does not exist");

@@ -1,4 +1,5 @@
-//! [`GpuCheckReport`]: all results of a `launch gpu-check`, as the JSON file of `--json`.
+//! [`GpuCheckReport`]: all results of a run of `launch gpu-check`, in the form of the JSON file
+//! that the user requests by `--json`.
 use super::message::{Row, RowResult};
 use diagnostic::{Diagnostic, codes};
 use serde::{Deserialize, Serialize};
@@ -10,9 +11,9 @@ use std::{
     path::Path,
 };
 
-/// The version of the format of the JSON report.
+/// The version of the format of the JSON report of `launch gpu-check`.
 const FORMAT_VERSION: u32 = 1;
-/// The largest JSON report that is read, in bytes.
+/// The size in bytes of the largest JSON report of `launch gpu-check` that is read.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
 /// All results of one run of `launch gpu-check`, as its JSON file contains them.
@@ -27,8 +28,8 @@ pub(super) struct GpuCheckReport {
     pub(super) parts: Vec<PartRecord>,
 }
 
-/// The results of one part of a GPU check: its rows of the result table, and further values for the
-/// JSON file.
+/// The recorded results of one part of the GPU check: its rows of the result table, and further
+/// values that only the JSON report contains.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct PartRecord {
     pub(super) name: String,
@@ -52,7 +53,7 @@ pub(super) struct PartRecord {
 }
 
 impl PartRecord {
-    /// Creates the results of a check part whose process has ended.
+    /// Creates the record of a part of the GPU check whose process has ended.
     pub(super) fn new(
         name: &str,
         began_at: f64,
@@ -65,14 +66,14 @@ impl PartRecord {
         PartRecord { name, result, began_at, seconds, rows, details, output, launches, repeats }
     }
 
-    /// Creates the results of a check part that was skipped. `row` contains the reason.
+    /// Creates the record of a part of the GPU check that was skipped. `row` contains the reason.
     pub(super) fn new_skipped(name: &str, at: f64, row: Row) -> PartRecord {
         PartRecord::new(name, at, 0.0, vec![row], Map::new())
     }
 }
 
-/// Returns the result of a check part from the results of its rows: failed if one row failed, and
-/// skipped if every row was skipped.
+/// Returns the result of a part of the GPU check from the results of its table rows: failed if any
+/// row failed, and skipped if all were skipped.
 fn combine_row_results(rows: &[Row]) -> RowResult {
     let has = |result| rows.iter().any(|row| row.result == result);
     match () {
@@ -90,8 +91,7 @@ impl GpuCheckReport {
         GpuCheckReport { format: FORMAT_VERSION, launch, tiny, seconds: 0.0, parts: Vec::new() }
     }
 
-    /// Returns the results of the check part `name`, if the report contains them and the part
-    /// passed.
+    /// Returns the recorded results of the part `name` of the GPU check if the part has passed.
     pub(super) fn find_passed_part(&self, name: &str) -> Option<&PartRecord> {
         let is_passed = |part: &&PartRecord| matches!(part.result, RowResult::Ok | RowResult::Measured);
         self.parts.iter().filter(is_passed).find(|part| part.name == name)
@@ -115,7 +115,8 @@ impl GpuCheckReport {
         Ok(report)
     }
 
-    /// Writes the report of the GPU check to a JSON file, which is replaced as a whole.
+    /// Writes the report of the GPU check to a JSON file, whose previous content is replaced
+    /// atomically.
     pub(super) fn write(&self, path: &Path) -> diagnostic::Result<()> {
         let mut bytes = serde_json::to_vec_pretty(self).unwrap_or_default();
         bytes.push(b'\n');
@@ -126,7 +127,8 @@ impl GpuCheckReport {
     }
 }
 
-/// Reads the bytes of a report file, of at most [`MAX_FILE_BYTES`] bytes.
+/// Reads the JSON report of an earlier GPU check, and fails if it is larger than
+/// [`MAX_FILE_BYTES`].
 fn read_report_bytes(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;

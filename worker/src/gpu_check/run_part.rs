@@ -21,18 +21,19 @@ use diagnostic::{Diagnostic, codes};
 use serde_json::json;
 use std::{path::Path, sync::Arc};
 
-/// The number of random shapes on which each family of operations is compared between GPU and CPU.
+/// The number of random shapes for which the GPU check compares each family of operations on the
+/// GPU with the CPU.
 const RANDOM_SHAPES: usize = 40;
-/// The number of random shapes on which each family of operations is compared if `--quick` is
-/// given.
+/// The number of random shapes for which the GPU check with `--quick` compares each family of
+/// operations on the GPU with the CPU.
 const QUICK_RANDOM_SHAPES: usize = 2;
 
-/// The number by which `--tiny` divides the sizes of the realistic shapes on which operations are
-/// compared.
+/// The number by which the GPU check with `--tiny` divides the sizes of the realistic shapes on
+/// which operations are compared.
 const TINY_SHAPE_DIVISOR: usize = 1 << 9;
 
-/// Runs the check part `name` in this process, and sends its rows of the result table and its end
-/// to the parent process. Logs the launches in the file `launch_log`. With `rank_memory`, runs the
+/// Runs the part `name` of the GPU check in this process, and sends its table rows and its end to
+/// the parent process. Logs the launches in the file `launch_log`. With `rank_memory`, runs the
 /// part as rank 1, which shares that memory with rank 0. Returns whether the part ended without an
 /// error.
 pub(super) fn run_part(
@@ -58,15 +59,15 @@ pub(super) fn run_part(
     Ok(is_ok)
 }
 
-/// Opens GPU number `device` for the operations of the built-in runtime. An error has the category
-/// `Cluster`.
+/// Opens GPU number `device` for the operations of launch's own training runtime. An error has the
+/// category `Cluster`.
 pub(super) fn open_gpu(device: usize) -> diagnostic::Result<Arc<Cuda>> {
     Cuda::open(&collect_library_search_paths(&[], Path::new("")), device, find_kernel_cache_directory())
         .map(Arc::new)
         .map_err(to_unusable_gpu_error)
 }
 
-/// Does the work of the check part `name`, and sends its rows of the result table to the parent
+/// Does the work of the part `name` of the GPU check, and sends its table rows to the parent
 /// process.
 fn do_part_work(
     output: &PartOutput,

@@ -2,7 +2,8 @@
 use super::message::Row;
 use std::time::Instant;
 
-/// Prints the result table of `launch gpu-check` row by row, with the elapsed time.
+/// Prints the result table of `launch gpu-check` row by row, each with the time since the start of
+/// the check.
 pub(super) struct ResultTable {
     began: Instant,
     /// Whether the next row needs the header of the table.
@@ -15,7 +16,7 @@ impl ResultTable {
         ResultTable { began, needs_header: true }
     }
 
-    /// Prints a row of the result table, which belongs to the check part `part`.
+    /// Prints a row of the result table, which belongs to the part `part` of the GPU check.
     pub(super) fn print_row(&mut self, part: &str, row: &Row) {
         if std::mem::take(&mut self.needs_header) {
             println!("| at, s | part | subject | values | result |\n|---|---|---|---|---|");
@@ -29,7 +30,8 @@ impl ResultTable {
         println!("| {elapsed:.1} | {part} | {subject} | {values} | {result} |");
     }
 
-    /// Prints a paragraph between rows of the result table.
+    /// Prints a paragraph of text, such as an explanation of a failure, between rows of the result
+    /// table.
     pub(super) fn print_paragraph<S: AsRef<str>>(&mut self, lines: impl IntoIterator<Item = S>) {
         println!();
         for line in lines {
@@ -43,8 +45,8 @@ impl ResultTable {
 /// The longest text of a table cell, in characters.
 const MAX_CELL_CHARS: usize = 400;
 
-/// Converts a text to the content of a table cell. The end of a long text, which the JSON file
-/// contains, is cut off.
+/// Converts a text to the content of a table cell: one line without control characters and with a
+/// limited length. The end of a long text, which the JSON file contains, is cut off.
 fn to_table_cell(text: &str) -> String {
     let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
     let line = diagnostic::terminal_text::filter_line(&line).replace('|', "/");

@@ -26,14 +26,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The smallest share of a step's time that an operation needs for a row of the result table.
+/// The smallest share of a training step's time from which on an operation gets a row of the result
+/// table.
 const MIN_PRINTED_TIME_SHARE: f64 = 0.01;
-/// The peak rates of GPUs in dense bf16 operations per second, from NVIDIA's data sheets (SXM).
+/// The names of GPUs with their peak rates in dense bf16 operations per second, from NVIDIA's data
+/// sheets (SXM versions).
 const PEAK_BF16_FLOPS: [(&str, f64); 4] =
     [("H100", 989.5e12), ("H200", 989.5e12), ("A100", 312e12), ("B200", 2250e12)];
 
-/// Measures the training speed of model number `number` and the time of each operation of one of
-/// its steps, and reports the rows.
+/// Measures the training speed of model number `number` and the time of each operation of a
+/// training step, and reports table rows of `launch gpu-check`.
 pub(super) fn report_model_speed(
     output: &PartOutput,
     open: GpuOpener,
@@ -56,8 +58,8 @@ pub(super) fn report_model_speed(
     report_used_kernels(output, &model.cuda)
 }
 
-/// Measures the time of each operation of a training step of model number `number`, and reports a
-/// row for each.
+/// Measures the time of each operation of a training step of the model number `number`, and reports
+/// each as a row of the result table.
 pub(super) fn report_model_profile(
     output: &PartOutput,
     open: GpuOpener,
@@ -72,8 +74,8 @@ pub(super) fn report_model_profile(
     report_step_profile(output, timed, &mut model, 0.0)
 }
 
-/// Measures how long saving a checkpoint of model number `number` blocks and slows down training,
-/// and reports a row.
+/// Measures how long saving a checkpoint of model number `number` blocks training and how much it
+/// slows training down, and reports a table row.
 pub(super) fn report_save_cost(
     output: &PartOutput,
     open: GpuOpener,
@@ -97,8 +99,8 @@ pub(super) fn report_save_cost(
     Ok(())
 }
 
-/// Builds the model on the GPU and runs the first steps, or reports a skipped row and returns
-/// `None` if the GPU has too little free memory.
+/// Builds the model on the GPU and runs the first steps, which are slower, if the GPU has enough
+/// free memory, and otherwise reports that the model is skipped.
 fn warm_up_if_it_fits(
     output: &PartOutput,
     timed: &TimedModel,
@@ -113,8 +115,8 @@ fn warm_up_if_it_fits(
     warm_up_model(timed, cuda).map(Some)
 }
 
-/// Measures the speed and the memory of training model number `number`. Returns the measured values
-/// as JSON.
+/// Measures how fast the model number `number` is trained on the GPU, and how much memory this
+/// takes. Returns the measured values as JSON.
 pub(super) fn measure_model(open: GpuOpener, tiny: bool, number: usize) -> diagnostic::Result<Value> {
     let timed = find_model_by_number(tiny, number)?;
     let (cuda, duration) = (open()?, select_timed_models(tiny).1);
@@ -122,7 +124,8 @@ pub(super) fn measure_model(open: GpuOpener, tiny: bool, number: usize) -> diagn
     Ok(measured.to_json(timed))
 }
 
-/// The measured values of one model's training: speed, peak memory and cost of saving.
+/// What was measured while a model was trained on the GPU: speed, peak memory, and how much saving
+/// a checkpoint slows down training.
 struct TrainingMeasurement {
     tokens_per_s: f64,
     /// Floating-point operations per second.
@@ -175,7 +178,7 @@ fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<Warm
     Ok(WarmedUpModel { job, spec, cuda, running })
 }
 
-/// A trainer that has already run the first steps, which are slower, on an open GPU.
+/// A trainer on an open GPU that has already run the first steps, which are slower than the others.
 struct WarmedUpModel {
     job: JobSpec,
     spec: TrainSpec,
@@ -183,8 +186,9 @@ struct WarmedUpModel {
     running: RunningTrainer,
 }
 
-/// Measures the time of each operation of a training step. Reports a row for each operation that
-/// takes at least the share `min_share` of the step, and all operations in the JSON file.
+/// Measures the time of each operation of a training step, and reports operations with a large
+/// share as rows of the result table. Reports a row for each operation that takes at least the
+/// share `min_share` of the step, and all operations in the JSON file.
 fn report_step_profile(
     output: &PartOutput,
     timed: &TimedModel,
@@ -211,7 +215,7 @@ fn report_step_profile(
     Ok(())
 }
 
-/// Runs training steps for `duration`, and measures their speed and the peak GPU memory.
+/// Runs training steps for the time `duration`, and measures their speed and the peak GPU memory.
 fn measure_training(
     model: &mut WarmedUpModel,
     duration: Duration,
@@ -226,8 +230,8 @@ fn measure_training(
     Ok(TrainingMeasurement { tokens_per_s, flops, mfu, memory: cuda.peak_memory_bytes() })
 }
 
-/// Runs training steps until `is_enough` accepts their number and total time. Returns the mean
-/// seconds of one step.
+/// Runs training steps until the predicate `is_enough` is satisfied by their number and total time,
+/// and returns both. Returns the mean seconds of one step.
 fn time_steps(
     running: &mut RunningTrainer,
     is_enough: &mut dyn FnMut(u32, Duration) -> bool,
@@ -241,7 +245,7 @@ fn time_steps(
     Ok(began.elapsed().as_secs_f64() / f64::from(steps.max(1)))
 }
 
-/// A guard with the path of a temporary directory, which is removed when the guard is dropped.
+/// Removes a temporary directory, for checkpoints of the measured training, when it is dropped.
 struct TemporaryDirectory(PathBuf);
 
 impl Drop for TemporaryDirectory {
@@ -251,7 +255,8 @@ impl Drop for TemporaryDirectory {
     }
 }
 
-/// The measured cost of saving a checkpoint while training continues.
+/// How long saving a checkpoint blocks training, and how much it slows down training that
+/// continues.
 struct SaveCost {
     /// How long training waited for the start of the save.
     blocked_seconds: f64,
@@ -288,7 +293,8 @@ fn measure_save_cost(
     Ok(SaveCost { blocked_seconds: blocked, seconds: saved.seconds, slowdown })
 }
 
-/// Creates the object that saves checkpoints of the measured training in `directory`.
+/// Creates the object that saves checkpoints of the training that is measured to the directory
+/// `directory`.
 fn build_checkpoint_saver(running: &RunningTrainer, job: &JobSpec, directory: &Path) -> CheckpointSaver {
     let (trainer, train, digest) = (&running.trainer, running.train_spec(), "generated".to_owned());
     let metadata = RunMetadata::new(trainer, train, job, digest, (Vec::new(), 0));

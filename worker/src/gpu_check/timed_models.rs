@@ -38,8 +38,9 @@ const BATCH_32X1024: &str = "data.seq_len=1024 batch.global=32 batch.micro=32";
 const BATCH_4X16X1024: &str = "data.seq_len=1024 batch.global=64 batch.micro=16";
 const BATCH_4X8X2048: &str = "data.seq_len=2048 batch.global=32 batch.micro=8";
 
-/// Defines a model whose training is timed, without saving and without offloading. `part_name` is
-/// its name in the names of parts, and `order` its position among the timed models.
+/// Defines a model whose training `launch gpu-check` times, without saving checkpoints and without
+/// offloading optimizer states. `part_name` is its name in the names of parts, and `order` its
+/// position among the timed models.
 const fn define_timed_model(
     (part_name, order, expected_seconds): (&'static str, u8, u64),
     name: &'static str,
@@ -60,7 +61,7 @@ const fn define_timed_model(
     }
 }
 
-/// Defines a model whose timing takes long and needs `min_gib` GiB of GPU memory.
+/// Defines a model whose training takes long to time and needs `min_gib` GiB of GPU memory.
 const fn define_large_model(
     part: (&'static str, u8, u64),
     min_gib: u16,
@@ -70,7 +71,7 @@ const fn define_large_model(
     TimedModel { min_gib, is_late: true, ..define_timed_model(part, name, LLAMA_8B, rest) }
 }
 
-/// The models whose training is timed, with their settings.
+/// The models whose training `launch gpu-check` times, with their settings.
 const TIMED_MODELS: [TimedModel; 16] = [
     TimedModel {
         saves: true,
@@ -166,7 +167,7 @@ const TIMED_MODELS: [TimedModel; 16] = [
 const TINY_LLAMA: &str =
     "vocab_size: 257, hidden_size: 8, intermediate_size: 12, num_hidden_layers: 1, num_attention_heads: 2";
 const BATCH_1X6: &str = "data.seq_len=6 batch.global=1 batch.micro=1";
-/// The small models that are timed instead of [`TIMED_MODELS`] if `tiny` is set.
+/// The small models whose training tests of `launch gpu-check` time (option `--tiny`).
 const TINY_TIMED_MODELS: [TimedModel; 5] = [
     TimedModel {
         saves: true,
@@ -202,15 +203,16 @@ const TINY_TIMED_MODELS: [TimedModel; 5] = [
     ),
 ];
 
-/// How long the training of a model is measured, after the first steps.
+/// How long `launch gpu-check` measures the training of a model, after the first steps.
 const MEASURED_DURATION: Duration = Duration::from_secs(3);
 
-/// Returns the models whose training is timed, and for how long each is measured.
+/// Returns the models whose training `launch gpu-check` times, and for how long each is measured.
 pub(super) fn select_timed_models(tiny: bool) -> (&'static [TimedModel], Duration) {
     if tiny { (&TINY_TIMED_MODELS, Duration::ZERO) } else { (&TIMED_MODELS, MEASURED_DURATION) }
 }
 
-/// Finds the timed model number `number`, counted from 0. Fails if there is none.
+/// Finds the model number `number`, counted from 0, among those whose training `launch gpu-check`
+/// times. Fails if there is none.
 pub(super) fn find_model_by_number(tiny: bool, number: usize) -> diagnostic::Result<&'static TimedModel> {
     let models = select_timed_models(tiny).0;
     models.get(number).ok_or_else(|| {
@@ -219,8 +221,8 @@ pub(super) fn find_model_by_number(tiny: bool, number: usize) -> diagnostic::Res
     })
 }
 
-/// Describes the timed models as JSON, each with its `config.json`, so that other programs can
-/// train the models.
+/// Describes the models whose training `launch gpu-check` times as JSON, each with its
+/// `config.json`, so that other programs can train the same models.
 pub(super) fn describe_timed_models_as_json(tiny: bool) -> diagnostic::Result<Value> {
     let models = select_timed_models(tiny).0.iter().map(|timed| {
         let spec = timed.build_job()?.1;
@@ -244,7 +246,8 @@ pub(super) fn describe_timed_models_as_json(tiny: bool) -> diagnostic::Result<Va
 }
 
 impl TimedModel {
-    /// Builds the job that trains this model, and returns it with its `train` section.
+    /// Builds the job that trains this model for the measurement, and returns it with its `train`
+    /// section.
     pub(super) fn build_job(&self) -> diagnostic::Result<(JobSpec, TrainSpec)> {
         let job = build_check_job(self.model, &format!("precision=bf16 zero.stage=0 {}", self.rest))?;
         let mut spec = require_train_section(&job)?.clone();

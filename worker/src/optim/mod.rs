@@ -27,7 +27,8 @@ use std::{collections::HashMap, io, ops::Range, path::PathBuf};
 use stochastic_bf16::{StochasticUpdate, update_in_f32};
 use update_rule::UpdateInputs;
 
-/// Parameters with equal optimizer settings, in the form that checkpoints store.
+/// Parameters with equal optimizer settings, with these settings in the form in which checkpoints
+/// store them.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct ParamGroup {
     /// The name of the group: `decay` or `no_decay`, or `group 1` or `group 1 no_decay` for entry 1
@@ -47,7 +48,8 @@ pub struct ParamGroup {
     pub params: Vec<String>,
 }
 
-/// The values that all parameter updates of one step have in common, such as the learning rate.
+/// The values that the updates of all parameters in one step have in common: learning rate, number
+/// of the step, and factor of the gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs {
     /// The learning rate of this step for groups with an `lr_scale` of 1.
@@ -76,7 +78,8 @@ pub struct Optimizer {
     staging: StateStagingBuffers,
 }
 
-/// How the optimizer updates one parameter: by which method, and with which settings.
+/// By which method (such as Muon or AdamW) and with which settings the optimizer updates one
+/// parameter.
 struct ParamUpdate {
     /// The index of the parameter's group.
     group: usize,
@@ -86,8 +89,8 @@ struct ParamUpdate {
 }
 
 impl ParamUpdate {
-    /// Returns what the update of this parameter needs in a step in addition to gradient and
-    /// states: settings, learning rate and number of updates. `shape` is the parameter's shape.
+    /// Returns the settings, the learning rate and the number of updates with which this parameter
+    /// is updated in a step. `shape` is the parameter's shape.
     fn build_update_inputs<'a>(
         &self,
         spec: &'a OptimizerSpec,
@@ -102,8 +105,8 @@ impl ParamUpdate {
 }
 
 impl Optimizer {
-    /// Creates the optimizer of one rank with zeroed states, for the range of each parameter unit
-    /// that this rank updates.
+    /// Creates the optimizer of one rank, with zeroed optimizer states for the parameters that this
+    /// rank updates.
     ///
     /// `rounding_seed` is the run's seed if bf16 weights have no master weights and are rounded
     /// stochastically.
@@ -144,8 +147,8 @@ impl Optimizer {
         })
     }
 
-    /// Sets how many updates each parameter has missed, compared with the step of the run (its step
-    /// lag): the values in `lags`, and 0 for all others.
+    /// Sets by how many updates each parameter is behind the steps of the run because it was frozen
+    /// for a while: as `lags` states, and 0 for all others.
     ///
     /// The bias correction of a parameter depends on the parameter's number of updates, which is
     /// smaller than the step if the parameter was frozen for a while.
@@ -154,8 +157,8 @@ impl Optimizer {
         params.for_each(|(p, update)| update.step_lag = lags.get(&p.name).copied().unwrap_or(0));
     }
 
-    /// Returns, for each trained parameter that missed updates of the run, its name and the number
-    /// of missed updates.
+    /// Returns the names of the trained parameters that have missed updates of the run (because
+    /// they were frozen for a while), with the number of missed updates.
     pub fn collect_step_lags(&self, units: &[ParamUnit]) -> HashMap<String, u64> {
         let lags = units.iter().zip(&self.params).flat_map(|(u, updates)| {
             let trained = (0..u.params.len()).filter(|&i| u.is_trained(i));
@@ -164,39 +167,41 @@ impl Optimizer {
         lags.filter(|(_, lag)| *lag > 0).collect()
     }
 
-    /// Returns the optimizer states of parameter unit `u` (parameters that are gathered together).
+    /// Returns the optimizer states of parameter unit `u` (tensors that are gathered together).
     pub fn states(&self, u: usize) -> &UnitStates {
         &self.units[u]
     }
 
-    /// Starts to copy the optimizer states of parameter unit `u` from offload storage to the
-    /// device, so that the next update need not wait for the whole copy.
+    /// Starts to copy the optimizer states of parameter unit `u` (tensors that are gathered
+    /// together) from offload storage to the device, so that the next update waits less.
     pub fn prefetch_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
         st.roles.iter().for_each(|states| states.vector.read_ahead());
         self.staging.prefetch(ops, u, st);
     }
 
-    /// Starts to copy the updated optimizer states of parameter unit `u` from the device back to
-    /// their offload storage.
+    /// Starts to copy the updated optimizer states of parameter unit `u` (tensors that are gathered
+    /// together) from the device back to their offload storage.
     pub fn write_back_states(&mut self, ops: &dyn Ops, u: usize) {
         let Some(st) = self.units.get_mut(u) else { return };
         self.staging.write_back(ops, u, st);
         self.evict_states(u);
     }
 
-    /// Allows the operating system to write the optimizer states of parameter unit `u` to their
-    /// file and to free their memory, if they are in a file.
+    /// Allows the operating system to write optimizer states of parameter unit `u` (tensors that
+    /// are gathered together) that are kept in a file to disk and free their memory.
     pub fn evict_states(&self, u: usize) {
         self.units.get(u).into_iter().flat_map(|st| &st.roles).for_each(|states| states.vector.evict_pages());
     }
 
-    /// Returns the optimizer states of parameter unit `u` for modification.
+    /// Returns the optimizer states of parameter unit `u` (tensors that are gathered together) for
+    /// modification.
     pub fn states_mut(&mut self, u: usize) -> &mut UnitStates {
         &mut self.units[u]
     }
 
-    /// Returns the optimizer states of every parameter unit for modification.
+    /// Returns the optimizer states of every parameter unit (tensors that are gathered together)
+    /// for modification.
     pub fn all_states_mut(&mut self) -> impl Iterator<Item = &mut UnitStates> {
         self.units.iter_mut()
     }
@@ -218,24 +223,25 @@ impl Optimizer {
         groups
     }
 
-    /// Converts a group's hyper-parameters to the form that checkpoints store, with an empty list
-    /// of parameters.
+    /// Converts the optimizer settings of a parameter group to the form that checkpoints store,
+    /// with an empty list of parameters.
     fn to_param_group(&self, n: &GroupHyperparams) -> ParamGroup {
         let params = Vec::new();
         let GroupHyperparams { name, betas, eps, momentum, weight_decay, .. } = n.clone();
         ParamGroup { name, lr: self.spec.lr * n.lr_scale, betas, eps, momentum, weight_decay, params }
     }
 
-    /// Returns whether the optimizer, such as Muon, needs the gradient of whole tensors for
-    /// parameter unit `u`, and not only of this rank's shard.
+    /// Returns whether the optimizer (such as Muon) needs gradients of whole tensors to update
+    /// parameter unit `u` (tensors that are gathered together), and not only those of this rank's
+    /// shard.
     pub fn needs_whole_gradient(&self, u: usize, unit: &ParamUnit) -> bool {
         (0..unit.params.len()).any(|i| unit.is_trained(i) && self.params[u][i].method.direction.is_some())
     }
 
-    /// Converts the gradient of those tensors of unit `u` whose update needs the whole tensor, as
-    /// with Muon, to the input of that update (such as the momentum). On entry, `grad` is the
-    /// gradient of the trained elements in this rank's range of the unit. Overwrites the elements
-    /// of these parameters.
+    /// Prepares the gradients of those tensors of parameter unit `u` that the optimizer (such as
+    /// Muon) needs whole, before ranks gather them; Muon replaces them by the momentum. On entry,
+    /// `grad` is the gradient of the trained elements in this rank's range of the unit. Overwrites
+    /// the elements of these parameters.
     ///
     /// If the range is not the whole unit, the caller must afterwards gather the changed `grad` of
     /// all ranks, and pass it to [`Optimizer::update_unit`].
@@ -267,8 +273,8 @@ impl Optimizer {
         }
     }
 
-    /// Updates the trained parameters in `params`, this rank's range of parameter unit `u`, and
-    /// their optimizer states with the gradient `grad` of the trained elements in the range.
+    /// Updates the parameters `params`, this rank's range of the parameter unit `u` (tensors that
+    /// are gathered together), and their optimizer states with the gradient `grad`.
     ///
     /// If [`Optimizer::needs_whole_gradient`] is true, [`Optimizer::prepare_whole_tensor_gradient`]
     /// must have changed `grad`, and `whole_grad` must be the changed gradient of the unit's

@@ -18,7 +18,8 @@
 //! rest of the decay follows the warm-up.
 use jobspec::{ScheduleName, ScheduleSpec};
 
-/// Computes the learning rate of the step number `step` of `total_steps`. Steps are counted from 0.
+/// Computes the learning rate of the optimizer step `step`, counted from 0, of `total_steps` steps
+/// by the job's schedule.
 pub fn compute_learning_rate(spec: &ScheduleSpec, base_lr: f64, total_steps: u64, step: u64) -> f64 {
     let warm = spec.warmup_steps;
     let above = |floor: f64, factor: f64| floor + (base_lr - floor) * factor;
@@ -42,7 +43,8 @@ pub fn compute_learning_rate(spec: &ScheduleSpec, base_lr: f64, total_steps: u64
     }
 }
 
-/// Returns which fraction of the way from step `from` to step `to` is done at `step`, at most 1.
+/// Returns which fraction of the steps between `from` and `to` is done at the step `step`, at most
+/// 1.
 fn compute_progress_fraction(step: u64, from: u64, to: u64) -> f64 {
     if step >= to {
         return 1.0;

@@ -4,12 +4,13 @@
 use super::unit_states::{DeviceStates, RoleStates, UnitStates};
 use device::{Buf, Dtype, Ops, storage::Event};
 
-/// Two buffers in device memory, used alternately, to which offloaded optimizer states are copied
-/// for an update.
+/// Two buffers in device memory to which offloaded optimizer states are copied for an update: one
+/// is used while the other is filled or emptied.
 #[derive(Default)]
 pub(super) struct StateStagingBuffers([StateStagingBuffer; 2]);
 
-/// A buffer in device memory for the optimizer states of one parameter unit.
+/// A buffer in device memory for the offloaded optimizer states of one parameter unit (tensors that
+/// are gathered together) during its update.
 #[derive(Default)]
 struct StateStagingBuffer {
     /// One vector of optimizer states for each kind of state (role).
@@ -21,8 +22,9 @@ struct StateStagingBuffer {
 }
 
 impl StateStagingBuffers {
-    /// Allocates buffers that are large enough for the optimizer states of every offloaded
-    /// parameter unit. The buffers are empty if no states are offloaded.
+    /// Allocates buffers in device memory that are large enough for the offloaded optimizer states
+    /// of any parameter unit (tensors that are gathered together). The buffers are empty if no
+    /// states are offloaded.
     pub(super) fn new(ops: &dyn Ops, units: &[UnitStates]) -> Self {
         let mut lens = vec![0; units.first().map_or(0, |st| st.roles.len())];
         for st in units.iter().filter(|st| st.is_offloaded(ops)) {
@@ -35,8 +37,9 @@ impl StateStagingBuffers {
         StateStagingBuffers([buffer(), buffer()])
     }
 
-    /// Starts to copy the optimizer states of parameter unit `u` from offload storage to a device
-    /// buffer. Does nothing if the states are not offloaded or already in a buffer.
+    /// Starts to copy the optimizer states of parameter unit `u` (tensors that are gathered
+    /// together) from offload storage to a device buffer. Does nothing if the states are not
+    /// offloaded or already in a buffer.
     pub(super) fn prefetch(&mut self, ops: &dyn Ops, u: usize, st: &mut UnitStates) {
         if !st.is_offloaded(ops) || self.0.iter().any(|buffer| buffer.unit == Some(u)) {
             return;
@@ -53,9 +56,9 @@ impl StateStagingBuffers {
         buffer.unit = Some(u);
     }
 
-    /// Returns the optimizer states of parameter unit `u` in the memory in which the backend
-    /// computes. Copies offloaded states to this memory if [`StateStagingBuffers::prefetch`] has
-    /// not done so.
+    /// Returns the optimizer states of parameter unit `u` (tensors that are gathered together) in
+    /// device memory, and copies offloaded states there first. Copies offloaded states to this
+    /// memory if [`StateStagingBuffers::prefetch`] has not done so.
     pub(super) fn fetch_to_device<'a>(
         &'a mut self,
         ops: &dyn Ops,
@@ -76,8 +79,8 @@ impl StateStagingBuffers {
         })
     }
 
-    /// Starts to copy the updated optimizer states of parameter unit `u` from their device buffer
-    /// back to offload storage.
+    /// Starts to copy the updated optimizer states of parameter unit `u` (tensors that are gathered
+    /// together) from their device buffer back to offload storage.
     pub(super) fn write_back(&mut self, ops: &dyn Ops, u: usize, st: &mut UnitStates) {
         let Some(buffer) = self.0.iter_mut().find(|buffer| buffer.unit == Some(u)) else { return };
         for (states, vector) in st.roles.iter_mut().zip(&buffer.vectors) {

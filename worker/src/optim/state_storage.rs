@@ -16,25 +16,27 @@ use std::{
 };
 
 /// A vector of optimizer states of one kind, such as first moments, with one element for each
-/// trained element of a parameter unit.
+/// trained element of a parameter unit (tensors that are gathered together).
 pub struct StateVector {
     storage: StateStorage,
     /// The event that completes with the most recent copy from or to offloaded states.
     last_copy: Event,
 }
 
-/// Where the elements of a vector of optimizer states are stored: in memory, or in a mapped file.
+/// Where the elements of a vector of optimizer states are stored: in device or host memory, or in a
+/// mapped file.
 enum StateStorage {
     Memory(Buf),
     File { map: MmapMut, len: usize },
 }
 
-/// The number of files that this process has created, which makes their names unique.
+/// Counts the files for offloaded optimizer states that this process has created, to give each a
+/// different name.
 static FILE_COUNTER: AtomicU64 = AtomicU64::new(0);
 
 impl StateVector {
-    /// Allocates `len` optimizer states that are zero, in the backend's memory or in the storage
-    /// that `offload` selects.
+    /// Allocates `len` zeroed optimizer states, in the memory of the compute device or, if
+    /// `offload` requests it, in host memory or a file.
     pub fn zeroed(ops: &dyn Ops, len: usize, offload: Option<&OffloadTarget>) -> io::Result<Self> {
         let storage = match offload.filter(|_| len > 0) {
             None => StateStorage::Memory(ops.zeroed_with_purpose("the optimizer's states", Dtype::F32, len)),
@@ -51,7 +53,7 @@ impl StateVector {
         Ok(StateVector { storage, last_copy: Event::default() })
     }
 
-    /// Returns the number of elements.
+    /// Returns the number of optimizer states in the vector.
     pub fn len(&self) -> usize {
         self.unsynchronized_view().len()
     }
@@ -61,8 +63,9 @@ impl StateVector {
         self.len() == 0
     }
 
-    /// Waits for running copies of the optimizer states, and returns the states for reading. The
-    /// states are invalid if the status of the backend is a failure.
+    /// Waits until no copy of these optimizer states between offload storage and device runs, and
+    /// returns the states for reading. The states are invalid if the status of the backend is a
+    /// failure.
     pub fn view(&self) -> View<'_> {
         self.wait_for_copies();
         self.unsynchronized_view()
@@ -96,31 +99,31 @@ impl StateVector {
         }
     }
 
-    /// Returns whether the optimizer states are stored outside of the memory in which the backend
+    /// Returns whether the optimizer states are stored outside of the memory in which the device
     /// computes.
     pub fn is_offloaded(&self, ops: &dyn Ops) -> bool {
         !self.is_empty() && self.unsynchronized_view().is_on_host() != ops.is_host()
     }
 
-    /// Starts to copy the optimizer states from their storage to `to` in the memory of the device.
-    /// The copy waits for the event `free`, after which `to` may be overwritten. Returns the event
-    /// that completes with the copy.
+    /// Starts to copy the optimizer states from their offload storage to `to`, a buffer in device
+    /// memory. The copy waits for the event `free`, after which `to` may be overwritten. Returns
+    /// the event that completes with the copy.
     pub fn start_copy_in(&mut self, ops: &dyn Ops, to: ViewMut, free: &Event) -> Event {
         let after = [self.last_copy.clone(), free.clone()];
         self.last_copy = ops.copy_async(to, self.unsynchronized_view(), &after);
         self.last_copy.clone()
     }
 
-    /// Starts to copy the updated optimizer states `from` back to their storage. Returns the event
-    /// that completes with the copy.
+    /// Starts to copy updated optimizer states from `from`, a buffer in device memory, back to
+    /// their offload storage. Returns the event that completes with the copy.
     pub fn start_copy_out(&mut self, ops: &dyn Ops, from: View) -> Event {
         let after = [self.last_copy.clone()];
         self.last_copy = ops.copy_async(self.unsynchronized_view_mut(), from, &after);
         self.last_copy.clone()
     }
 
-    /// Advises the operating system to read the optimizer states from their file, because they are
-    /// used soon. Does nothing for states in memory.
+    /// Advises the operating system to read the optimizer states from the file to which they are
+    /// offloaded, because they are used soon. Does nothing for states in memory.
     pub fn read_ahead(&self) {
         if let StateStorage::File { map, .. } = &self.storage {
             // only advice: without it pages are read when they are accessed
@@ -128,8 +131,8 @@ impl StateVector {
         }
     }
 
-    /// Starts to write the optimizer states to their file, and releases their memory pages. Does
-    /// nothing for states in memory.
+    /// Starts to write optimizer states to the file in which they are offloaded, and releases the
+    /// memory of their pages. Does nothing for states in memory.
     pub fn evict_pages(&self) {
         if let StateStorage::File { map, .. } = &self.storage {
             self.wait_for_copies();
@@ -150,8 +153,8 @@ impl Drop for StateVector {
     }
 }
 
-/// Creates a file in `directory` that has no name, so that it disappears when it is closed. Creates
-/// the directory if necessary.
+/// Creates a file in the directory `directory` and removes its name at once, so that the file
+/// disappears when it is closed. Creates the directory if necessary.
 fn create_unlinked_file(directory: &Path) -> io::Result<File> {
     fs::create_dir_all(directory)?;
     let number = FILE_COUNTER.fetch_add(1, Ordering::Relaxed);

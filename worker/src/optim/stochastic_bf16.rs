@@ -11,8 +11,8 @@ use std::ops::Range;
 /// The largest number of bf16 weights that are converted to fp32 at a time for an update.
 const MAX_CHUNK_ELEMENTS: usize = 1 << 22;
 
-/// Updates bf16 weights through a buffer of fp32 values, and rounds the results stochastically to
-/// bf16.
+/// Updates bf16 weights that have no fp32 master weights: computes in an fp32 buffer, and rounds
+/// the results stochastically to bf16.
 pub(super) struct StochasticUpdate {
     /// For each unit and parameter, the key of the parameter's random numbers.
     keys: Vec<Vec<[u32; 2]>>,
@@ -20,8 +20,8 @@ pub(super) struct StochasticUpdate {
     chunk: Buf,
 }
 
-/// Computes the length of the fp32 buffer for updates of bf16 weights: the length of the longest
-/// trained part of a tensor in `ranges`, at most [`MAX_CHUNK_ELEMENTS`].
+/// Computes the length of the fp32 buffer through which bf16 weights are updated: that of the
+/// longest trained part of a tensor, at most [`MAX_CHUNK_ELEMENTS`].
 pub fn compute_update_chunk_len<'a>(ranges: impl Iterator<Item = (&'a ParamUnit, Range<usize>)>) -> usize {
     let largest = |(unit, range): (&ParamUnit, Range<usize>)| {
         unit.list_trained_segments(range).iter().map(|s| s.flat.len()).max().unwrap_or(0)
@@ -41,9 +41,10 @@ impl StochasticUpdate {
         StochasticUpdate { keys, chunk }
     }
 
-    /// Updates the bf16 weights `p` in consecutive chunks. Calls `update` once for each chunk, with
-    /// an fp32 copy of the chunk and the chunk's range in `p`. Then rounds the changed copy
-    /// stochastically and writes it to `p`.
+    /// Updates bf16 weights `p` chunk by chunk: copies a chunk to fp32, calls `update`, and rounds
+    /// the result stochastically. Calls `update` once for each chunk, with an fp32 copy of the
+    /// chunk and the chunk's range in `p`. Then rounds the changed copy stochastically and writes
+    /// it to `p`.
     ///
     /// `p` must contain the elements of segment `seg` of unit `u`. These elements and `step`, the
     /// number of the optimizer's step, determine the random numbers.
@@ -67,8 +68,8 @@ impl StochasticUpdate {
     }
 }
 
-/// Updates the weights `p` of a segment (part of one tensor) by calls of `update`, which gets fp32
-/// values and their range in `p`.
+/// Updates the weights `p`, a part of one tensor, with the callback `update`, which gets fp32
+/// values: the weights or an fp32 copy of a chunk of bf16 weights.
 ///
 /// If `rounding` is `Some`, `p` has bf16 weights, and `update` is called for each chunk
 /// ([`StochasticUpdate::update_in_chunks`]). If `rounding` is `None`, `update` is called once, with

@@ -1,4 +1,5 @@
-//! [`UnitStates`]: the optimizer states that this rank has for one parameter unit.
+//! [`UnitStates`]: the optimizer states that this rank has for one parameter unit (tensors that are
+//! gathered together).
 use super::state_storage::StateVector;
 use crate::params::{ParamSpec, ParamUnit, Segment};
 use ckpt::TensorRole;
@@ -17,15 +18,15 @@ pub struct UnitStates {
 }
 
 /// The optimizer states of one kind, such as the first moment, for all trained parameters of a
-/// parameter unit.
+/// parameter unit (tensors that are gathered together).
 pub struct RoleStates {
     pub(super) layout: StateLayout,
     pub(super) vector: StateVector,
 }
 
-/// Where a vector of optimizer states of one kind contains the states of each parameter: first
-/// those that are sharded among ranks, then the replicated ones. In these segments, `flat` is the
-/// range in the state vector.
+/// Where the vector of optimizer states of one kind contains the states of each parameter: first
+/// states that are sharded among ranks, then those that every rank has. In these segments, `flat`
+/// is the range in the state vector.
 pub(super) struct StateLayout {
     role: TensorRole,
     sharded: Vec<Segment>,
@@ -33,8 +34,8 @@ pub(super) struct StateLayout {
 }
 
 impl StateLayout {
-    /// Determines where the states of one kind are in their vector, for the trained parameters in a
-    /// range of the unit's flat vector.
+    /// Determines where the vector of optimizer states of one kind contains the states of the
+    /// trained parameters in a range of a unit's concatenated tensors.
     pub(super) fn new(role: TensorRole, unit: &ParamUnit, range: Range<usize>) -> Self {
         let (mut sharded, mut replicated) = (Vec::new(), Vec::new());
         for part in unit.list_trained_segments(range) {
@@ -56,18 +57,20 @@ impl StateLayout {
         StateLayout { role, sharded, replicated }
     }
 
-    /// Returns the number of elements of all states in the vector that are sharded among ranks.
+    /// Returns the number of those optimizer states in the vector that are sharded among ranks.
     fn sharded_len(&self) -> usize {
         self.sharded.last().map_or(0, |s| s.flat.end)
     }
 
-    /// Returns the number of elements of the state vector, sharded and replicated ones together.
+    /// Returns the number of elements of the vector of optimizer states, those that are sharded
+    /// among ranks and those that every rank has.
     pub(super) fn len(&self) -> usize {
         self.replicated.last().map_or(self.sharded_len(), |s| s.flat.end)
     }
 
     /// Lists the parts of the vector of optimizer states that belong to the range `shard` of the
-    /// parameter unit, among the sharded states. They are adjacent in the state vector.
+    /// unit's concatenated tensors; states that every rank has are left out. They are adjacent in
+    /// the state vector.
     fn list_sharded_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let in_vector = |part: Segment| {
             let i = self.sharded.binary_search_by_key(&part.param, |s| s.param).ok()?;
@@ -78,15 +81,15 @@ impl StateLayout {
     }
 }
 
-/// Returns whether a state of the kind `role` is sharded like its parameter, and not replicated on
-/// every rank.
+/// Returns whether optimizer states of the kind `role` are divided among ranks like their
+/// parameter, or kept by every rank.
 fn is_sharded(role: TensorRole, param: &ParamSpec) -> bool {
     role.tensor_shape_for_weight(&param.shape).is_some_and(|shape| shape.len() == param.shape.len())
 }
 
 impl UnitStates {
-    /// Allocates optimizer states of the given kinds that are zero, for a range of a parameter
-    /// unit.
+    /// Allocates zeroed optimizer states of the given kinds for a range of a parameter unit
+    /// (tensors that are gathered together).
     ///
     /// # Errors
     ///
@@ -107,19 +110,20 @@ impl UnitStates {
         Ok(UnitStates { range, roles })
     }
 
-    /// Returns the optimizer states of the unit, one item for each kind (role) of state.
+    /// Returns the optimizer states of the parameter unit, one item for each kind of state, such as
+    /// first moments.
     pub fn states_by_role(&self) -> &[RoleStates] {
         &self.roles
     }
 
-    /// Returns the optimizer states of the unit for modification, one item for each kind (role) of
-    /// state.
+    /// Returns the optimizer states of the parameter unit for modification, one item for each kind
+    /// of state, such as first moments.
     pub fn states_by_role_mut(&mut self) -> &mut [RoleStates] {
         &mut self.roles
     }
 
-    /// Returns whether any of the unit's optimizer states is stored outside of the memory in which
-    /// the backend computes.
+    /// Returns whether any of these optimizer states is stored outside of the memory in which the
+    /// device computes.
     pub(super) fn is_offloaded(&self, ops: &dyn Ops) -> bool {
         self.roles.iter().any(|states| states.vector.is_offloaded(ops))
     }
@@ -131,24 +135,24 @@ impl RoleStates {
         self.layout.role
     }
 
-    /// Returns all optimizer states of this kind: those that are sharded among ranks in the order
-    /// of the parameters, then the replicated ones.
+    /// Returns all optimizer states of this kind: first those that are sharded among ranks, in the
+    /// order of the parameters, then those that every rank has.
     pub fn view(&self) -> View<'_> {
         self.vector.view()
     }
 
-    /// Lists the parts of the optimizer states of this kind that the rank which owns the range
-    /// `shard` writes to checkpoints. The owner of a parameter's first element writes its
-    /// replicated states.
+    /// Lists the parts of the optimizer states of this kind that a rank writes to checkpoints if it
+    /// owns the range `shard` of the parameter unit (tensors that are gathered together). The owner
+    /// of a parameter's first element writes its replicated states.
     pub fn list_saved_segments(&self, unit: &ParamUnit, shard: Range<usize>) -> Vec<Segment> {
         let begins_in_shard = |s: &&Segment| shard.contains(&unit.tensor_range(s.param).start);
         let replicated = self.layout.replicated.iter().filter(begins_in_shard).cloned();
         self.layout.list_sharded_segments(unit, shard.clone()).into_iter().chain(replicated).collect()
     }
 
-    /// Returns the optimizer states of this kind that the rank which owns the range `shard` of the
-    /// unit reads from checkpoints: its part of the sharded states, and all replicated states. Each
-    /// item has the segments of consecutive elements.
+    /// Returns the optimizer states of this kind that a rank reads from checkpoints if it owns the
+    /// range `shard` of the unit (tensors that are gathered together): its sharded states, and all
+    /// that every rank has. Each item has the segments of consecutive elements.
     pub fn list_loaded_segments_mut(
         &mut self,
         unit: &ParamUnit,
@@ -160,13 +164,14 @@ impl RoleStates {
         [(part, sharded.slice(range)), (self.layout.replicated.clone(), replicated)]
     }
 
-    /// Returns whether any optimizer state of this kind is sharded among ranks.
+    /// Returns whether any optimizer state of this kind is divided among ranks, and not kept in
+    /// full by every rank.
     pub fn is_any_sharded(&self, unit: &ParamUnit) -> bool {
         unit.list_trained_params().any(|p| is_sharded(self.layout.role, p))
     }
 
-    /// Copies the optimizer states of the range `shard` that are sharded among ranks to a new
-    /// vector, in the order of the trained elements of this range.
+    /// Copies the sharded optimizer states of the range `shard` of the unit (tensors that are
+    /// gathered together) to a new vector, in the order of the trained elements.
     pub fn pack_trained(&self, ops: &dyn Ops, unit: &ParamUnit, shard: Range<usize>) -> Buf {
         let trained = unit.to_trained_range(shard.clone());
         let mut packed = ops.zeroed(Dtype::F32, trained.len());
@@ -178,8 +183,8 @@ impl RoleStates {
         packed
     }
 
-    /// Replaces the sharded optimizer states of this kind by those in `whole`, which has one
-    /// element for each trained element of the parameter unit.
+    /// Replaces the sharded optimizer states of this kind by those in the vector `whole`, which has
+    /// one element per trained element of the unit (tensors that are gathered together).
     pub fn unpack_trained(&mut self, ops: &dyn Ops, unit: &ParamUnit, whole: View) {
         for s in &self.layout.sharded {
             let start = find_trained_offset(unit, s);
@@ -189,35 +194,36 @@ impl RoleStates {
     }
 }
 
-/// Returns the position of the first element of `s`, a part of a tensor, among the unit's trained
-/// elements.
+/// Returns the position of the first element of `s`, a part of a tensor, in the concatenated
+/// trained tensors of its parameter unit (tensors that are gathered together).
 fn find_trained_offset(unit: &ParamUnit, s: &Segment) -> usize {
     unit.to_trained_offset(unit.tensor_range(s.param).start + s.elements.start)
 }
 
-/// Counts the elements of the optimizer states of the kinds `roles` for a range of the unit's flat
-/// vector.
+/// Counts the elements of the optimizer states of the kinds `roles` that a rank keeps for a range
+/// of a parameter unit (concatenated tensors that are gathered together).
 pub fn count_state_elements(roles: &[TensorRole], unit: &ParamUnit, range: Range<usize>) -> usize {
     roles.iter().map(|&role| StateLayout::new(role, unit, range.clone()).len()).sum()
 }
 
-/// The optimizer states of one parameter unit, in the memory in which the backend computes.
+/// The optimizer states of one parameter unit (tensors that are gathered together), in the memory
+/// in which the device computes.
 pub(super) struct DeviceStates<'a>(pub(super) Vec<(&'a StateLayout, ViewMut<'a>)>);
 
 impl DeviceStates<'_> {
-    /// Returns the optimizer states of parameter number `param` that are sharded among ranks, as
-    /// far as this rank has them.
+    /// Returns those optimizer states of parameter number `param` that are sharded among ranks and
+    /// belong to this rank.
     pub(super) fn select_sharded_states(&mut self, param: usize) -> StateViews<'_> {
         self.select_states(param, |layout| &layout.sharded)
     }
 
-    /// Returns the optimizer states of parameter number `param` that are replicated on every rank.
+    /// Returns those optimizer states of parameter number `param` that every rank has in full.
     pub(super) fn select_replicated_states(&mut self, param: usize) -> StateViews<'_> {
         self.select_states(param, |layout| &layout.replicated)
     }
 
-    /// Returns the optimizer states of parameter number `param` in the segments that `list`
-    /// selects: the sharded or the replicated ones.
+    /// Returns the optimizer states of parameter number `param` in the segments that the function
+    /// `list` selects: the sharded ones, or those that every rank has.
     fn select_states(&mut self, param: usize, list: fn(&StateLayout) -> &[Segment]) -> StateViews<'_> {
         let mut views = Vec::new();
         for (layout, vector) in &mut self.0 {
@@ -234,7 +240,8 @@ impl DeviceStates<'_> {
 pub(crate) struct StateViews<'a>(Vec<(TensorRole, ViewMut<'a>)>);
 
 impl<'a> StateViews<'a> {
-    /// Removes the optimizer state of the kind `role` from these views and returns it.
+    /// Removes the optimizer state of the kind `role`, such as the first moment, from these views
+    /// and returns it.
     ///
     /// # Panics
     ///
@@ -245,7 +252,7 @@ impl<'a> StateViews<'a> {
         self.0.swap_remove(i).1
     }
 
-    /// Borrows the range `r` of the elements of each optimizer state.
+    /// Borrows the range `r` of the elements of each optimizer state of the parameter.
     pub(super) fn slice_mut(&mut self, r: Range<usize>) -> StateViews<'_> {
         StateViews(self.0.iter_mut().map(|(role, view)| (*role, view.slice_mut(r.clone()))).collect())
     }

@@ -1,28 +1,30 @@
-//! [`UpdateRule`]: which states an optimizer keeps, and how it updates a parameter.
+//! [`UpdateRule`]: the interface of optimizers, which defines the states that an optimizer keeps
+//! and how it updates a parameter.
 use super::unit_states::StateViews;
 use crate::param_groups::GroupHyperparams;
 use ckpt::TensorRole;
 use device::{Buf, Ops, View, ViewMut};
 use jobspec::OptimizerSpec;
 
-/// The rule of an optimizer, which defines the states that it keeps and how it updates each
+/// An optimizer, such as AdamW: defines the states that it keeps, and how it updates each
 /// parameter. `rules.rs` lists all optimizers.
 pub(super) trait UpdateRule {
-    /// Lists the kinds of states that the optimizer keeps for each parameter, in the order in which
-    /// checkpoints store them. [`TensorRole::tensor_shape_for_weight`] determines which parameters
-    /// have a state, and its shape.
+    /// Lists the kinds of states (such as first moments) that the optimizer keeps for each
+    /// parameter, in the order in which checkpoints store them.
+    /// [`TensorRole::tensor_shape_for_weight`] determines which parameters have a state, and its
+    /// shape.
     ///
     /// A state with as many dimensions as its parameter is sharded with the parameter. Another
     /// state is replicated: each rank that updates a part of the parameter keeps the whole state.
     fn list_state_roles(&self, spec: &OptimizerSpec) -> Vec<TensorRole>;
 
-    /// Selects the method by which the optimizer updates a parameter with the shape `shape`.
-    /// `is_in_layer` is false for the embedding and the head.
+    /// Selects the method, such as Muon's or AdamW's, by which the optimizer updates a parameter
+    /// with the shape `shape`. `is_in_layer` is false for the embedding and the head.
     fn select_method(&self, shape: &[usize], is_in_layer: bool) -> UpdateMethod;
 }
 
-/// The method by which an optimizer updates one parameter: a step that needs the whole tensor, if
-/// any, and an elementwise step.
+/// How an optimizer updates one parameter: a computation that needs the gradient of the whole
+/// tensor, if any, and an elementwise update.
 #[derive(Clone, Copy)]
 pub(crate) struct UpdateMethod {
     /// Computes the direction of the update from the gradient of the whole tensor. `None` if the
@@ -33,28 +35,29 @@ pub(crate) struct UpdateMethod {
     pub update: ElementwiseUpdate,
 }
 
-/// A function that updates consecutive elements `p` of a parameter and their optimizer states. `g`
-/// is the gradient or the direction of these elements.
+/// A function that updates consecutive elements `p` of a parameter and the optimizer states of
+/// these elements. `g` is the gradient or the direction of these elements.
 pub(super) type ElementwiseUpdate =
     fn(ops: &dyn Ops, p: ViewMut, g: View, states: StateViews, inputs: &UpdateInputs<'_>);
 
 /// The part of an optimizer's update that needs the gradient of a whole tensor, such as Muon's
-/// orthogonalization.
+/// orthogonalization; it computes the direction of the update.
 pub(crate) trait TensorDirection: Sync {
-    /// Returns the label, such as `Muon matrices`, that out-of-memory errors show for the memory
-    /// that holds the directions of updates.
+    /// Returns the purpose, such as `Muon matrices`, that out-of-memory errors state for the memory
+    /// in which the directions of updates are computed.
     fn memory_label(&self) -> &'static str;
 
-    /// Returns the number of elements that [`TensorDirection::compute_direction`] allocates for a
-    /// tensor of the shape `shape`.
+    /// Returns how many elements [`TensorDirection::compute_direction`] allocates for a tensor of
+    /// the shape `shape`, for the memory estimate.
     fn count_allocated_elements(&self, shape: &[usize]) -> usize;
 
-    /// Converts the gradient of consecutive elements in place to the input that
-    /// [`TensorDirection::compute_direction`] needs. Updates the sharded states of these elements.
+    /// Converts consecutive elements of the gradient in place to what the computation of the
+    /// direction needs, before ranks gather the whole tensor. Updates the sharded states of these
+    /// elements.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, states: StateViews, inputs: &UpdateInputs<'_>);
 
-    /// Computes the direction in which the parameter is updated from `prepared`, the prepared
-    /// gradient of the whole tensor. Updates the replicated states.
+    /// Computes the direction in which a parameter is updated from `prepared`, the gradient of the
+    /// whole tensor after its preparation. Updates the replicated states.
     ///
     /// Every rank that updates a part of the tensor computes the whole direction, so the result
     /// does not depend on the sharding.
@@ -67,8 +70,8 @@ pub(crate) trait TensorDirection: Sync {
     ) -> Buf;
 }
 
-/// The inputs of one parameter's update in addition to the gradient and the states, such as the
-/// learning rate.
+/// What an optimizer needs for the update of one parameter in addition to the gradient and the
+/// states: settings, learning rate and number of the update.
 pub(crate) struct UpdateInputs<'a> {
     /// The optimizer's settings in the job.
     pub spec: &'a OptimizerSpec,

@@ -1,4 +1,5 @@
-//! Estimates how much memory collectives need, in addition to the data that they transfer.
+//! Estimates how much memory collective operations need, in addition to the data that they
+//! transfer.
 use super::memory_estimator::MemoryEstimator;
 use crate::{
     runtime::STAGING_BYTES,
@@ -8,13 +9,13 @@ use crate::{
 };
 use device::Dtype;
 
-/// The number of bytes in one peer's shared memory (its two staging slots) that an all-gather
-/// reads.
+/// The number of bytes that an all-gather reads from the shared memory of one other rank: its two
+/// slots for exchanging data.
 const PEER_CHUNK_BYTES: usize = 1 << 20;
 
 impl MemoryEstimator<'_> {
-    /// Computes the size in bytes of the buffers in which a rank exchanges messages with the ranks
-    /// that own experts.
+    /// Computes the size in bytes of the buffers in which a rank sends token rows to, and receives
+    /// results from, the ranks that have the experts.
     pub(super) fn count_moe_message_bytes(&self, policy: ShardingPolicy, rank: usize, dtype: Dtype) -> u64 {
         let schedule = self.build_micro_batch_schedule(policy);
         let (mut gathered, mut sent, mut received) = (0, 0, 0);
@@ -32,17 +33,17 @@ impl MemoryEstimator<'_> {
         (sent + 4 * received) as u64
     }
 
-    /// Computes the number of elements in the copy of an updated shard that a rank sends to other
-    /// ranks. Returns 0 if parameters are sharded or there is one rank.
+    /// Computes the number of elements of the copy of its updated shard that a rank makes to send
+    /// it to other ranks. Returns 0 if parameters are sharded or there is one rank.
     pub(super) fn count_sent_shard_elements(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         let is_sent = !policy.shard_parameters && self.world > 1;
         let largest = self.list_shard_lengths(rank).into_iter().max().unwrap_or(0) as u64;
         if is_sent { largest } else { 0 }
     }
 
-    /// Computes the bytes by which collectives increase a rank's resident memory. These are the
-    /// shared memory that the rank reads and writes, and the private buffer in which a reduction
-    /// assembles pieces that are larger than a staging slot.
+    /// Computes by how many bytes shared memory and buffers of collectives increase a rank's
+    /// resident memory. These are the shared memory that the rank reads and writes, and the private
+    /// buffer in which a reduction assembles pieces that are larger than a staging slot.
     pub(super) fn count_collective_resident_bytes(&self, policy: ShardingPolicy, rank: usize) -> u64 {
         if self.world == 1 {
             return 0;

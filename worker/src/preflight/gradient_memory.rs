@@ -62,10 +62,10 @@ impl MemoryEstimator<'_> {
             + self.count_written_gradient_elements(policy, rank, REDUCTIONS_IN_FLIGHT, |_| true)
     }
 
-    /// Computes the number of elements of the buffers into which the backward passes of a step
-    /// write the gradients of parameter units. Counts the gradients of units that `has_buffer`
-    /// accepts. While a gradient is written, up to `in_flight` earlier gradients are still being
-    /// reduced and keep their buffers.
+    /// Computes the number of elements of all buffers into which backward passes write whole
+    /// gradients, with those that are still being reduced. Counts the gradients of units that
+    /// `has_buffer` accepts. While a gradient is written, up to `in_flight` earlier gradients are
+    /// still being reduced and keep their buffers.
     fn count_written_gradient_elements(
         &self,
         policy: ShardingPolicy,
@@ -115,7 +115,8 @@ impl MemoryEstimator<'_> {
     }
 }
 
-/// Simulates which buffers exist while gradients are written and reduced, for the memory estimate.
+/// Simulates which gradient buffers exist while a backward pass writes gradients and reduces them,
+/// for the memory estimate.
 #[derive(Default)]
 struct GradientBufferSimulation {
     pool: BufferPoolEstimate,
@@ -132,8 +133,8 @@ struct GradientBufferSimulation {
 }
 
 impl GradientBufferSimulation {
-    /// Simulates that the gradient in the buffer `gradient` is computed, which starts its reduction
-    /// or frees its buffer. Does nothing if there is no gradient.
+    /// Simulates that a gradient in the buffer `gradient` is complete: its reduction starts, or its
+    /// buffer is freed. Does nothing if there is no gradient.
     fn release_gradient(&mut self, gradient: Option<usize>, is_reduced: bool) {
         let Some(len) = gradient else { return };
         match is_reduced {
@@ -142,8 +143,8 @@ impl GradientBufferSimulation {
         }
     }
 
-    /// Simulates that a stack (the gradients of one expert unit for several micro-batches) of `len`
-    /// elements is complete, and starts its reduction.
+    /// Simulates that a stack of `len` elements, the gradients of one rank's experts of a layer for
+    /// several micro-batches, is complete and is now reduced.
     fn release_stack(&mut self, len: usize) {
         match self.free_stacks.checked_sub(1) {
             Some(left) => self.free_stacks = left,
@@ -152,8 +153,9 @@ impl GradientBufferSimulation {
         self.start_reduction(None);
     }
 
-    /// Simulates that the reduction of the gradient in `buffer` to its owner ranks starts. If more
-    /// than `in_flight` gradients are then being reduced, frees the oldest ones.
+    /// Simulates that the gradient in the buffer `buffer` begins to be reduced to the ranks that
+    /// own the parameters. If more than `in_flight` gradients are then being reduced, frees the
+    /// oldest ones.
     fn start_reduction(&mut self, buffer: Option<usize>) {
         self.reducing.push_back(buffer);
         while self.reducing.len() > self.in_flight {

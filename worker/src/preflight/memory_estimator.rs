@@ -1,4 +1,5 @@
-//! [`MemoryEstimator`]: estimates the peak memory of each rank, by purpose.
+//! [`MemoryEstimator`]: estimates the peak memory of each rank, listed by purpose such as
+//! gradients.
 use crate::{
     model::Model,
     optim::{
@@ -16,13 +17,14 @@ use device::{
 use jobspec::{JobSpec, Precision, TrainSpec};
 use protocol::preflight::MemoryEstimate;
 
-/// The memory of executable, allocator, thread stacks and tokenizer, in bytes.
+/// The memory in bytes that a rank's process needs for the executable, the allocator, thread stacks
+/// and the tokenizer.
 ///
 /// A process with a tiny model takes 21 MiB. This constant is 3 MiB smaller, because the estimate
 /// of the operators' workspace is 3 MiB too high for small matmuls.
 const PROCESS_BYTES: u64 = 18 << 20;
-/// The size of the aligned buffers between a shard and its file while a checkpoint is written or
-/// read (`ckpt::write_shard`).
+/// The size of the buffers, aligned for direct I/O, through which a rank writes its shard of a
+/// checkpoint to a file or reads it.
 const CHECKPOINT_BUFFER_BYTES: u64 = 24 << 20;
 
 /// Estimates the peak memory of the ranks of a job, from the job, its model and the number of
@@ -39,8 +41,8 @@ pub(super) struct MemoryEstimator<'a> {
 }
 
 impl MemoryEstimator<'_> {
-    /// Estimates the peak memory that one rank of the job needs, in bytes by purpose. Counts GPU
-    /// memory if the rank trains on a GPU, otherwise host memory.
+    /// Estimates the peak memory of one rank of the job, as a list of purposes (such as gradients),
+    /// each with its bytes. Counts GPU memory if the rank trains on a GPU, otherwise host memory.
     pub(super) fn estimate_rank_memory(&self, rank: u32) -> MemoryEstimate {
         let policy = ShardingPolicy::for_job(self.train);
         let mut parts = self.list_memory_of_any_device(policy, rank as usize);
@@ -54,14 +56,14 @@ impl MemoryEstimator<'_> {
         MemoryEstimate { rank, total: parts.iter().map(|(_, b)| b).sum(), parts }
     }
 
-    /// Returns the number of samples in a micro-batch and the number of tokens in a sample.
+    /// Returns how many samples a micro-batch has, and how many tokens a sample has.
     fn micro_batch_shape(&self) -> (usize, usize) {
         (self.train.batch.micro as usize, self.train.data.seq_len as usize)
     }
 
-    /// Computes, for each parameter unit, the number of elements of the optimizer states that
-    /// `rank` keeps. These are the states of the rank's shards or, if states are not sharded, of
-    /// all units that the rank owns.
+    /// Computes, for each parameter unit (tensors that are gathered together), the number of
+    /// elements of the optimizer states that `rank` keeps. These are the states of the rank's
+    /// shards or, if states are not sharded, of all units that the rank owns.
     fn list_state_lengths(&self, rank: usize, sharded: bool) -> Vec<usize> {
         let roles = list_state_roles(&self.train.optimizer);
         let range = |u: &ParamUnit| match sharded {
@@ -72,7 +74,8 @@ impl MemoryEstimator<'_> {
         units.map(|u| count_state_elements(&roles, u, range(u))).collect()
     }
 
-    /// Lists the memory that a rank needs on both CPUs and GPUs, in bytes by purpose.
+    /// Lists the memory that a rank needs both on CPUs and on GPUs, as purposes (such as
+    /// gradients), each with its bytes.
     fn list_memory_of_any_device(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
@@ -109,13 +112,15 @@ impl MemoryEstimator<'_> {
         ]
     }
 
-    /// Lists the memory that a rank needs only on a GPU, in bytes by purpose.
+    /// Lists the memory that a rank needs on a GPU but not on CPUs, as purposes, each with its
+    /// bytes.
     fn list_gpu_only_memory(&self) -> Vec<(&'static str, u64)> {
         let (b, t) = self.micro_batch_shape();
         vec![("logits and operator workspace", self.count_gpu_workspace_bytes(b, t))]
     }
 
-    /// Lists the memory that a rank needs only on CPUs, in bytes by purpose.
+    /// Lists the memory that a rank needs on CPUs but not on a GPU, as purposes, each with its
+    /// bytes.
     fn list_cpu_only_memory(&self, policy: ShardingPolicy, rank: usize) -> Vec<(&'static str, u64)> {
         let weights = ParamDtypes::for_job(self.train);
         let (dtype, bytes) = (weights.compute, weights.compute.size() as u64);
@@ -143,7 +148,7 @@ impl MemoryEstimator<'_> {
         ]
     }
 
-    /// Computes the size in bytes of the weights and optimizer states that a rank saves in a
+    /// Computes the size in bytes of the weights and optimizer states that one rank writes to a
     /// checkpoint.
     pub(super) fn count_checkpoint_shard_bytes(&self, rank: usize) -> u64 {
         let shards = self.list_shard_lengths(rank).iter().sum::<usize>() as u64;
@@ -164,31 +169,35 @@ impl MemoryEstimator<'_> {
         compute_update_chunk_len(self.list_units_of_rank(rank).map(|u| (u, updated(u)))) as u64
     }
 
-    /// Returns the schedule that assigns the micro-batches of a step to ranks.
+    /// Returns the schedule that decides which rank computes which micro-batches of a step.
     pub(super) fn build_micro_batch_schedule(&self, policy: ShardingPolicy) -> MicroBatchSchedule {
         let micro_batches = (self.train.batch.global / self.train.batch.micro) as usize;
         MicroBatchSchedule { micro_batches, world: self.world, interleaved: policy.shard_gradients }
     }
 
-    /// Returns the parameter units of which `rank` has a shard.
+    /// Returns the parameter units (tensors that are gathered together) of which `rank` has a
+    /// shard.
     pub(super) fn list_units_of_rank(&self, rank: usize) -> impl DoubleEndedIterator<Item = &ParamUnit> {
         self.units.iter().filter(move |u| u.owners.contains(rank))
     }
 
-    /// Computes, for each parameter unit, the number of elements of the rank's shard.
+    /// Computes, for each parameter unit (tensors that are gathered together), the number of
+    /// elements of the shard of `rank`.
     pub(super) fn list_shard_lengths(&self, rank: usize) -> Vec<usize> {
         self.units.iter().map(|u| Partition::new(u, self.world).shard_range(rank).len()).collect()
     }
 
-    /// Computes, for each parameter unit, the number of trained elements of the rank's shard.
+    /// Computes, for each parameter unit (tensors that are gathered together), the number of
+    /// trained elements of the shard of `rank`.
     pub(super) fn list_trained_shard_lengths(&self, rank: usize) -> Vec<usize> {
         let trained =
             |u: &ParamUnit| u.to_trained_range(Partition::new(u, self.world).shard_range(rank)).len();
         self.units.iter().map(trained).collect()
     }
 
-    /// Computes the peak number of offloaded optimizer-state elements that are in the device's
-    /// memory for an update. `lengths` has the number of elements of each unit.
+    /// Computes how many elements of offloaded optimizer states are in device memory at most at one
+    /// time while the optimizer updates parameters. `lengths` has the number of elements of each
+    /// unit.
     ///
     /// On the CPU, the states of two consecutive units are in memory at the same time, because
     /// those of the next unit are read while a unit is updated. The result is the largest number of
@@ -202,9 +211,9 @@ impl MemoryEstimator<'_> {
         pairs.or(lengths.first().copied()).unwrap_or(0) as u64
     }
 
-    /// Computes the largest number of elements that an update needs in addition to the optimizer
-    /// states, if the optimizer needs the gradient of whole tensors. Also returns the purpose of
-    /// this memory.
+    /// Computes the largest number of elements that an optimizer such as Muon needs for gathered
+    /// gradients of whole tensors, in addition to its states. Also returns the purpose of this
+    /// memory.
     ///
     /// These are the gathered gradient of the unit, and the larger of two buffers. One buffer
     /// contains the shard of the gradient that this rank sends, the other the direction of the
@@ -240,7 +249,7 @@ impl MemoryEstimator<'_> {
     }
 
     /// Computes the size in bytes of temporary GPU memory: the workspace of matmuls, and the
-    /// largest of three buffers that are never needed at the same time.
+    /// largest of three buffers (logits, fp8 operands, attention) that are never used at once.
     ///
     /// These are a chunk of logits with their gradients, the fp8 operands, and the workspace of
     /// cuDNN's attention.

@@ -15,8 +15,8 @@ use jobspec::{HostSelection, WorkersPerHost};
 use std::collections::{HashMap, VecDeque};
 
 impl MemoryEstimator<'_> {
-    /// Returns the index of the output layer's parameter unit, and for each layer the indices of
-    /// its unit and of the unit of experts with a shard of this rank.
+    /// Returns the index of the output layer's parameter unit (tensors that are gathered together)
+    /// and, for each layer, the indices of its dense unit and of the unit with this rank's experts.
     pub(super) fn find_head_and_layer_units(&self, rank: usize) -> (usize, Vec<Vec<usize>>) {
         let head = self.model.sizes().layers + 1;
         let is_moe = |l: usize| MoeModel::from_model(self.model).is_some_and(|s| s.is_moe_layer(l));
@@ -27,8 +27,8 @@ impl MemoryEstimator<'_> {
         (head, (1..head).map(|u| units(u, experts.pop_if(|_| is_moe(u - 1)))).collect())
     }
 
-    /// Returns the indices of the parameter units in the order in which a training step gathers
-    /// them.
+    /// Returns the indices of the parameter units (tensors that are gathered together) in the order
+    /// in which a training step gathers them.
     fn list_units_in_gather_order(&self, rank: usize) -> Vec<usize> {
         let (head, layers) = self.find_head_and_layer_units(rank);
         let forward = layers.iter().flatten().copied();
@@ -85,8 +85,8 @@ impl MemoryEstimator<'_> {
         (pool.allocated + cast_shard) as u64
     }
 
-    /// Returns for each fetch of a parameter unit whether the unit is still in use when the next
-    /// unit is fetched.
+    /// Returns for each use of a parameter unit (tensors that are gathered together) whether the
+    /// unit is still in use when the next one is fetched.
     ///
     /// The unit is still in use if it is the head's unit with a tied embedding or, in a backward
     /// pass, a layer's unit with its experts.
@@ -102,8 +102,8 @@ impl MemoryEstimator<'_> {
         overlaps.collect()
     }
 
-    /// Returns whether parameters are converted from fp32 master weights to 16 bits when they are
-    /// gathered.
+    /// Returns whether ranks convert fp32 master weights to 16-bit parameters whenever they gather
+    /// them, instead of storing a 16-bit copy.
     pub(super) fn casts_params_on_gather(&self, policy: ShardingPolicy) -> bool {
         casts_params_on_gather(policy, ParamDtypes::for_job(self.train), !self.job.cluster.trains_on_gpus())
     }
@@ -119,9 +119,9 @@ impl MemoryEstimator<'_> {
         one_host && !cluster.trains_on_gpus()
     }
 
-    /// Computes the largest number of elements of other ranks' shards that are mapped at one time
-    /// while the units of `fetches` are used. `peer_elements` returns, for the index of a unit, the
-    /// number of the unit's elements that other ranks own.
+    /// Computes how many elements of other ranks' shards a rank maps into its memory at most at one
+    /// time, while it uses the units in `fetches`. `peer_elements` returns, for the index of a
+    /// unit, the number of the unit's elements that other ranks own.
     fn count_mapped_peer_elements(
         &self,
         fetches: &[PlannedFetch],

@@ -1,12 +1,12 @@
-//! Fault injection for tests: kills a worker at a chosen point of its run, makes it loop endlessly,
-//! and counts the points that it passed.
+//! Fault injection for tests: kills a worker at a numbered place in the code (fault point), makes
+//! it loop endlessly, and counts the places that it has passed.
 use crate::error::Result;
 use diagnostic::{Diagnostic, codes};
 use jobspec::env;
 use protocol::control::WorkerInit;
 
-/// The failure that the test variable `LAUNCH_FAULT` requests of one rank: be killed at a fault
-/// point, or loop endlessly.
+/// The failure that a test requests of one rank by `LAUNCH_FAULT`: to be killed at a numbered place
+/// in the code, or to loop endlessly.
 enum InjectedFault {
     /// `RANK:N`: the process kills itself at its N-th fault point.
     KilledAt(u64),
@@ -14,7 +14,7 @@ enum InjectedFault {
     LoopsAfter(u64),
 }
 
-/// Returns the fault that `LAUNCH_FAULT` requests of this rank.
+/// Returns the failure that a test requests of this rank by the variable `LAUNCH_FAULT`, if any.
 fn read_injected_fault(init: &WorkerInit) -> Result<Option<InjectedFault>> {
     let Some(value) = std::env::var_os(env::LAUNCH_FAULT) else { return Ok(None) };
     let parse_fault = |text: &str| match text.strip_prefix("loop@") {

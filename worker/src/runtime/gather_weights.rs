@@ -10,9 +10,10 @@ use ckpt::{Checkpoint, GatherOptions};
 use protocol::event::Event;
 use std::{ops::ControlFlow, path::Path, sync::Arc};
 
-/// Writes the weights of the run's last checkpoint as a Hugging Face directory `weights` below
-/// `root`, on rank 0. A stop request to rank 0 ends the gather early, and leaves `weights`
-/// unchanged. Returns whether the gather is complete. Collective: every rank must call it.
+/// Writes the weights of the run's last checkpoint, on rank 0, as a Hugging Face directory named
+/// `weights` in the checkpoint directory `root`. A stop request to rank 0 ends the gather early,
+/// and leaves `weights` unchanged. Returns whether the gather is complete. Collective: every rank
+/// must call it.
 pub(super) fn gather_last_checkpoint_weights(
     session: &AgentSession,
     queue: &Arc<CollectiveQueue>,
@@ -45,15 +46,15 @@ pub(super) fn gather_last_checkpoint_weights(
     Ok(all_gather_values(queue, gathered)?.into_iter().all(|is_complete| is_complete))
 }
 
-/// Writes the weights of the checkpoint at `path` to the directory `weights` below `root`, if this
-/// rank can read every shard.
+/// Writes the weights of the checkpoint `path`, whose shards this rank can all read, as a Hugging
+/// Face directory named `weights` in `root`.
 fn gather_shared_checkpoint_weights(session: &AgentSession, path: &Path, root: &Path) -> Result<bool> {
     let checkpoint = Checkpoint::open(path).map_err(to_unreadable_checkpoint_error)?;
     write_weights_directory(session, &checkpoint, checkpoint.run_facts().step, root)
 }
 
-/// Writes the weights of `source` to the directory `weights` below `root`, and reports to the
-/// controller that the weights were written. Returns false after a stop request.
+/// Writes the weights of the checkpoint `source` as a Hugging Face directory named `weights` in
+/// `root`, and reports this to the controller of the run. Returns false after a stop request.
 fn write_weights_directory(
     session: &AgentSession,
     source: &dyn ckpt::TensorSource,

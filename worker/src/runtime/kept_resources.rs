@@ -1,4 +1,5 @@
-//! [`KeptResources`]: what the process of a worker keeps between the attempts of a run.
+//! [`KeptResources`]: what the process of a worker keeps between attempts (starts of all workers)
+//! of a run, such as the open device.
 use super::{
     rank_device::RankDevice,
     samples::SampleSets,
@@ -10,8 +11,8 @@ use jobspec::{TrainSpec, env};
 use protocol::control::WorkerInit;
 use std::os::fd::OwnedFd;
 
-/// The resources of a worker that do not depend on the attempt, so that a later attempt in the same
-/// process uses them again. All are `None` before the first attempt.
+/// What the process of a worker keeps for later attempts (starts of all workers) of the run: the
+/// device, the tokenizer, the samples and shared memory. All are `None` before the first attempt.
 #[derive(Default)]
 pub(super) struct KeptResources {
     /// The device with its thread pool.
@@ -25,8 +26,8 @@ pub(super) struct KeptResources {
 }
 
 impl KeptResources {
-    /// Takes over the memory that the ranks of this host share in an attempt: in the first attempt
-    /// the inherited one, later the one that the agent passes. Returns `None` if this process
+    /// Returns the memory that the ranks of this host share in an attempt (start of all workers):
+    /// first the inherited one, later one that the agent passes. Returns `None` if this process
     /// inherited none.
     pub(super) fn take_shared_memory(&mut self, session: &AgentSession) -> Result<Option<OwnedFd>> {
         match std::mem::replace(&mut self.has_taken_memory, true) {
@@ -35,8 +36,8 @@ impl KeptResources {
         }
     }
 
-    /// Opens the device and the tokenizer, and limits the number of threads, unless an earlier
-    /// attempt in this process has done so.
+    /// Opens the device and the tokenizer and limits the number of threads, unless this process has
+    /// done so in an earlier attempt (start of all workers).
     pub(super) fn open_device_and_tokenizer(&mut self, init: &WorkerInit, train: &TrainSpec) -> Result<()> {
         if self.device.is_none() {
             limit_cpu_threads(init.threads as usize)?;
@@ -50,7 +51,8 @@ impl KeptResources {
     }
 }
 
-/// Limits parallel work outside of the device (initialisation, tokenizing) to `threads` threads.
+/// Limits parallel work on CPUs apart from the training itself, such as initialisation and
+/// tokenizing, to `threads` threads.
 fn limit_cpu_threads(threads: usize) -> Result<()> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|e| {
         Diagnostic::error(codes::training::WORKER_THREAD_FAILED, "cannot start the thread pool")

@@ -1,5 +1,5 @@
-//! Connects the ranks of a job, which may be threads of one process, processes of one host, or on
-//! several hosts.
+//! Connects the ranks of a job, which may be threads of one process, processes of one host, or
+//! processes of several hosts.
 use super::{network, session::AgentSession};
 use crate::error::Result;
 use comm::{
@@ -14,8 +14,8 @@ use std::{
     sync::Arc,
 };
 
-/// The size in bytes of the slot in shared memory through which a rank sends data to other ranks of
-/// its host. Larger messages are sent in several parts.
+/// The size in bytes of the slot in shared memory through which a rank passes data to the other
+/// ranks of its host. Larger messages are sent in several parts.
 ///
 /// The size is small because the memory of each rank includes the staging memory of every rank.
 pub(crate) const STAGING_BYTES: usize = 1 << 20;

@@ -33,8 +33,8 @@ pub(super) enum RankDevice {
 }
 
 impl RankDevice {
-    /// Opens the device that the job selects: the CPUs of the host, or the one GPU that the plan
-    /// makes visible to this rank.
+    /// Opens the device that the job selects for this rank: the CPUs of the host, or the one GPU
+    /// that the rank's environment makes visible.
     pub(super) fn open(init: &WorkerInit) -> Result<RankDevice> {
         let cluster = &init.job.cluster;
         if !cluster.trains_on_gpus() {
@@ -52,7 +52,7 @@ impl RankDevice {
         Ok(RankDevice::Gpu(Arc::new(cuda), paths))
     }
 
-    /// Returns the operations (matmuls, copies and so on) of this device.
+    /// Returns the implementation of operations (matmuls, copies and so on) for this device.
     pub(super) fn ops(&self) -> Arc<dyn Ops> {
         match self {
             RankDevice::Cpu(cpu) => cpu.clone(),
@@ -68,8 +68,9 @@ impl RankDevice {
         }
     }
 
-    /// Returns the communicator for collectives on data in the memory of this device. `hosts` is
-    /// the communicator that transfers data between host memories.
+    /// Connects this rank's device with those of the other ranks, and returns the communicator for
+    /// collectives on data in device memory. `hosts` is the communicator that transfers data
+    /// between host memories.
     ///
     /// On a CPU, returns `hosts`. On a GPU, returns either `hosts` with copies between GPU memory
     /// and host memory, or an NCCL communicator, which is set up through `hosts`. An abort of the
@@ -115,7 +116,8 @@ impl RankDevice {
     }
 }
 
-/// Applies those keys of the job's `train` section that concern GPUs to `cuda`.
+/// Applies settings of the job's `train` section that concern GPUs, such as the kernels of
+/// attention, to `cuda`, the opened GPU.
 fn configure_gpu(cuda: &Cuda, train: &TrainSpec, paths: &LibrarySearchPaths) -> Result<()> {
     if train.precision == Precision::Fp8 {
         cuda.require_fp8()

@@ -16,7 +16,7 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::{GenerationSpec, TrainSpec};
 use protocol::{control::WorkerInit, event::Event};
 
-/// A data set, and the order in which the run reads its samples.
+/// A data set of training or evaluation samples, with the order in which the run reads them.
 pub(super) struct OrderedSamples {
     data: Dataset,
     order: SampleOrder,
@@ -73,9 +73,10 @@ impl SampleSets {
             .into())
     }
 
-    /// Opens the training and evaluation data on the ranks that have not opened them. Rank 0 builds
-    /// the token caches (files with the tokens) first, and then the other ranks use them. Returns
-    /// the first rank whose data differ from those of rank 0. Collective: every rank must call it.
+    /// Opens the training and evaluation data on the ranks that have not opened them: first on rank
+    /// 0, which tokenizes them into a file, then on the others. Rank 0 builds the token caches
+    /// (files with the tokens) first, and then the other ranks use them. Returns the first rank
+    /// whose data differ from those of rank 0. Collective: every rank must call it.
     fn open_in_turns(
         opened: &mut Option<Self>,
         train: &TrainSpec,
@@ -132,8 +133,8 @@ impl SampleSets {
         Ok(())
     }
 
-    /// Returns the held-out samples and the settings of evaluation and text generation, or `None`
-    /// if the job does not evaluate.
+    /// Returns the held-out samples with the settings for evaluating on them and generating text,
+    /// or `None` if the job does not evaluate.
     pub(super) fn prepare_evaluation<'a>(
         &'a self,
         train: &'a TrainSpec,

@@ -1,4 +1,5 @@
-//! [`AgentSession`]: the control connection of a worker to its agent.
+//! [`AgentSession`]: the connection of a worker to its agent (launch's process on the host, which
+//! starts and watches workers).
 //!
 //! One thread reads requests (stop, save, reload, abort), and another one sends a heartbeat each
 //! second. Events are sent by the thread in which they happen.
@@ -31,31 +32,38 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The time between two heartbeats that a rank sends to its agent.
+/// The time between two signs of life (heartbeats) that a worker sends to its agent (launch's
+/// process on the host).
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// The longest wait of a rank for a message that its agent must send.
+/// The longest wait of a worker for a message that its agent (launch's process on the host) must
+/// send.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest wait of a rank until all ranks of the job accept connections. Ranks start at about
 /// the same time.
 const PEERS_TIMEOUT: Duration = Duration::from_secs(120);
-/// The longest wait for a stop request after a collective failed before the first step. The request
-/// reaches all ranks at about the same time.
+/// How long a rank whose collective failed before the first step waits for a stop request, which
+/// would explain the failure. The request reaches all ranks at about the same time.
 const STOP_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time between two checks for a stop request of the agent.
+/// The time between two checks whether the agent (launch's process on the host) has requested this
+/// rank to stop.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a rank whose collectives were aborted waits for the agent's abort before it reports the
-/// failure. The controller then learns of the failed rank or host first.
+/// How long a rank whose collectives were aborted by another rank waits for the agent (launch's
+/// process on the host) to end the attempt, before it reports the failure itself. The controller
+/// then learns of the failed rank or host first.
 const ABORT_ARRIVAL_TIME: Duration = Duration::from_millis(100);
-/// How long a rank whose collectives were aborted waits for the agent to decide whether the rank
-/// may leave the attempt. The controller may need this long to notice that a host is lost.
+/// How long a rank whose collectives were aborted waits for the decision whether its process stays
+/// alive for the next attempt (start of all workers). The controller may need this long to notice
+/// that a host is lost.
 const LEAVE_DECISION_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest time for sending the notice that a run stopped before its first step. After it, the
-/// run stops without the notice.
+/// The longest time for sending the user the notice that a run stopped before its first step. After
+/// it, the run stops without the notice.
 const STOP_NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
-/// The abort reason that a rank reports when its agent has ended.
+/// The reason that a rank reports for the end of its attempt if its agent (launch's process on the
+/// host) has ended.
 const AGENT_ENDED_REASON: &str = "the agent closed the control connection";
 
-/// How far a rank has prepared its first step, which decides how the rank reacts to a stop request.
+/// How far this rank is in preparing its first step, which decides whether a stop request ends the
+/// process at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FirstStepReadiness {
     /// The rank prepares data, model or checkpoint. A stop request ends the process, because no
@@ -68,9 +76,9 @@ enum FirstStepReadiness {
     Training,
 }
 
-/// The agent's requests to stop, save or reload the job file that this rank has received and not
-/// handled yet. Reloads and saves take effect at the next step boundary. A stop also ends
-/// evaluations and gathers early.
+/// The requests of the agent (launch's process on the host) to stop, save or reload the job file
+/// that this worker has received and not handled yet. Reloads and saves take effect at the next
+/// step boundary. A stop also ends evaluations and gathers early.
 #[derive(Default)]
 pub(super) struct AgentRequests {
     stop: AtomicBool,
@@ -79,46 +87,53 @@ pub(super) struct AgentRequests {
 }
 
 impl AgentRequests {
-    /// Records that the agent requested to save and stop.
+    /// Records that the agent (launch's process on the host) has requested this worker to save a
+    /// checkpoint and stop.
     pub(super) fn request_stop(&self) {
         self.stop.store(true, Relaxed);
     }
 
-    /// Returns whether the agent requested to save and stop.
+    /// Returns whether the agent (launch's process on the host) has requested this worker to save a
+    /// checkpoint and stop.
     pub(super) fn is_stop_requested(&self) -> bool {
         self.stop.load(Relaxed)
     }
 
-    /// Takes the agent's request to save a checkpoint. Returns whether there was one since the last
-    /// call.
+    /// Returns whether the agent (launch's process on the host) has requested a checkpoint since
+    /// the last call, and clears the request.
     pub(super) fn take_save_request(&self) -> bool {
         self.save.swap(false, Relaxed)
     }
 
-    /// Returns whether values of a changed job file are waiting to be taken.
+    /// Returns whether values of a job file that the user changed during the run were received and
+    /// not applied yet.
     pub(super) fn has_reload_values(&self) -> bool {
         self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Takes the newest values of a changed job file, or returns `None` if there are none.
+    /// Takes the newest received values of a job file that the user changed during the run, or
+    /// returns `None` if there are none.
     pub(super) fn take_reload_values(&self) -> Option<ReloadValues> {
         self.reload_values.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Forgets all requests of the agent, because they were for an earlier attempt.
+    /// Discards all requests of the agent (launch's process on the host), because they were for an
+    /// earlier attempt (start of all workers).
     fn clear(&self) {
         self.stop.store(false, Relaxed);
         self.save.store(false, Relaxed);
         self.take_reload_values();
     }
 
-    /// Stores the values of a changed job file until the next step.
+    /// Stores the values of a job file that the user changed during the run, which the next step
+    /// applies.
     fn store_reload_values(&self, values: ReloadValues) {
         *self.reload_values.lock().unwrap_or_else(PoisonError::into_inner) = Some(values);
     }
 }
 
-/// The worker's end of the control connection to its agent.
+/// The worker's end of the connection to its agent (launch's process on the host, which starts and
+/// watches workers).
 pub(super) struct AgentSession {
     write: Mutex<UnixStream>,
     /// The requests that the agent sent.
@@ -141,8 +156,8 @@ pub(super) struct AgentSession {
     pub(super) status: Arc<StatusWriter>,
 }
 
-/// The messages from the agent for which the training thread waits: the instructions of an attempt,
-/// and the addresses of all ranks.
+/// The received messages for which the training thread waits: the instructions for the next attempt
+/// (start of all workers), and the addresses of all ranks.
 #[derive(Default)]
 struct Inbox {
     /// The instructions for the next attempt.
@@ -153,12 +168,12 @@ struct Inbox {
     has_left: bool,
 }
 
-/// A function that is called with the reason when the agent aborts the attempt, to end blocked
-/// operations.
+/// A function that ends blocked operations of this rank, called with the reason when the agent
+/// (launch's process on the host) aborts the attempt.
 type AbortHandler = Box<dyn Fn(&str) + Send>;
 
-/// The functions to call when the agent aborts the attempt, and the reason of the abort if it has
-/// happened.
+/// The functions that end blocked operations when the agent (launch's process on the host) aborts
+/// the attempt, and the reason once it has happened.
 #[derive(Default)]
 struct AbortHandlers {
     handlers: Vec<AbortHandler>,
@@ -168,8 +183,8 @@ struct AbortHandlers {
     may_leave: bool,
 }
 
-/// Takes ownership of the open file descriptor whose number is in the environment variable `name`.
-/// Returns `None` if the variable is not set.
+/// Takes ownership of a file descriptor that this process has inherited, whose number is in the
+/// environment variable `name`. Returns `None` if the variable is not set.
 ///
 /// The caller must not call this function twice with the same `name`, because two owners would
 /// close one descriptor twice.
@@ -196,7 +211,8 @@ pub(super) fn take_inherited_descriptor(name: &str) -> Result<Option<OwnedFd>> {
 }
 
 impl AgentSession {
-    /// Creates a session that sends messages to the agent over `write`.
+    /// Creates a session that sends messages to the agent (launch's process on the host) over the
+    /// socket `write`.
     pub(super) fn new(write: UnixStream) -> Self {
         AgentSession {
             write: Mutex::new(write),
@@ -214,8 +230,8 @@ impl AgentSession {
         }
     }
 
-    /// Opens the control connection to the agent, and waits for the agent's first message, the
-    /// instructions for this worker. Returns the session, the stream that
+    /// Connects to the agent (launch's process on the host), and waits for its first message, which
+    /// contains the instructions for this worker. Returns the session, the stream that
     /// [`AgentSession::start_threads`] reads, and the worker's instructions.
     pub(super) fn connect() -> Result<(Arc<AgentSession>, UnixStream, WorkerInit)> {
         let fd = take_inherited_descriptor(env::LAUNCH_CONTROL_FD)?.ok_or_else(|| {
@@ -253,8 +269,9 @@ impl AgentSession {
         Ok((Arc::new(session), read, init))
     }
 
-    /// Starts the threads that read requests and send heartbeats. The reading thread calls the
-    /// abort handlers when the agent requests an abort or ends.
+    /// Starts the threads that read the requests of the agent (launch's process on the host) and
+    /// send it signs of life (heartbeats). The reading thread calls the abort handlers when the
+    /// agent requests an abort or ends.
     ///
     /// The process exits when the agent ends.
     pub(super) fn start_threads(self: &Arc<Self>, mut read: UnixStream) -> Result<()> {
@@ -283,8 +300,8 @@ impl AgentSession {
         Ok(())
     }
 
-    /// Dispatches a message of the agent: records a request, aborts the attempt, or passes the
-    /// message to the training thread.
+    /// Handles a message of the agent (launch's process on the host): records a request, aborts the
+    /// attempt, or passes the message to the training thread.
     fn dispatch_message(&self, message: ToWorker) {
         match message {
             ToWorker::Stop => self.record_stop_or_exit(),
@@ -299,8 +316,9 @@ impl AgentSession {
         }
     }
 
-    /// Passes the instructions of another attempt to the training thread, if this rank has left its
-    /// last attempt. Requests that arrive after `init` are for the new attempt.
+    /// Passes the instructions for the next attempt (start of all workers) to the training thread,
+    /// if this rank has left its last attempt. Requests that arrive after `init` are for the new
+    /// attempt.
     fn begin_attempt(&self, init: Box<WorkerInit>) {
         let mut inbox = self.lock_inbox();
         if !inbox.has_left {
@@ -319,8 +337,9 @@ impl AgentSession {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `take` finds what it needs among the received messages, the attempt is aborted,
-    /// or the time `limit` has passed. Returns `None` after an abort or the limit.
+    /// Waits until the function `take` finds what it needs among the received messages, this start
+    /// of the workers (attempt) is aborted, or the time `limit` has passed. Returns `None` after an
+    /// abort or the limit.
     fn wait_for_message<T>(
         &self,
         limit: Duration,
@@ -340,14 +359,14 @@ impl AgentSession {
         }
     }
 
-    /// Returns the reason for which the agent aborted the attempt, or `None` if it has not aborted
-    /// the attempt.
+    /// Returns the reason for which the agent (launch's process on the host) has aborted the
+    /// attempt, or `None` if it has not.
     fn find_abort_reason(&self) -> Option<String> {
         self.aborts.lock().unwrap_or_else(PoisonError::into_inner).reason.clone()
     }
 
-    /// Waits up to [`LEAVE_DECISION_TIMEOUT`] for the agent's decision whether this rank leaves the
-    /// attempt that failed with `error` and waits for the next one, and returns the decision.
+    /// Waits up to [`LEAVE_DECISION_TIMEOUT`] for the decision whether this process stays alive
+    /// after the failure `error` and takes part in the next attempt (start of all workers).
     ///
     /// Only a rank on a CPU leaves, and only if `error` is the consequence of another failure.
     pub(super) fn wait_for_leave_decision(&self, error: &Error, init: &WorkerInit) -> bool {
@@ -366,8 +385,9 @@ impl AgentSession {
         self.aborts.lock().unwrap_or_else(PoisonError::into_inner).may_leave
     }
 
-    /// Reports that this rank has left its attempt, and waits for the instructions of the next
-    /// attempt. The attempt must have no threads and no communicator any more.
+    /// Reports that this rank has left its attempt (start of all workers), and waits for the
+    /// instructions for the next one. The attempt must have no threads and no communicator any
+    /// more.
     ///
     /// The wait has no limit. It ends with the process if the agent ends.
     pub(super) fn wait_for_next_attempt(&self, attempt: u32) -> Result<WorkerInit> {
@@ -386,8 +406,8 @@ impl AgentSession {
         }
     }
 
-    /// Receives the shared memory of a later attempt, which the agent passes before the
-    /// instructions of the attempt.
+    /// Receives the memory that the ranks of this host share in the next attempt (start of all
+    /// workers), which the agent passes as a file descriptor.
     pub(super) fn receive_shared_memory(&self) -> Result<OwnedFd> {
         let failed = |error: std::io::Error| {
             let message = "the agent did not pass the shared memory of the attempt";
@@ -398,8 +418,8 @@ impl AgentSession {
         receive_file_descriptor(socket).map_err(failed)
     }
 
-    /// Records that the agent requested to save and stop. Ends the process if this rank still
-    /// prepares its first step.
+    /// Records that this rank was requested to save and stop, or ends the process at once if it
+    /// still prepares its first step.
     ///
     /// The preparation may take long (tokenizing, reading a checkpoint), and no part of it is lost
     /// that a kill would not lose. The other ranks get the same request.
@@ -430,9 +450,8 @@ impl AgentSession {
         Ok(!is_stopping)
     }
 
-    /// Returns whether `error` is only the consequence of a stop request: no rank has begun its
-    /// first step, and a collective failed because another rank has stopped. Waits up to
-    /// [`STOP_ARRIVAL_TIMEOUT`] for the request.
+    /// Returns whether the error `error` of a collective only means that another rank stopped on
+    /// request before the first step. Waits up to [`STOP_ARRIVAL_TIMEOUT`] for the request.
     pub(super) fn is_stopped_before_first_step(&self, error: &Error) -> bool {
         let readiness = *self.readiness.lock().unwrap_or_else(PoisonError::into_inner);
         if readiness == FirstStepReadiness::Training || error.to_worker_exit() != WorkerExit::Aborted {
@@ -448,14 +467,14 @@ impl AgentSession {
         true
     }
 
-    /// Records how far this rank has prepared its first step: preparing, waiting for other ranks,
-    /// or training.
+    /// Records how far this rank is in preparing its first step: preparing, waiting for other
+    /// ranks, or training.
     fn set_readiness(&self, readiness: FirstStepReadiness) {
         *self.readiness.lock().unwrap_or_else(PoisonError::into_inner) = readiness;
     }
 
-    /// On rank 0, reports to the controller that the run stopped before its first step. Omits the
-    /// report if the agent does not read it in time.
+    /// On rank 0, reports to the controller of the run that the run stopped on request before its
+    /// first step. Omits the report if the agent does not read it in time.
     fn report_stop_before_first_step(&self) {
         if !self.is_leader {
             return;
@@ -467,8 +486,9 @@ impl AgentSession {
         _ = write.set_write_timeout(Some(STOP_NOTICE_TIMEOUT)).and_then(|()| write.write_all(&frame));
     }
 
-    /// Adds a function that is called when the agent aborts the attempt or ends. If the session was
-    /// aborted already, calls the handler immediately.
+    /// Adds a function that ends blocked operations and is called when the agent (launch's process
+    /// on the host) aborts the attempt or ends. If the session was aborted already, calls the
+    /// handler immediately.
     pub(super) fn add_abort_handler(&self, abort: impl Fn(&str) + Send + 'static) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(reason) = &aborts.reason {
@@ -477,8 +497,9 @@ impl AgentSession {
         aborts.handlers.push(Box::new(abort));
     }
 
-    /// Calls all handlers with the reason of an abort, and records the reason. `may_leave` states
-    /// whether this rank may leave the attempt and wait for the next one.
+    /// Records the reason `reason` for which this start of the workers (attempt) was aborted, and
+    /// calls all functions that end blocked operations. `may_leave` states whether this rank may
+    /// leave the attempt and wait for the next one.
     fn call_abort_handlers(&self, reason: &str, may_leave: bool) {
         let mut aborts = self.aborts.lock().unwrap_or_else(PoisonError::into_inner);
         aborts.handlers.iter().for_each(|abort| abort(reason));
@@ -490,8 +511,8 @@ impl AgentSession {
         self.arrived.notify_all();
     }
 
-    /// Reports the addresses on which this rank accepts connections, and waits for the addresses of
-    /// all ranks.
+    /// Sends the addresses on which this rank accepts connections to the agent (launch's process on
+    /// the host), and waits for the addresses of all ranks.
     pub(super) fn exchange_addresses(&self, addresses: Vec<SocketAddr>, attempt: u32) -> Result<WorkerPeers> {
         self.send_message(&FromWorker::Listening { addresses })?;
         let peers = self.wait_for_message(PEERS_TIMEOUT, |inbox| {
@@ -505,7 +526,8 @@ impl AgentSession {
         })
     }
 
-    /// Sets the phase of this rank, and reports the phase to the agent.
+    /// Sets what this rank does (its phase, such as loading or training), and reports it to the
+    /// agent (launch's process on the host).
     pub(super) fn set_phase(&self, phase: WorkerPhase) -> Result<()> {
         tracing::info!(target: "worker::phase", phase = ?phase, step = self.step.load(Relaxed), "entering phase");
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
@@ -513,26 +535,28 @@ impl AgentSession {
         self.send_progress()
     }
 
-    /// Sets the number of completed optimizer steps, which the next heartbeat reports to the agent.
+    /// Sets the number of completed optimizer steps, which the next sign of life (heartbeat)
+    /// reports.
     pub(super) fn set_step(&self, step: u64) {
         self.status.set_step(step);
         self.step.store(step, Relaxed);
     }
 
-    /// Sends the phase (such as loading or training) and the step of this rank to the agent, which
-    /// also serves as heartbeat.
+    /// Sends what this rank does (its phase) and its number of completed steps to the agent
+    /// (launch's process on the host), also as a sign of life.
     fn send_progress(&self) -> Result<()> {
         let phase = *self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         self.send_message(&FromWorker::Progress { phase, step: self.step.load(Relaxed) })
     }
 
-    /// Sends an event to the agent, which reports it to the controller.
+    /// Sends an event, such as a completed step, to the agent (launch's process on the host), which
+    /// passes it on to the controller of the run.
     pub(super) fn send_event(&self, event: Event) -> Result<()> {
         self.send_message(&FromWorker::Event(event))
     }
 
-    /// Reports the error that ends this worker to the agent. If the report is lost, the exit code
-    /// still has the category.
+    /// Reports the error that ends this worker to its agent (launch's process on the host). If the
+    /// report is lost, the exit code still has the category.
     pub(super) fn report_failure(&self, e: &Error) {
         if self.is_failure_reported.swap(true, Relaxed) {
             return;
@@ -543,7 +567,8 @@ impl AgentSession {
         });
     }
 
-    /// Sends one message to the agent. Blocks while the agent does not read.
+    /// Sends one message to the agent (launch's process on the host). Blocks while the agent does
+    /// not read.
     pub(super) fn send_message(&self, message: &FromWorker) -> Result<()> {
         let frame = frame::encode_frame(message).map_err(build_invalid_message_error)?;
         let mut write = self.write.lock().unwrap_or_else(PoisonError::into_inner);
@@ -551,8 +576,8 @@ impl AgentSession {
     }
 }
 
-/// Receives a file descriptor and one byte over a Unix socket. Fails after the socket's read
-/// timeout.
+/// Receives a file descriptor, and the byte that accompanies it, over a Unix socket. Fails after
+/// the socket's read timeout.
 fn receive_file_descriptor(socket: &UnixStream) -> std::io::Result<OwnedFd> {
     let mut byte = [0];
     let mut buffers = [IoSliceMut::new(&mut byte)];
@@ -568,7 +593,8 @@ fn receive_file_descriptor(socket: &UnixStream) -> std::io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Reads one message of the agent. Returns `None` if the agent closed the connection.
+/// Reads one message that the agent (launch's process on the host) has sent to this worker. Returns
+/// `None` if the agent closed the connection.
 fn receive_message(read: &mut UnixStream) -> Result<Option<ToWorker>> {
     let mut header = [0; frame::HEADER_BYTES];
     match read.read_exact(&mut header) {
@@ -588,14 +614,15 @@ fn build_peers_not_listening_error() -> Error {
     diagnostic.with_field("timeout_seconds", seconds).into()
 }
 
-/// Builds the error which reports that a message from the agent is invalid.
+/// Builds the error which reports that the agent (launch's process on the host) has sent an invalid
+/// message.
 fn build_invalid_message_error(error: frame::FrameError) -> Error {
     let message = "a message on the control connection to the agent is not valid";
     Diagnostic::error(codes::training::AGENT_MESSAGE_INVALID, message).with_cause(&error).into()
 }
 
-/// Builds the error which reports that the control connection to the agent failed. It is never a
-/// root cause.
+/// Builds the error which reports that the connection to the agent (launch's process on the host)
+/// failed. It is never a root cause.
 fn build_connection_lost_error(error: std::io::Error) -> Error {
     let message = "the control connection to the agent failed";
     Error::new_aborted(Diagnostic::error(codes::training::AGENT_CONNECTION_LOST, message).with_cause(&error))

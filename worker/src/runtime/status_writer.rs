@@ -1,4 +1,5 @@
-//! [`StatusWriter`]: writes what this rank does to memory that its agent reads.
+//! [`StatusWriter`]: writes what this rank does to shared memory, which the agent (launch's process
+//! on the host) reads if the rank hangs.
 //!
 //! The agent finds out where a rank is that neither runs nor answers. Each write is one system call
 //! on a memfd, which takes about a microsecond, so a rank that is stopped leaves the state of this
@@ -16,13 +17,13 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// Writes the status of this rank (phase, step, collectives) to memory that its agent reads, to
-/// find out where a rank hangs.
+/// Writes what this rank does (phase, step, collectives) to shared memory, which the agent
+/// (launch's process on the host) reads to find out where a rank hangs.
 #[derive(Default)]
 pub(super) struct StatusWriter(Mutex<RankStatusSlot>);
 
-/// The part of the agent's memory that contains the status of this rank, and the status that was
-/// written last.
+/// The part of the shared memory that contains what this rank does, and a copy of what was written
+/// last.
 #[derive(Default)]
 struct RankStatusSlot {
     /// The memory; `None` if the process inherited none.
@@ -35,8 +36,8 @@ struct RankStatusSlot {
 }
 
 impl RankStatusSlot {
-    /// Writes the status of this rank to the memory that its agent reads. Without it, the agent has
-    /// less evidence about a hang.
+    /// Writes what this rank does to the shared memory that the agent (launch's process on the
+    /// host) reads. Without it, the agent has less evidence about a hang.
     fn write(&self) {
         if let Some(memory) = &self.memory {
             _ = memory.write_all_at(&self.status.encode(), self.offset);
@@ -45,8 +46,8 @@ impl RankStatusSlot {
 }
 
 impl StatusWriter {
-    /// Creates a writer of this rank's status to `memory`, which the agent reads. With `None`, the
-    /// status is not written.
+    /// Creates a writer of what this rank does to `memory`, shared memory that the agent (launch's
+    /// process on the host) reads. With `None`, the status is not written.
     pub(super) fn new(memory: Option<OwnedFd>) -> Self {
         StatusWriter(Mutex::new(RankStatusSlot {
             memory: memory.map(File::from),
@@ -54,12 +55,14 @@ impl StatusWriter {
         }))
     }
 
-    /// Locks the mutex of this rank's status.
+    /// Locks the mutex of this rank's status, which the agent (launch's process on the host) can
+    /// read.
     fn lock_status(&self) -> MutexGuard<'_, RankStatusSlot> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins the status of a new attempt, before this rank connects to the other ranks.
+    /// Resets the status of this rank at the start of an attempt (start of all workers), before the
+    /// rank connects to others.
     pub(super) fn begin_attempt(&self, init: &WorkerInit) {
         let mut slot = self.lock_status();
         slot.offset = u64::from(init.local_rank) * STATUS_BYTES as u64;
@@ -73,15 +76,16 @@ impl StatusWriter {
         slot.write();
     }
 
-    /// Sets the current work of the training thread in the status, as a phrase such as `reading
-    /// samples`.
+    /// Records in the status of this rank what the training thread does now, as a phrase such as
+    /// `reading samples`.
     pub(super) fn set_task(&self, task: &'static str) {
         let mut slot = self.lock_status();
         slot.status.task = task.into();
         slot.write();
     }
 
-    /// Sets the current work of the training thread in the status to the description of a phase.
+    /// Records in the status of this rank what the training thread does now, as the description of
+    /// a phase such as training.
     pub(super) fn set_phase(&self, phase: WorkerPhase) {
         self.set_task(describe_phase(phase));
     }
@@ -94,7 +98,7 @@ impl StatusWriter {
     }
 }
 
-/// Returns a phrase that describes the work of a rank in a phase, such as `saving a checkpoint`.
+/// Returns a phrase for what a rank does in a phase, such as `saving a checkpoint` for saving.
 fn describe_phase(phase: WorkerPhase) -> &'static str {
     match phase {
         WorkerPhase::Starting => "starting",

@@ -1,10 +1,11 @@
-//! [`StepClock`]: measures how long the steps of this rank take, and for how long it waits in them.
+//! [`StepClock`]: measures how long the optimizer steps of this rank take, and how long it waits
+//! for collectives in them.
 use crate::{train::step::RankStepReport, zero::collective_queue::CollectiveQueue};
 use protocol::step_times::RankTimes;
 use std::time::Duration;
 
-/// The times of this rank's newest step (computing and waiting for collectives), until they are
-/// reported with the losses of the next step.
+/// How long this rank's newest step took, and how long it waited for collectives, kept until the
+/// next exchange of losses reports both to the other ranks.
 #[derive(Debug, Default)]
 pub(super) struct StepClock {
     times: RankTimes,
@@ -13,7 +14,8 @@ pub(super) struct StepClock {
 }
 
 impl StepClock {
-    /// Records how long a step took, and for how long it waited for collectives.
+    /// Records how long an optimizer step of this rank took, and how long computation waited for
+    /// collectives in it.
     pub(super) fn record_step(&mut self, queue: &CollectiveQueue, took: Duration) {
         self.exposed = queue.take_exposed_seconds();
         let micros = |seconds: f64| (seconds * 1e6) as u64;
@@ -25,8 +27,8 @@ impl StepClock {
         };
     }
 
-    /// Adds the times of the previous step, and the waiting time since then, to the report that
-    /// this rank sends to the other ranks.
+    /// Adds how long the previous step took, and the waiting time since then, to `report`, which
+    /// this rank sends to the others with its losses.
     pub(super) fn add_times_to_report(
         &mut self,
         queue: &CollectiveQueue,

@@ -1,4 +1,5 @@
-//! [`StepTimesCollector`]: what rank 0 reports about the times of all ranks.
+//! [`StepTimesCollector`]: sums on rank 0 how long the steps of all ranks took, and decides what
+//! rank 0 reports about them.
 use protocol::{
     control::FromWorker,
     event::{Event, StepTimesReport, StragglerReport},
@@ -7,12 +8,14 @@ use protocol::{
 };
 use std::time::{Duration, Instant};
 
-/// The time between two messages of rank 0 with the step times of all ranks.
+/// The time between two messages in which rank 0 sends the step times of all ranks to the
+/// controller of the run.
 const MESSAGE_INTERVAL: Duration = Duration::from_secs(2);
-/// The time between two events with statistics of the step times of all ranks.
+/// The time between two events with statistics of the step times of all ranks, which appear in the
+/// run's event log.
 const EVENT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Sums the times of all ranks, and finds ranks that slow down the others.
+/// Sums how long the steps of all ranks took, and finds ranks that slow down the others.
 pub(super) struct StepTimesCollector {
     detector: Option<StragglerDetector>,
     /// The times since the previous message, and the time of that message.
@@ -32,8 +35,8 @@ impl StepTimesCollector {
         }
     }
 
-    /// Adds the times that all ranks needed for a step, after which `step` steps are done. Returns
-    /// the messages to the controller that are due.
+    /// Adds the times that all ranks needed for one step, after which `step` steps are done, and
+    /// returns the messages to the controller that are due.
     pub(super) fn add_step(&mut self, step: u64, ranks: &[RankTimes], now: Instant) -> Vec<FromWorker> {
         // The first step of an attempt has no previous one.
         if ranks.is_empty() || ranks.iter().any(|times| times.step_us == 0) {

@@ -23,7 +23,8 @@ use protocol::{
 };
 use std::time::{Duration, Instant};
 
-/// The evaluation on held-out samples: how many, how often, and which text to generate after it.
+/// When and how the model is evaluated on held-out samples: how many samples, how often, and which
+/// text the model generates afterwards.
 pub(super) struct HeldOutEval<'a> {
     /// The held-out samples, in order.
     pub(super) source: &'a dyn SampleSource,
@@ -35,12 +36,12 @@ pub(super) struct HeldOutEval<'a> {
     pub(super) generation: Option<(GenerationRequest, DecodeGeneration<'a>)>,
 }
 
-/// A function that decodes generated tokens into two texts for an event: the prompt and its
-/// continuation.
+/// A function that converts the tokens of a prompt and of its generated continuation to two texts
+/// for an event.
 pub(super) type DecodeGeneration<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
 
-/// What [`train_until_done`] needs in addition to the trainer: the job, the control connection to
-/// the agent, and the samples.
+/// What the training loop needs in addition to the trainer: the job, the connection to the agent
+/// (launch's process on the host), and the samples.
 pub(super) struct RunContext<'a> {
     /// The job of the run.
     pub(super) job: &'a JobSpec,
@@ -128,9 +129,9 @@ pub(super) fn train_until_done(
     Ok(if is_complete { WorkerExit::Done } else { WorkerExit::Stopped })
 }
 
-/// Completes the last step before the checkpoint from which the run resumed: performs an evaluation
-/// that is due, and saves if no checkpoint on disk has the state. Returns false after a request to
-/// stop, which leaves the evaluation due. Collective: every rank must call it.
+/// Catches up what a resumed run may have missed after its last step: an evaluation that is due,
+/// and a checkpoint if none on disk has the state. Returns false after a request to stop, which
+/// leaves the evaluation due. Collective: every rank must call it.
 fn complete_resumed_step(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -151,8 +152,8 @@ fn complete_resumed_step(
     Ok(!is_stopped)
 }
 
-/// Copies the training state to the memory of hosts and evaluates, as far as the job requires each
-/// of them after a step. A copy follows an evaluation, too, so that a run that resumes from memory
+/// Copies the training state to the memory of hosts, and evaluates the model, if the job requires
+/// this after the step. A copy follows an evaluation, too, so that a run that resumes from memory
 /// does not repeat it. Collective: every rank must call it.
 fn copy_and_evaluate(
     running: &mut RunningTrainer,
@@ -186,8 +187,8 @@ fn copy_to_memory_if_due(
     }
 }
 
-/// Builds the report that this rank sends to the others with its next losses: flags to save or
-/// stop, memory, and times. On the leader, takes a pending request to save.
+/// Builds the report that this rank sends to the others with its next losses: flags such as
+/// requests to save or stop, memory, and times. On the leader, takes a pending request to save.
 fn build_step_report(
     run: &RunContext,
     values: &ReloadValues,
@@ -220,7 +221,8 @@ fn create_times_collector(running: &RunningTrainer, run: &RunContext) -> Option<
     run.is_leader.then(|| StepTimesCollector::new(rules, hosts(), Instant::now()))
 }
 
-/// On rank 0, sends the step times of all ranks to the controller if a message is due.
+/// On rank 0, sends how long the steps of all ranks took to the controller of the run, if a message
+/// is due.
 fn report_step_times(
     running: &RunningTrainer,
     run: &RunContext,
@@ -232,8 +234,8 @@ fn report_step_times(
     messages.iter().try_for_each(|message| run.session.send_message(message))
 }
 
-/// Applies on every rank the values that rank 0 has reloaded from the job file. Collective: every
-/// rank must call it.
+/// Applies on every rank the values of the job file that the user changed during the run and rank 0
+/// has reloaded. Collective: every rank must call it.
 fn apply_reloaded_job_values(
     running: &mut RunningTrainer,
     run: &RunContext,
@@ -252,7 +254,8 @@ fn apply_reloaded_job_values(
     Ok(())
 }
 
-/// Reports a notice of the backend, such as its choice between CUDA graphs and single launches.
+/// Reports a notice of the compute backend to the user, such as its choice between CUDA graphs and
+/// single kernel launches.
 ///
 /// The rank itself reports a notice about its device. The leader reports all other notices.
 fn report_backend_notice(running: &RunningTrainer, run: &RunContext, took: Duration) -> Result<()> {
@@ -304,7 +307,7 @@ fn report_skipped_steps(running: &RunningTrainer, run: &RunContext) -> Result<()
     }
 }
 
-/// Returns the advice in the error message for a loss or gradient that is not finite.
+/// Returns the advice in the error message for a loss or gradient that is infinite or NaN.
 fn describe_non_finite_remedy(running: &RunningTrainer) -> String {
     match running.trainer.loss_scale.checkpoint_state() {
         Some(state) => {
@@ -320,7 +323,7 @@ fn describe_non_finite_remedy(running: &RunningTrainer) -> String {
     }
 }
 
-/// Builds the error that ends a run whose loss or gradient norm is not finite.
+/// Builds the error that ends a run whose loss or gradient norm is infinite or NaN.
 fn build_non_finite_error(outcome: &StepOutcome, running: &RunningTrainer, saver: &CheckpointSaver) -> Error {
     let (step, advice) = (running.position.step + 1, describe_non_finite_remedy(running));
     let what = if outcome.loss.is_finite() { "gradient norm" } else { "loss" };
@@ -342,7 +345,7 @@ fn build_non_finite_error(outcome: &StepOutcome, running: &RunningTrainer, saver
         .into()
 }
 
-/// Builds the event that reports a completed step, which took `took`.
+/// Builds the event that reports a completed optimizer step, which took the time `took`.
 fn build_step_event(running: &RunningTrainer, outcome: &StepOutcome, lr: f64, took: Duration) -> Event {
     let tokens_per_step = running.trainer.global_batch_size() * u64::from(running.train_spec().data.seq_len);
     Event::Step {
@@ -427,8 +430,9 @@ fn save_checkpoint(
     run.session.set_phase(WorkerPhase::Training)
 }
 
-/// Returns whether a rank was asked to stop during a save that is complete. The run then ends with
-/// this checkpoint, without another step and save. Collective: every rank must call it.
+/// Returns whether any rank was requested to stop while the checkpoint was saved, which is complete
+/// now. The run then ends with this checkpoint, without another step and save. Collective: every
+/// rank must call it.
 fn is_stopping_after_save(
     running: &RunningTrainer,
     run: &RunContext,

@@ -78,7 +78,7 @@ pub struct MicroBatchActivations {
     first_backward_layer: usize,
 }
 
-/// The activation buffers that the forward and the backward pass of one layer use.
+/// The activation buffers of one layer, which its forward pass writes and its backward pass reads.
 pub struct LayerActivations<'a> {
     /// The input of the layer, `[rows, hidden]`.
     pub x: View<'a>,
@@ -107,8 +107,9 @@ impl MicroBatchActivations {
         }
     }
 
-    /// Returns the activation buffers that the forward and backward pass of layer number `l` use.
-    /// Layers without a backward pass share the saved buffers of the first layer that has one.
+    /// Returns the activation buffers that layer number `l` uses; with recomputation, layers share
+    /// some of them. Layers without a backward pass share the saved buffers of the first layer that
+    /// has one.
     pub fn select_layer_buffers(&mut self, l: usize) -> LayerActivations<'_> {
         let set = l.saturating_sub(self.first_backward_layer).min(self.saved.len() - 1);
         let (before, after) = self.layer_inputs.split_at_mut(l + 1);

@@ -1,5 +1,5 @@
-//! Expert parallelism: sends the rows of tokens to the ranks of their experts, and the results
-//! back. Exchanges run in the background until they are waited for.
+//! Expert parallelism: sends rows of token activations to the ranks that have the tokens' experts,
+//! and the results back. Exchanges run in the background until they are waited for.
 use super::moe::layer_plan::MoeLayerPlan;
 use crate::{
     error::{Error, Result},
@@ -14,12 +14,12 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use diagnostic::codes;
 use std::{ops::Range, sync::Arc};
 
-/// The plans of one mixture-of-experts layer: which token rows a rank sends to experts of other
-/// ranks, and which it receives.
+/// How a rank exchanges rows for one mixture-of-experts layer: which token rows it sends to experts
+/// of other ranks, and which it receives for its own.
 type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 
-/// What the rows that ranks exchange for experts contain: activations or their gradients, or router
-/// weights.
+/// What the rows that are exchanged between ranks for experts contain: activations or their
+/// gradients, or factors of the router.
 #[derive(Clone, Copy)]
 pub(super) enum Payload {
     /// A vector of the width of the residual stream for each token and expert: inputs, outputs or
@@ -30,7 +30,7 @@ pub(super) enum Payload {
     Weights,
 }
 
-/// Sends the activations of this rank's tokens, one row for each token and expert, to the ranks
+/// Sends the activations of this rank's tokens, one row per token and chosen expert, to the ranks
 /// that have the experts, and receives the results.
 pub(super) struct TokenDispatcher {
     ops: Arc<dyn Ops>,
@@ -47,8 +47,8 @@ pub(super) struct TokenDispatcher {
     weights: PayloadBuffers,
 }
 
-/// The buffers for sending and receiving rows of one kind between ranks. A running exchange owns
-/// them.
+/// The buffers for sending and receiving rows of one kind (activations or router factors) between
+/// ranks. A running exchange owns them.
 struct PayloadBuffers {
     /// The rows of this rank's tokens, sorted by the rank that has the expert of the row.
     packed: Buf,
@@ -63,8 +63,8 @@ impl PayloadBuffers {
         PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
-    /// Starts an exchange of rows between ranks, from the `packed` buffer of each sender to the
-    /// `received` buffer of each receiver, or back. The pair contains the numbers of elements that
+    /// Starts to send rows between ranks, from the sender's buffer of packed rows to the receiver's
+    /// buffer of received rows, or the way back. The pair contains the numbers of elements that
     /// this rank sends to each rank and receives from each rank.
     fn start_exchange(
         &mut self,
@@ -82,7 +82,8 @@ impl PayloadBuffers {
         }));
     }
 
-    /// Waits for the running exchange of rows, if any, and takes its buffers back.
+    /// Waits until the running exchange of rows between ranks, if any, is complete, and takes its
+    /// buffers back.
     fn wait_for_exchange(&mut self) -> Result<()> {
         if let Some(ticket) = self.pending.take() {
             (self.packed, self.received) = ticket.wait()?;
@@ -98,8 +99,8 @@ pub(super) fn resize_row_buffer<'a>(ops: &dyn Ops, buf: &'a mut Buf, len: usize)
 }
 
 impl TokenDispatcher {
-    /// Creates a dispatcher for the ranks `group`, each of which sends at most `max_rows` rows of
-    /// `width` elements.
+    /// Creates a dispatcher of token rows for the expert-parallel group `group`, whose ranks send
+    /// at most `max_rows` rows of `width` elements each.
     pub(super) fn new(
         ops: Arc<dyn Ops>,
         engine: &ZeroEngine,
@@ -113,8 +114,8 @@ impl TokenDispatcher {
         TokenDispatcher { ops, queue, world, rank, group, max_rows, width, rows, weights }
     }
 
-    /// Returns the buffers for rows of the kind `payload`, and the number of elements in one of
-    /// these rows.
+    /// Returns the buffers for exchanging rows of the kind `payload` (activations or router
+    /// factors), and the number of elements of such a row.
     fn select_buffers(&mut self, payload: Payload) -> (&mut PayloadBuffers, usize) {
         match payload {
             Payload::Rows => (&mut self.rows, self.width),
@@ -127,16 +128,16 @@ impl TokenDispatcher {
         self.group.len() == 1
     }
 
-    /// Extends counts for the ranks of this rank's expert-parallel group to counts for all ranks,
-    /// with 0 for ranks outside of the group.
+    /// Extends numbers for the ranks of this rank's expert-parallel group to numbers for all ranks
+    /// of the job, with 0 for the others.
     fn spread_counts_over_ranks(&self, counts: impl Iterator<Item = usize>) -> Vec<usize> {
         let mut by_rank = vec![0; self.world];
         self.group.clone().zip(counts).for_each(|(rank, n)| by_rank[rank] = n);
         by_rank
     }
 
-    /// Exchanges among the ranks of the expert-parallel group how many token rows each sends to
-    /// each expert. Returns the plan of the rows that this rank receives.
+    /// Exchanges in the expert-parallel group how many token rows each rank sends to each expert,
+    /// and returns which rows this rank will receive.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_row_counts(&self, layer: &MoeLayerPlan, sending: &SendPlan) -> Result<RecvPlan> {
@@ -164,9 +165,10 @@ impl TokenDispatcher {
         }
     }
 
-    /// Starts to send the rows of this rank's tokens to the ranks that have the tokens' experts.
-    /// Before it returns, calls `fill` to write the rows to the given view in the order of the send
-    /// plan. The caller must then call [`TokenDispatcher::wait_for_dispatched_rows`].
+    /// Starts to send the rows of this rank's tokens to the ranks that have the experts which the
+    /// router chose. Before it returns, calls `fill` to write the rows to the given view in the
+    /// order of the send plan. The caller must then call
+    /// [`TokenDispatcher::wait_for_dispatched_rows`].
     ///
     /// If this rank has every expert, resizes `to`, calls `fill` with `to`, and sends nothing.
     /// Otherwise `to` does not change.
@@ -190,9 +192,9 @@ impl TokenDispatcher {
         self.select_buffers(payload).0.start_exchange(&queue, false, counts);
     }
 
-    /// Waits for the rows that ranks sent to this rank's experts, and writes them to `to`, sorted
-    /// by expert. Must follow [`TokenDispatcher::start_dispatch`]. Does nothing if this rank has
-    /// every expert.
+    /// Waits for the token rows that other ranks have sent to this rank's experts, and writes them
+    /// to `to`, sorted by expert. Must follow [`TokenDispatcher::start_dispatch`]. Does nothing if
+    /// this rank has every expert.
     pub(super) fn wait_for_dispatched_rows(
         &mut self,
         (_, receiving): DispatchPlan,
@@ -214,8 +216,8 @@ impl TokenDispatcher {
         Ok(())
     }
 
-    /// Starts to send the rows in `from`, one result of this rank's experts for each received row,
-    /// back to the ranks of their tokens. The rows must be sorted by expert. The caller must then
+    /// Starts to send the results `from` of this rank's experts, one for each received token row,
+    /// back to the ranks of the tokens. The rows must be sorted by expert. The caller must then
     /// call [`TokenDispatcher::wait_for_combined_rows`]. Does nothing if this rank has every
     /// expert.
     pub(super) fn start_combine(
@@ -243,9 +245,9 @@ impl TokenDispatcher {
         buffers.start_exchange(&queue, true, (received, sent));
     }
 
-    /// Waits for the results for this rank's tokens, which [`TokenDispatcher::start_combine`] of
-    /// all ranks sends, and returns them in the order of the send plan. Further calls return the
-    /// same results until the next dispatch of this payload.
+    /// Waits until the experts' results for this rank's tokens have arrived from the ranks that
+    /// have the experts, and returns them in the order in which the token rows were sent. Further
+    /// calls return the same results until the next dispatch of this payload.
     ///
     /// If this rank has every expert, returns the rows of `from`, which must be the argument that
     /// was given to `start_combine`. Otherwise `from` is not used.
@@ -262,8 +264,8 @@ impl TokenDispatcher {
         Ok(combined.view().slice(0..sending.row_tokens.len() * width))
     }
 
-    /// Computes how many elements of a layer's exchange are sent to each rank, and received from
-    /// each rank.
+    /// Computes how many elements this rank sends to each rank, and receives from each rank, for
+    /// one mixture-of-experts layer.
     fn count_elements_by_rank(
         &self,
         layer: &MoeLayerPlan,

@@ -4,8 +4,8 @@ use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
 use crate::{consensus::is_any_true, error::Result};
 
 impl Trainer {
-    /// Computes the mean loss over `micro_batches` micro-batches of held-out samples, beginning
-    /// with sample `first`. Every rank gets the result.
+    /// Computes the mean loss of `micro_batches` micro-batches of held-out samples, which begin
+    /// with the sample number `first`. Every rank gets the result.
     ///
     /// Calls `is_stopping` before each micro-batch. Returns `None` without further micro-batches if
     /// the result is true on any rank. Collective: every rank must call it.
@@ -39,8 +39,8 @@ impl Trainer {
         self.exchange_losses(&mine, micro_batches, RankStepReport::default()).map(Some)
     }
 
-    /// Cancels the forward pass in progress if `is_stopping` is true on any rank, and returns on
-    /// every rank whether it did. Collective: every rank must call it between the same two forward
+    /// Cancels the forward pass in progress if any rank was asked to stop, and returns on every
+    /// rank whether it did. Collective: every rank must call it between the same two forward
     /// passes.
     pub(super) fn cancel_pass_if_stopping_on_any_rank(&mut self, is_stopping: bool) -> Result<bool> {
         let is_cancelled = is_any_true(self.engine.queue(), is_stopping)?;

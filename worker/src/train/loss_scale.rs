@@ -6,10 +6,11 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::LossScaleSpec;
 use serde::{Deserialize, Serialize};
 
-/// The largest factor by which the loss may be multiplied. It is finite in `f32`.
+/// The largest value that the fp16 loss scale, the factor by which the loss is multiplied, may
+/// reach. It is finite in `f32`.
 const MAX_SCALE: f64 = (1u64 << 60) as f64;
 
-/// The fp16 loss scale and its counters that checkpoints store, so that a resumed run continues
+/// The fp16 loss scale and its counters, which checkpoints store so that a resumed run continues
 /// with them.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossScaleState {
@@ -21,8 +22,8 @@ pub struct LossScaleState {
     pub skipped: u64,
 }
 
-/// The factor by which the loss is multiplied in fp16, and the rules by which the factor changes
-/// during the run.
+/// The factor by which the loss is multiplied in fp16, and the rules by which it grows and, after
+/// an overflow, shrinks.
 pub struct LossScale {
     /// The settings of the loss scale. `None` for a precision without loss scale; the factor is
     /// then always 1.
@@ -31,14 +32,14 @@ pub struct LossScale {
 }
 
 impl LossScale {
-    /// Creates an fp16 loss scale with its initial factor. If `spec` is `None`, the factor is
-    /// always 1.
+    /// Creates an fp16 loss scale whose factor is the initial one that the job sets. If `spec` is
+    /// `None`, the factor is always 1.
     pub fn new(spec: Option<LossScaleSpec>) -> Self {
         let scale = spec.as_ref().map_or(1.0, |s| f64::from(s.initial_scale_power).exp2());
         LossScale { spec, state: LossScaleState { scale, steps: 0, skipped: 0 } }
     }
 
-    /// Returns the factor by which the loss is multiplied.
+    /// Returns the factor by which the loss is multiplied at present.
     pub fn factor(&self) -> f32 {
         self.state.scale as f32
     }
@@ -73,7 +74,7 @@ impl LossScale {
         Ok(())
     }
 
-    /// Records a step whose gradients did not overflow fp16. Doubles the scale after
+    /// Records a step whose gradients did not overflow fp16. Doubles the loss scale after
     /// `loss_scale_window` such steps.
     pub fn record_step_without_overflow(&mut self) {
         let Some(spec) = &self.spec else { return };
@@ -84,8 +85,8 @@ impl LossScale {
         }
     }
 
-    /// Records a step whose gradients overflowed, and halves the scale. Returns `false` if the
-    /// scale is already at its minimum.
+    /// Records a step whose gradients overflowed fp16, and halves the loss scale. Returns `false`
+    /// if the scale is already at its minimum.
     #[must_use]
     pub fn record_overflow(&mut self) -> bool {
         let least = self.spec.as_ref().map_or(1.0, |s| s.min_loss_scale);

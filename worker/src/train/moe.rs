@@ -1,5 +1,5 @@
-//! [`MoeTrainer`]: the plans, saved activations and buffers with which a trainer trains
-//! mixture-of-experts layers.
+//! [`MoeTrainer`]: the placement of experts, saved activations and buffers with which a trainer
+//! trains mixture-of-experts layers.
 pub(super) mod layer_plan;
 mod passes;
 
@@ -17,8 +17,8 @@ use jobspec::{RecomputeMode, TrainSpec};
 use layer_plan::{MoeLayerPlan, plan_moe_layers};
 use std::sync::Arc;
 
-/// The data with which a trainer trains mixture-of-experts layers: plans, saved activations and the
-/// dispatcher of tokens.
+/// What a trainer needs to train mixture-of-experts layers: the placement of experts, saved
+/// activations, and the exchange of token rows between ranks.
 pub struct MoeTrainer {
     shape: ExpertShape,
     /// The plan of each layer, or `None` for a dense layer.
@@ -31,7 +31,7 @@ pub struct MoeTrainer {
     dispatcher: TokenDispatcher,
 }
 
-/// The activations that the forward pass of an MoE layer saves for the backward pass.
+/// The activations that the forward pass of a mixture-of-experts layer saves for its backward pass.
 struct SavedMoeActivations {
     routing: RouterOutput,
     send_plan: SendPlan,
@@ -41,8 +41,8 @@ struct SavedMoeActivations {
     gate_up: Buf,
 }
 
-/// The scratch buffers that all mixture-of-experts layers share, and that grow when the routers
-/// send more rows.
+/// Temporary buffers that all mixture-of-experts layers share, and that grow when the routers send
+/// more rows to this rank.
 struct MoeScratchBuffers {
     /// In the forward pass, the outputs of this rank's experts. In the backward pass, the gradients
     /// of the layer's output for the tokens of these rows.
@@ -79,8 +79,8 @@ impl MoeScratchBuffers {
 }
 
 impl MoeTrainer {
-    /// Creates the plans and buffers for training the MoE layers of `model`, for micro-batches of
-    /// `rows` tokens. Returns `None` for a dense model.
+    /// Creates the plans and buffers for training the mixture-of-experts layers of `model` with
+    /// micro-batches of `rows` tokens. Returns `None` for a dense model.
     pub fn new(
         ops: &Arc<dyn Ops>,
         model: &Model,
@@ -113,20 +113,20 @@ impl MoeTrainer {
         })
     }
 
-    /// Returns the index of the parameter unit with this rank's experts of layer `l`, or `None` for
-    /// a layer without experts.
+    /// Returns the index of the parameter unit (tensors that are gathered together) with this
+    /// rank's experts of layer number `l`, or `None` for a layer without experts.
     pub fn find_expert_unit(&self, l: usize) -> Option<usize> {
         self.layers[l].as_ref().map(|layer| layer.unit)
     }
 
-    /// Returns the statistics of the routers in the last micro-batch, from which the router losses
-    /// are computed.
+    /// Returns how the routers of all layers have distributed the tokens of the last micro-batch,
+    /// from which the router losses are computed.
     pub(super) fn router_stats(&self) -> &RouterStats {
         &self.router_stats
     }
 
-    /// Starts to copy the sums of the router losses of this rank's micro-batch to the host, as copy
-    /// number `copy` of at most `capacity`.
+    /// Starts to copy the sums of this micro-batch's router losses from the device to the host, as
+    /// copy number `copy` of at most `capacity`.
     pub(super) fn start_router_loss_copy(
         &mut self,
         ops: &dyn Ops,
@@ -136,14 +136,15 @@ impl MoeTrainer {
         self.router_stats.start_loss_copy(ops, copy, capacity)
     }
 
-    /// Returns for each MoE layer how often the most recent micro-batch of this rank selected each
-    /// expert.
+    /// Returns for each mixture-of-experts layer how often the routers selected each expert in the
+    /// most recent micro-batch of this rank.
     pub fn expert_selection_counts(&self) -> Vec<Vec<u64>> {
         self.router_stats.selection_counts().map(<[u64]>::to_vec).collect()
     }
 
-    /// Returns what the passes of layer `l` use: its plan and saved activations, and the buffers
-    /// that all layers share. Panics if the layer has no experts.
+    /// Returns what the forward and backward pass of the mixture-of-experts layer `l` use: its
+    /// plan, its saved activations, and the buffers that layers share. Panics if the layer has no
+    /// experts.
     fn borrow_for_layer(
         &mut self,
         l: usize,
@@ -160,13 +161,14 @@ impl MoeTrainer {
     }
 }
 
-/// Returns for how many of `count` mixture-of-experts layers activations are saved at a time, which
-/// depends on recomputation.
+/// Returns how many of the `count` mixture-of-experts layers have saved activations at the same
+/// time: one with recomputation, otherwise all.
 fn count_saved_activation_sets(count: usize, recompute: RecomputeMode) -> usize {
     if recompute == RecomputeMode::None { count } else { count.min(1) }
 }
 
-/// Computes the size in bytes of the buffers of MoE layers, for the memory estimate.
+/// Computes the size in bytes of the buffers for training mixture-of-experts layers, for the memory
+/// estimate.
 ///
 /// `dtype` is the element type of activations. Routers may send all tokens of a group to the
 /// experts of one rank. The estimate assumes that a rank receives one and a half times its even

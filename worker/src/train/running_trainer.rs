@@ -1,11 +1,11 @@
-//! [`RunningTrainer`]: a trainer that knows its position in the run, and that runs and counts the
-//! steps.
+//! [`RunningTrainer`]: a trainer that runs the optimizer steps and counts the steps, samples and
+//! tokens of the run.
 use super::step::{RankStepReport, SampleSource, StepOutcome, Trainer};
 use crate::{error::Result, optim::schedule::compute_learning_rate};
 use jobspec::{ReloadTrainValues, TrainSpec};
 
-/// A trainer whose parameters have values and which knows its position in the run, so that it can
-/// run training steps.
+/// A trainer whose parameters have values and which knows how many steps, samples and tokens of the
+/// run are done, so that it can run further steps.
 pub struct RunningTrainer {
     /// The trainer, which computes the steps.
     pub trainer: Trainer,
@@ -31,13 +31,15 @@ pub struct Cursor {
 }
 
 impl RunningTrainer {
-    /// Creates a trainer that continues the run at the progress `position`.
+    /// Creates a trainer that continues a run in which the steps, samples and tokens counted in
+    /// `position` are done.
     pub fn new(trainer: Trainer, train: TrainSpec, position: Cursor) -> Self {
         RunningTrainer { trainer, train, position }
     }
 
-    /// Runs one optimizer step of this rank: gradients of the global batch, and update of the
-    /// parameters. Returns its outcome and learning rate. Collective: every rank must call it.
+    /// Runs one optimizer step of this rank: computes gradients of the global batch with the other
+    /// ranks, and updates the parameters. Returns its outcome and learning rate. Collective: every
+    /// rank must call it.
     ///
     /// If the loss or the gradient norm is not finite, no parameter changes and the step is not
     /// counted. If the step was skipped because fp16 gradients overflowed, its samples still count
@@ -84,7 +86,8 @@ impl RunningTrainer {
         self.train.schedule.decay_steps = values.decay_steps;
     }
 
-    /// Returns the `train` section with all values that were completed or changed since the start.
+    /// Returns the `train` section of the job with all values that were completed at the start or
+    /// changed during the run.
     pub fn train_spec(&self) -> &TrainSpec {
         &self.train
     }

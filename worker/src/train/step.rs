@@ -26,13 +26,13 @@ use std::sync::Arc;
 /// A source of training or evaluation samples, which are identified by their number in the run.
 /// This number alone determines the contents of a sample.
 pub trait SampleSource {
-    /// Fills the tokens, labels and document starts of `batch` with consecutive samples, beginning
-    /// with sample number `first`. Each vector has one element per token.
+    /// Writes the tokens, labels and document starts of consecutive samples, beginning with the
+    /// sample number `first`, to `batch`. Each vector has one element per token.
     fn fill(&self, first: u64, batch: &mut MicroBatch) -> Result<()>;
 }
 
-/// Computes the training steps of one rank with the model, its sharded parameters, the optimizer
-/// and the activation buffers. Owns the model, its sharded parameters and the buffers.
+/// Computes the optimizer steps of one rank: owns the model, its sharded parameters, the optimizer
+/// and the activation buffers.
 pub struct Trainer {
     /// The architecture of the model.
     pub model: Arc<Model>,
@@ -62,17 +62,19 @@ pub struct Trainer {
     pub(crate) update_after: Event,
 }
 
-/// Access to the gathered parameters of the output layer and, if tied to it, of the embedding.
+/// Access to the gathered parameters of the output layer and, if it shares the embedding's matrix,
+/// of the embedding.
 pub(super) type HeadGuards<'a> = (&'a ParamsGuard, Option<&'a ParamsGuard>);
 
-/// The gradients of a step's global batch while they are being computed and reduced, with the
-/// losses of this rank. [`Trainer::update_parameters`] applies the gradients.
+/// The gradients of a step's global batch (the samples of one step) while they are being computed
+/// and reduced, with the losses of this rank. [`Trainer::update_parameters`] applies the gradients.
 pub struct AccumulatedGradients {
     losses: Vec<PendingLoss>,
     report: RankStepReport,
 }
 
-/// The loss of one micro-batch while the losses of its rows are being copied to the host.
+/// The loss of one micro-batch while the losses of its rows (tokens) are being copied from the
+/// device to the host.
 struct PendingLoss {
     micro_batch: usize,
     /// The number of target tokens.
@@ -89,8 +91,8 @@ pub(super) struct MicroBatchLoss {
 }
 
 impl Trainer {
-    /// Makes the next update of the parameters wait for the event `saved`, after which a save has
-    /// read the parameters and optimizer states.
+    /// Makes the next update of the parameters wait for the event `saved`, after which a background
+    /// save has read the parameters and optimizer states.
     pub fn delay_update_until(&mut self, saved: Event) {
         self.update_after = saved;
     }
@@ -100,8 +102,8 @@ impl Trainer {
         self.activations.layer_inputs.len() - 1
     }
 
-    /// Returns the index of the parameter unit of the output layer. Units of experts have higher
-    /// indices.
+    /// Returns the index of the parameter unit (tensors that are gathered together) of the output
+    /// layer. Units of experts have higher indices.
     pub(super) fn find_head_unit(&self) -> usize {
         self.count_layers() + 1
     }
@@ -111,8 +113,8 @@ impl Trainer {
         (self.engine.schedule.micro_batches * self.micro_batch_size) as u64
     }
 
-    /// Computes the gradients of the global batch (the samples of one step) that begins with sample
-    /// `first`, starts to reduce them, and returns the loss.
+    /// Computes the gradients of the samples of one step (the global batch), beginning with sample
+    /// number `first`, starts to reduce them, and returns the loss.
     ///
     /// Collective: every rank must call it.
     pub fn compute_global_batch_gradients(
@@ -125,8 +127,8 @@ impl Trainer {
         self.finish_losses(&accumulated)
     }
 
-    /// Starts to compute and reduce the gradients of the global batch (the samples of one step)
-    /// that begins with sample `first`. Does not wait for a device.
+    /// Starts to compute and reduce the gradients of the samples of one step (the global batch),
+    /// beginning with sample number `first`. Does not wait for a device.
     ///
     /// Collective: every rank must call it.
     pub fn start_global_batch_gradients(
@@ -160,9 +162,9 @@ impl Trainer {
         Ok(AccumulatedGradients { losses, report })
     }
 
-    /// Waits for the losses of this rank's micro-batches, and exchanges them and the step reports
-    /// (flags, memory and times) with all ranks. Returns the mean loss per target token and the
-    /// combined reports.
+    /// Waits for the losses of this rank's micro-batches, and exchanges them, together with flags,
+    /// memory and times of each rank, with all ranks. Returns the mean loss per target token and
+    /// the combined reports.
     ///
     /// Collective: every rank must call it.
     fn finish_losses(&mut self, accumulated: &AccumulatedGradients) -> Result<StepOutcome> {
@@ -180,8 +182,7 @@ impl Trainer {
         self.exchange_losses(&mine, self.engine.schedule.micro_batches, accumulated.report)
     }
 
-    /// Reads samples from `source` into the trainer's micro-batch, beginning with sample number
-    /// `first`.
+    /// Reads the samples of one micro-batch from `source`, beginning with sample number `first`.
     pub(super) fn load_micro_batch(&mut self, source: &dyn SampleSource, first: u64) -> Result<()> {
         source.fill(first, &mut self.batch)?;
         self.batch.first_sample = self.batch.first_sample.map(|_| first);
@@ -191,8 +192,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Lists the parameter units in the order in which one forward pass, and one backward pass if
-    /// `backward` is set, gathers them.
+    /// Lists the parameter units (tensors that are gathered together) in the order in which a
+    /// forward pass and, if `backward` is set, a backward pass gathers them.
     pub(super) fn list_units_in_pass_order(&self, backward: bool) -> Vec<usize> {
         let (head, tied) = (self.find_head_unit(), self.model.has_tied_embeddings());
         let layer = |l: usize| std::iter::once(l + 1).chain(self.find_expert_unit(l));
@@ -209,18 +210,20 @@ impl Trainer {
         order
     }
 
-    /// Returns the lowest index of a parameter unit that has trained parameters.
+    /// Returns the lowest index of a parameter unit (tensors that are gathered together) that has
+    /// trained parameters.
     fn find_lowest_trained_unit(&self) -> usize {
         find_first_trained_unit(self.engine.shards.iter().map(|s| &s.unit))
     }
 
-    /// Returns whether parameter unit `u` has a trained parameter.
+    /// Returns whether the parameter unit `u` (tensors that are gathered together) has trained
+    /// parameters.
     fn is_trained_unit(&self, u: usize) -> bool {
         self.engine.shards[u].unit.has_any_trained()
     }
 
-    /// Runs the forward pass of the current micro-batch, from the tokens to the input of the output
-    /// layer. If `compute` is false, this rank only takes part in collectives.
+    /// Runs the forward pass of the current micro-batch, from the tokens up to the input of the
+    /// output layer. If `compute` is false, this rank only takes part in collectives.
     pub(super) fn run_forward(&mut self, compute: bool) -> Result<()> {
         let guard = self.engine.fetch_params(0)?;
         if compute {
@@ -254,8 +257,8 @@ impl Trainer {
         });
     }
 
-    /// Runs the output layer with the loss and then the backward pass of the current micro-batch,
-    /// and starts to reduce the gradients of every parameter unit.
+    /// Runs the output layer, the loss and the whole backward pass of the current micro-batch, and
+    /// starts to reduce the gradients as they become complete.
     fn run_backward(&mut self, round: usize, compute: bool) -> Result<()> {
         let head = self.find_head_unit();
         let tied = self.model.has_tied_embeddings();
@@ -288,8 +291,8 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(0, round, embedding_grad)?)
     }
 
-    /// Computes the gradient of the embedding, added to `from_head`, the gradient from an output
-    /// layer that is tied to it, or to zeros if there is none. Returns the sum.
+    /// Computes the gradient of the embedding, and adds it to `from_head`, the gradient from an
+    /// output layer that shares the embedding's matrix, if any. Returns the sum.
     fn run_embedding_backward(&mut self, from_head: Option<Buf>) -> Buf {
         let len = self.engine.shards[0].unit.len();
         let mut grad = from_head.unwrap_or_else(|| {
@@ -315,9 +318,10 @@ impl Trainer {
         });
     }
 
-    /// Computes the loss of every row (token) of the current micro-batch. If `grads` contains
-    /// gradient buffers for the output layer and the embedding, also runs the output layer's
-    /// backward pass. If `compute` is false, this rank only takes part in collectives.
+    /// Computes the loss of every row (token) of the current micro-batch from the output of the
+    /// last layer. If `grads` contains gradient buffers for the output layer and the embedding,
+    /// also runs the output layer's backward pass. If `compute` is false, this rank only takes part
+    /// in collectives.
     pub(super) fn run_head(
         &mut self,
         grads: Option<(&mut Buf, Option<&mut Buf>)>,
@@ -330,8 +334,8 @@ impl Trainer {
         })
     }
 
-    /// Gathers the parameters of the output layer, runs `run` with access to them, and releases
-    /// them. Collective: every rank must call it.
+    /// Gathers the parameters of the output layer, calls the function `run` while they are
+    /// available, and releases them. Collective: every rank must call it.
     pub(super) fn with_head_params(&mut self, run: impl FnOnce(&mut Trainer, HeadGuards)) -> Result<()> {
         let head = self.engine.fetch_params(self.find_head_unit())?;
         let tied = self.model.has_tied_embeddings();
@@ -343,7 +347,7 @@ impl Trainer {
     }
 
     /// Computes the loss of every row (token) of the current micro-batch and, if `grads` contains
-    /// gradient buffers, the backward pass of the output layer.
+    /// gradient buffers, runs the backward pass of the output layer.
     fn compute_head_loss(&mut self, guards: HeadGuards, grads: Option<(&mut Buf, Option<&mut Buf>)>) {
         let scale = self.loss_scale.factor() / (self.global_batch_size() as f32 * self.batch.seq_len as f32);
         let unit_len = |u: usize| self.engine.shards[u].unit.len();
@@ -372,8 +376,8 @@ impl Trainer {
         Ok(MicroBatchLoss { sum, targets: self.batch.count_targets() })
     }
 
-    /// Starts to copy the losses of the rows (tokens) of the current micro-batch to the host, as
-    /// copy number `index` of at most `capacity`.
+    /// Starts to copy the losses of the rows (tokens) of the current micro-batch from the device to
+    /// the host, as copy number `index` of at most `capacity`.
     fn start_row_loss_copy(&mut self, index: usize, capacity: usize) {
         let (w, ops) = (&mut self.activations, self.ops.as_ref());
         let rows = w.row_losses.len();
@@ -384,8 +388,8 @@ impl Trainer {
         w.losses_copied = ops.copy_async(to, w.row_losses.view(), &[]);
     }
 
-    /// Waits for the copies of row losses of the first `count` micro-batches, and returns the
-    /// summed loss of each.
+    /// Waits until the row losses of the first `count` micro-batches are copied to the host, and
+    /// returns the summed loss of each micro-batch.
     fn sum_copied_losses(&mut self, count: usize) -> Result<Vec<f64>> {
         let w = &self.activations;
         if !w.losses_copied.is_reached() {
@@ -397,9 +401,9 @@ impl Trainer {
         Ok(copies.map(|losses| losses.iter().map(|&l| f64::from(l)).sum()).collect())
     }
 
-    /// Exchanges the losses `mine` of this rank's micro-batches and its step report (flags, memory
-    /// and times) with all ranks. Returns the mean loss per target token over all micro-batches,
-    /// and the combined reports.
+    /// Exchanges with all ranks the losses `mine` of this rank's micro-batches, together with its
+    /// flags, memory and times. Returns the mean loss per target token over all micro-batches, and
+    /// the combined reports.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_losses(
@@ -438,16 +442,15 @@ impl Trainer {
         Ok(StepOutcome { loss, targets, report: combined, rank_times, ..StepOutcome::default() })
     }
 
-    /// Computes the factor that converts the gradient of the summed loss to that of the mean loss
-    /// over `targets` tokens.
+    /// Computes the factor that turns the gradient of the summed loss into that of the mean loss
+    /// over `targets` target tokens.
     fn compute_mean_loss_factor(&self, targets: u64) -> f64 {
         let positions = self.global_batch_size() * self.batch.seq_len as u64;
         if targets == 0 { 0.0 } else { positions as f64 / targets as f64 }
     }
 
-    /// Completes the reduction of the gradients of a global batch that
-    /// [`Trainer::start_global_batch_gradients`] started, clips them, and updates the parameters.
-    /// Returns the outcome with the gradient norm.
+    /// Waits until the gradients of a step are computed and reduced, clips them, and updates the
+    /// parameters. Returns the outcome with the gradient norm.
     ///
     /// Waits for a device only once, for the losses and the gradient norm together. If one of them
     /// is not finite, nothing is updated. Collective: every rank must call it.
@@ -488,8 +491,8 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// Updates this rank's shard of the parameters of unit `u` with the gradient `owned`, and
-    /// starts to distribute the updated parameters to other ranks.
+    /// Updates this rank's shard of the parameter unit `u` (tensors that are gathered together)
+    /// with the gradient `owned`, and starts to send the updated parameters to other ranks.
     fn update_unit_parameters(&mut self, u: usize, owned: Buf, step_params: StepInputs) -> Result<()> {
         if !self.is_trained_unit(u) {
             return Ok(());
@@ -517,10 +520,10 @@ impl Trainer {
         Ok(())
     }
 
-    /// Converts the gradient of this rank's range of parameter unit `u` for optimizers that need
-    /// whole tensors, and gathers the results of all owners. Returns the gathered results as one
-    /// trained vector of the unit. Returns `None` if no rank has another part of this vector, or if
-    /// no update needs the vector.
+    /// For optimizers that need whole tensors (such as Muon), gathers the prepared gradient of
+    /// parameter unit `u` (tensors that are gathered together) from all ranks that own a part.
+    /// Returns the gathered results as one trained vector of the unit. Returns `None` if no rank
+    /// has another part of this vector, or if no update needs the vector.
     ///
     /// Collective: every rank must call it.
     fn gather_whole_tensor_gradient(
@@ -542,8 +545,8 @@ impl Trainer {
         Ok(Some(self.engine.gather_trained_vector(u, ops.clone_to_device(grad.view()), whole)?))
     }
 
-    /// Computes the sums of squares of the gradient blocks of this rank's shards, for the gradient
-    /// norm.
+    /// Computes the sum of squares of each block of this rank's gradients, from which the gradient
+    /// norm is computed.
     fn sum_squares_of_gradients(&mut self, owned: &[Buf]) -> Result<Vec<f64>> {
         let mut parts = Vec::new();
         for (u, g) in owned.iter().enumerate() {
@@ -571,8 +574,9 @@ impl Trainer {
         Ok(sum_in_fixed_order(&self.order_block_sums(&gathered)?).sqrt())
     }
 
-    /// Sorts the sums of squares that all ranks computed for the gradient norm by tensor, so that
-    /// they are added in a fixed order. The order does not depend on which rank has which experts.
+    /// Sorts the sums of squares of gradient blocks from all ranks by tensor, so that the gradient
+    /// norm is added up in a fixed order. The order does not depend on which rank has which
+    /// experts.
     fn order_block_sums(&self, gathered: &[Vec<u8>]) -> Result<Vec<f64>> {
         let mut readers: Vec<_> = gathered.iter().map(|b| b.chunks_exact(8)).collect();
         let units = self.engine.clone_units();
@@ -595,7 +599,8 @@ impl Trainer {
     }
 }
 
-/// Builds the error which reports that a peer's step report does not have the expected form.
+/// Builds the error which reports that another rank has sent invalid losses, flags, memory or times
+/// for a step.
 fn build_invalid_report_error(message: &str) -> Error {
     Error::new(codes::training::PEER_REPORT_INVALID, message)
 }

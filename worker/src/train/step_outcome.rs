@@ -1,14 +1,15 @@
-//! The results of a training step: [`StepOutcome`] and the combined reports of all ranks.
+//! The results of an optimizer step: [`StepOutcome`], with the flags, memory and times that all
+//! ranks have reported.
 use comm::LinkDelays;
 use protocol::step_times::{LinkTimes, RankTimes};
 use std::time::Duration;
 
-/// The number of 64-bit words in which a rank sends its step report (flags, memory and times) to
-/// other ranks.
+/// The number of 64-bit words in which a rank sends its flags, memory and times to the other ranks
+/// once per step.
 pub(super) const REPORT_WORDS: usize = 6;
 
-/// The values that each rank sends to the other ranks once per step, in addition to its losses. In
-/// a [`StepOutcome`], the combined reports of all ranks.
+/// The values (flags, memory and times) that each rank sends to the other ranks once per step, in
+/// addition to its losses. In a [`StepOutcome`], the combined reports of all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankStepReport {
     /// Flags of [`super::boundary_flags`]. Combined: the union over all ranks.
@@ -22,7 +23,8 @@ pub struct RankStepReport {
     pub times: RankTimes,
 }
 
-/// The losses and the gradient norm of a step, with the same bits on every rank.
+/// The loss and the gradient norm of a step, which have the same bits on every rank, and what all
+/// ranks have reported with them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepOutcome {
     /// The mean loss per target token, in nats.
@@ -40,8 +42,8 @@ pub struct StepOutcome {
 }
 
 impl RankStepReport {
-    /// Encodes the step report of this rank (flags, memory and times) and the delays of its network
-    /// connections for sending to other ranks.
+    /// Encodes this rank's flags, memory, times and network delays as the words that it sends to
+    /// the other ranks once per step.
     pub(super) fn encode(&self, links: Option<LinkDelays>) -> [u64; REPORT_WORDS] {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let links = links.map(|links| LinkTimes {
@@ -61,8 +63,8 @@ impl RankStepReport {
         ]
     }
 
-    /// Decodes the step report (flags, memory and times) of a rank. `micro_batches` is the number
-    /// of micro-batches that the rank processed.
+    /// Decodes the flags, memory and times that a rank has sent for a step. `micro_batches` is the
+    /// number of micro-batches that the rank processed.
     pub(super) fn decode(words: &[u64; REPORT_WORDS], micro_batches: usize) -> RankStepReport {
         let [flags, peak_rss, exposed_comm, times, collective, links] = *words;
         let (step_us, waiting_us) = unpack_two_u32(times);
@@ -84,7 +86,7 @@ impl RankStepReport {
         }
     }
 
-    /// Combines this step report (flags, memory and times) with that of a later rank.
+    /// Combines the flags, memory and times of this and lower ranks with those of the rank `later`.
     pub(super) fn combine(&self, later: &RankStepReport) -> RankStepReport {
         RankStepReport {
             flags: self.flags | later.flags,
@@ -95,8 +97,9 @@ impl RankStepReport {
     }
 }
 
-/// Packs two 32-bit numbers into one 64-bit word. A number above the largest `u32` is limited to
-/// the largest `u32`, which is 72 minutes in microseconds.
+/// Packs two numbers, each limited to 32 bits, into one 64-bit word of the message that ranks
+/// exchange per step. A number above the largest `u32` is limited to the largest `u32`, which is 72
+/// minutes in microseconds.
 fn pack_two_u32(high: u64, low: u64) -> u64 {
     let limit = u64::from(u32::MAX);
     (high.min(limit) << 32) | low.min(limit)

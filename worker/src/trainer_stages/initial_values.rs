@@ -7,8 +7,8 @@ use crate::{
 use device::{Dtype, Ops, View};
 use std::ops::Range;
 
-/// Fills this rank's elements of those parameters of unit `u` whose names `selects` accepts with
-/// random initial values.
+/// Fills this rank's part of the parameters in unit `u` (tensors that are gathered together) whose
+/// names `selects` accepts with random initial values.
 ///
 /// A value depends only on the seed and the logical element, so the weights are the same for every
 /// sharding. Afterwards, a 16-bit compute copy is valid only for the selected parameters.
@@ -49,8 +49,8 @@ pub(super) fn initialise_unit(
 /// the device.
 const INIT_BUFFER_ELEMENTS: usize = 1 << 20;
 
-/// Writes random initial values for a range of a parameter unit's flat vector to `out`. Skips
-/// parameters that `selects` does not accept.
+/// Writes random initial values for a range of a parameter unit (concatenated tensors that are
+/// gathered together) to `out`. Skips parameters that `selects` does not accept.
 fn fill_initial_values(
     unit: &ParamUnit,
     range: Range<usize>,

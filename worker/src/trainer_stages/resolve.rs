@@ -1,12 +1,12 @@
-//! Completes the `train` section of a job with the settings in the directories that it names, such
-//! as a model's sizes.
+//! Completes the `train` section of a job with settings, such as the sizes of the model, from the
+//! directories that the section names.
 use crate::{model, param_groups::LORA_FROM_KEY};
 use ckpt::peft::AdapterConfig;
 use diagnostic::{Diagnostic, codes};
 use jobspec::{LoraSpec, LoraTargets, ModelSpec};
 
-/// Completes the `train.model` section with the sizes of the model: those of the model directory,
-/// or those that follow from the tokenizer and the samples.
+/// Completes the `train.model` section with the sizes of the model: from the directory of a
+/// pretrained model, or from the tokenizer and the samples.
 ///
 /// # Errors
 ///

@@ -1,11 +1,11 @@
 //! [`BufferPool`]: reuses the buffers for gathered parameters and whole gradients.
 use device::{Buf, Dtype, Ops, ViewMut, storage::Event};
 
-/// The length of every allocated buffer, in elements, is a multiple of this number.
+/// The number of elements of which the length of every allocated buffer is a multiple.
 const LENGTH_GRANULARITY_ELEMENTS: usize = 1024;
 
-/// Returns the first `len` elements of `buf`, which is first replaced by a longer buffer for
-/// `purpose` if necessary. The content is unspecified.
+/// Returns the first `len` elements of `buf`, after replacing `buf` by a longer buffer if it is too
+/// short; `purpose` is for out-of-memory errors. The content is unspecified.
 pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf, len: usize) -> ViewMut<'a> {
     if buf.len() < len {
         let dtype = buf.dtype();
@@ -16,8 +16,9 @@ pub fn resize_buffer<'a>(ops: &dyn Ops, purpose: &'static str, buf: &'a mut Buf,
     buf.view_mut().slice(0..len)
 }
 
-/// Reuses buffers of one element type that may have any length. Reuses the smallest free buffer
-/// that is long enough, and allocates a buffer if there is none.
+/// Keeps buffers of one element type that are not in use, and hands out the smallest one that is
+/// long enough. Reuses the smallest free buffer that is long enough, and allocates a buffer if
+/// there is none.
 pub struct BufferPool {
     dtype: Dtype,
     /// The purpose of the buffers, which errors state.
@@ -27,8 +28,8 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// Creates an empty pool for elements of type `dtype`. Errors name `purpose` as the use of
-    /// the memory.
+    /// Creates an empty pool of buffers with elements of the type `dtype`. Out-of-memory errors
+    /// name `purpose` as the use of the memory.
     pub fn new(dtype: Dtype, purpose: &'static str) -> Self {
         BufferPool { dtype, purpose, free: Vec::new() }
     }
@@ -58,14 +59,14 @@ impl BufferPool {
         self.give_back_after(buf, Event::default());
     }
 
-    /// Returns the buffer `buf` to the pool, which reuses it after the event `last_use`.
+    /// Returns the buffer `buf` to the pool, which may reuse it only after the event `last_use`.
     pub fn give_back_after(&mut self, buf: Buf, last_use: Event) {
         self.free.push((buf, last_use));
     }
 }
 
-/// A simulation of a [`BufferPool`] without memory, which counts the elements that the pool would
-/// allocate. Used by the memory estimate.
+/// Simulates a [`BufferPool`] without allocating memory, and counts the elements that the pool
+/// would allocate. Used by the memory estimate.
 #[derive(Default, Clone)]
 pub struct BufferPoolEstimate {
     free: Vec<usize>,
@@ -91,8 +92,8 @@ impl BufferPoolEstimate {
     }
 }
 
-/// Returns the index of the smallest item of `free` that is at least `least`, or `None` if there is
-/// none.
+/// Returns the index of the smallest of the sizes `free` that is at least `least`, or `None` if all
+/// are smaller.
 fn find_best_fit<T: Ord + Copy>(free: impl Iterator<Item = T>, least: T) -> Option<usize> {
     free.enumerate().filter(|&(_, n)| n >= least).min_by_key(|&(_, n)| n).map(|(i, _)| i)
 }

@@ -22,8 +22,7 @@ use std::{thread::JoinHandle, time::Instant};
 /// caller.
 const QUEUE_LIMIT: usize = 64;
 
-/// A closure that runs a collective with the communicator that it gets. The communication thread
-/// calls it with the communicator.
+/// A closure that runs one collective; the thread of the queue calls it with the communicator.
 type CollectiveJob = Box<dyn FnOnce(&dyn Comm) + Send>;
 
 /// A queue of collectives, which a separate thread runs in the order of their submission. With one
@@ -56,8 +55,8 @@ impl<T> PendingCollective<T> {
     }
 }
 
-/// Counts for how long this rank's computation waited for collectives, and for how long collectives
-/// ran.
+/// Counts how long this rank's computation waited for collectives (exposed communication), and how
+/// long collectives ran.
 struct ExposedWaitTimes {
     ops: Arc<dyn Ops>,
     /// The counted time in nanoseconds if operations are synchronous. Otherwise the backend counts
@@ -68,8 +67,9 @@ struct ExposedWaitTimes {
 }
 
 impl ExposedWaitTimes {
-    /// Makes this thread's later work wait for the event `done` of a collective. If the backend
-    /// computes synchronously, adds the time since `began` to the counted waiting time.
+    /// Makes later work of this thread wait until the collective with the completion event `done`
+    /// has ended, and counts the waiting time. If the backend computes synchronously, adds the time
+    /// since `began` to the counted waiting time.
     fn wait_and_count_time(&self, began: Instant, done: &Event) {
         self.ops.make_stream_wait_timed(done);
         if self.ops.is_host() {
@@ -79,20 +79,20 @@ impl ExposedWaitTimes {
 }
 
 impl CollectiveQueue {
-    /// Returns the seconds in which computation waited for collectives since the previous call, and
-    /// resets the count.
+    /// Returns for how many seconds computation has waited for collectives since the previous call,
+    /// and resets the count.
     pub fn take_exposed_seconds(&self) -> f64 {
         self.waits.host_nanoseconds.swap(0, Relaxed) as f64 / 1e9 + self.ops.take_stall_seconds()
     }
 
-    /// Returns the seconds for which collectives ran since the previous call, and resets the count.
-    /// On a GPU, this is only the time in which the host submitted them.
+    /// Returns for how many seconds collectives have run since the previous call, and resets the
+    /// count. On a GPU, this is only the time in which the host submitted them.
     pub fn take_collective_seconds(&self) -> f64 {
         self.waits.collective_nanoseconds.swap(0, Relaxed) as f64 / 1e9
     }
 
-    /// Creates the queue and starts the thread that runs collectives. With a single rank, no thread
-    /// is started.
+    /// Creates the queue of collectives, and starts the thread that runs them. With a single rank,
+    /// no thread is started.
     pub fn new(comm: Arc<dyn Comm>, ops: Arc<dyn Ops>) -> std::io::Result<Self> {
         let waits = Arc::new(ExposedWaitTimes {
             ops: ops.clone(),
@@ -119,13 +119,14 @@ impl CollectiveQueue {
         Ok(CollectiveQueue { comm, ops, waits, jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// Returns the communicator, for the methods that any thread may call (rank, world, abort).
+    /// Returns the communicator of the ranks, for methods that are not collectives and that any
+    /// thread may call (rank, world size, abort).
     pub fn comm(&self) -> &Arc<dyn Comm> {
         &self.comm
     }
 
-    /// Queues the collective `f`, which runs after all collectives queued before and after this
-    /// thread's earlier work. Blocks only if the queue is full.
+    /// Queues the collective `f`, which runs after all collectives queued before it and after the
+    /// computations that this thread has already submitted. Blocks only if the queue is full.
     pub fn submit<T: Send + 'static>(
         &self,
         f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
@@ -170,7 +171,8 @@ impl CollectiveQueue {
         PendingCollective { result, waits: has_thread.then(|| self.waits.clone()) }
     }
 
-    /// Queues the collective `f`, and blocks until its result is available.
+    /// Queues the collective `f`, which runs on the thread of the queue, and blocks until its
+    /// result is available.
     pub fn run_and_wait<T: Send + 'static>(
         &self,
         f: impl FnOnce(&dyn Comm) -> Result<T> + Send + 'static,
@@ -179,8 +181,8 @@ impl CollectiveQueue {
     }
 }
 
-/// Runs the collective `f`, and aborts the group of ranks if `f` panics. Returns whether `f`
-/// completed.
+/// Runs the collective `f`, and aborts the collectives of all ranks if `f` panics, so that the
+/// others do not wait forever. Returns whether `f` completed.
 fn run_or_abort_peers(comm: &dyn Comm, f: impl FnOnce()) -> bool {
     catch_unwind(AssertUnwindSafe(f))
         .map_err(|panic| comm.abort(&extract_panic_message(panic.as_ref())))

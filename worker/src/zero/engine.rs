@@ -1,5 +1,5 @@
-//! [`ZeroEngine`]: this rank's parameters and gradients, and the collectives that gather and reduce
-//! them.
+//! [`ZeroEngine`]: one rank's shards of parameters and gradients (ZeRO), and the collectives that
+//! gather parameters and reduce gradients.
 //!
 //! A forward or backward pass fetches the parameters of a unit before their use and releases them
 //! afterwards. The backward pass reduces gradients, `finish_gradient` completes their sums, and the
@@ -27,12 +27,12 @@ use std::{
 
 /// The purpose that out-of-memory errors state for the memory of gathered parameters.
 const GATHERED_PARAMETERS_LABEL: &str = "gathered parameters";
-/// The largest number of gradient reductions that run at the same time as the computation. One
-/// reduction runs while the gradient of the next block is computed.
+/// The largest number of gradient reductions among ranks that run while this rank computes further
+/// gradients. One reduction runs while the gradient of the next block is computed.
 pub const REDUCTIONS_IN_FLIGHT: usize = 1;
 
-/// The part of one parameter unit that this rank stores: its parameters and sums of gradients, and
-/// how the unit is divided among ranks.
+/// What this rank stores of one parameter unit (tensors that are gathered together): its part of
+/// the parameters and sums of gradients, and the division among ranks.
 pub struct UnitShard {
     /// The names, shapes and layout of the unit's parameters.
     pub unit: ParamUnit,
@@ -56,8 +56,8 @@ pub struct UnitShard {
 }
 
 impl UnitShard {
-    /// Allocates zeroed memory for this rank's shard of the parameter unit `unit`. Collective:
-    /// every rank must call it with the same unit.
+    /// Allocates zeroed memory for this rank's shard of `unit`, parameter tensors that are gathered
+    /// and released together. Collective: every rank must call it with the same unit.
     fn new(
         unit: ParamUnit,
         policy: ShardingPolicy,
@@ -115,7 +115,8 @@ pub struct ParamDtypes {
 }
 
 impl ParamDtypes {
-    /// Returns the element types that a job's `train` section selects.
+    /// Returns the element types of parameters that the precision in the job's `train` section
+    /// requires.
     pub fn for_job(train: &TrainSpec) -> Self {
         let compute = match train.precision {
             Precision::Fp32 => Dtype::F32,
@@ -132,7 +133,7 @@ impl ParamDtypes {
     }
 }
 
-/// Returns whether 16-bit parameters are computed from the fp32 master weights whenever they are
+/// Returns whether 16-bit parameters are computed from the fp32 master weights each time they are
 /// gathered, instead of being stored.
 ///
 /// This is the case on GPUs at stage 3, where parameters are gathered for each use anyway. Casting
@@ -141,7 +142,8 @@ pub fn casts_params_on_gather(policy: ShardingPolicy, weights: ParamDtypes, on_h
     policy.shard_parameters && weights.has_master_weights() && !on_host
 }
 
-/// Access to the gathered parameters of a unit, until [`ZeroEngine::release_params`] ends it.
+/// Access to the whole parameters of one unit (tensors that are gathered together), which
+/// [`ZeroEngine::release_params`] ends.
 pub enum ParamsGuard {
     /// The unit with this index, whose whole parameters are always stored on this rank.
     Resident(usize),
@@ -193,15 +195,15 @@ pub struct ZeroEngine {
     pending_param_gathers: Vec<PendingCollective<()>>,
 }
 
-/// Locks `m`, even if another thread panicked while it held the lock.
+/// Locks the mutex `m`, even if another thread panicked while it held the lock.
 fn lock_ignoring_poison<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // A poisoned lock means that the communication thread panicked and aborted the job.
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ZeroEngine {
-    /// Allocates zeroed memory for this rank's shards of every parameter unit. Collective: every
-    /// rank must call it with the same units.
+    /// Allocates zeroed memory for this rank's shards of every parameter unit (tensors that are
+    /// gathered together). Collective: every rank must call it with the same units.
     ///
     /// `prefetch` and `max_live` are the values of `train.zero` in the job. `micro_batches` is the
     /// number of micro-batches of a global batch.
@@ -245,7 +247,7 @@ impl ZeroEngine {
         })
     }
 
-    /// Returns the number (rank) of this process among all ranks of the job.
+    /// Returns the number of this process among all ranks of the job.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -256,61 +258,66 @@ impl ZeroEngine {
         self.world
     }
 
-    /// Returns the queue in which all collectives of this rank run, including those of the engine.
+    /// Returns the queue in which all collectives of this rank run.
     pub fn queue(&self) -> &Arc<CollectiveQueue> {
         &self.queue
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank owns (its shard).
+    /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
+    /// is this rank's shard.
     pub fn owned_range(&self, u: usize) -> Range<usize> {
         self.shards[u].partition.shard_range(self.rank)
     }
 
-    /// Returns the number of trained elements in this rank's shard of parameter unit `u`. This is
-    /// the length of the shard's gradient and optimizer states.
+    /// Returns the number of trained elements in this rank's shard of parameter unit `u` (tensors
+    /// that are gathered together). This is the length of the shard's gradient and optimizer
+    /// states.
     pub fn owned_trained_len(&self, u: usize) -> usize {
         self.shards[u].trained_counts[self.rank]
     }
 
-    /// Returns copies of the descriptions of all parameter units, in the order of their indices.
+    /// Returns copies of the descriptions (names and shapes) of all parameter units (tensors that
+    /// are gathered together), in the order of their indices.
     pub fn clone_units(&self) -> Vec<ParamUnit> {
         self.shards.iter().map(|shard| shard.unit.clone()).collect()
     }
 
-    /// Returns the element types of the parameters in forward and backward passes and in updates.
+    /// Returns the element types of parameters: that of forward and backward passes, and that which
+    /// the optimizer updates.
     pub fn param_dtypes(&self) -> ParamDtypes {
         self.weights
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank always has in the
-    /// precision that the optimizer updates. With master weights, this rank updates exactly this
-    /// range.
+    /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
+    /// this rank always stores in the precision that the optimizer updates. With master weights,
+    /// this rank updates exactly this range.
     pub fn resident_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shards_updated_params(self.weights.has_master_weights()))
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank always has in the
-    /// precision of forward and backward passes.
+    /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
+    /// this rank always stores in the precision of forward and backward passes.
     pub fn compute_copy_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_parameters)
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank's optimizer updates.
+    /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
+    /// this rank's optimizer updates.
     pub fn optimizer_range(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_optimizer)
     }
 
-    /// Returns the range of parameter unit `u`'s flat vector that this rank stores. If `sharded`,
-    /// this is the rank's shard. Otherwise, it is the whole unit on ranks that own a part of it,
-    /// and empty on others.
+    /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
+    /// this rank stores: its shard if `sharded` is set. Otherwise, it is the whole unit on ranks
+    /// that own a part of it, and empty on others.
     fn select_stored_range(&self, u: usize, sharded: bool) -> Range<usize> {
         let unit = &self.shards[u].unit;
         if sharded || !unit.owners.contains(self.rank) { self.owned_range(u) } else { 0..unit.len() }
     }
 
-    /// Writes `values` to the 16-bit copy of parameter unit `u` for forward and backward passes,
-    /// starting at element `at` of [`ZeroEngine::compute_copy_range`]. Does nothing if no such copy
-    /// is stored.
+    /// Writes `values` to this rank's 16-bit copy of parameter unit `u` (tensors that are gathered
+    /// together), beginning with element number `at` of the copy. Does nothing if no such copy is
+    /// stored.
     pub fn update_compute_copy(&self, u: usize, at: usize, values: View) {
         if let Some(compute_copy) = &self.shards[u].compute_copy {
             copy_or_cast(
@@ -321,9 +328,9 @@ impl ZeroEngine {
         }
     }
 
-    /// Writes `values` to the parameters of unit `u` in the precision that the optimizer updates,
-    /// starting at element `at` of [`ZeroEngine::resident_range`]. Rounds to the nearest value if
-    /// the parameters have 16 bits.
+    /// Writes `values` to the parameters of unit `u` (tensors that are gathered together) that this
+    /// rank always stores for the optimizer, beginning with their element number `at`. Rounds to
+    /// the nearest value if the parameters have 16 bits.
     pub fn write_resident_params(&self, u: usize, at: usize, values: View) {
         copy_or_cast(
             self.ops.as_ref(),
@@ -332,8 +339,9 @@ impl ZeroEngine {
         );
     }
 
-    /// Converts the master weights of parameter unit `u` to the 16-bit copy for forward and
-    /// backward passes. Does nothing if no such copy is stored.
+    /// Recomputes the 16-bit copy of parameter unit `u` (tensors that are gathered together) for
+    /// forward and backward passes from the fp32 master weights. Does nothing if no such copy is
+    /// stored.
     ///
     /// If several ranks store the whole unit, all of them must have changed the unit equally.
     pub fn refresh_compute_copy(&self, u: usize) {
@@ -344,28 +352,29 @@ impl ZeroEngine {
         );
     }
 
-    /// Runs `f` on the parameters of unit `u` that this rank always stores, in the precision that
-    /// the optimizer updates.
+    /// Calls `f` with the parameters of unit `u` (tensors that are gathered together) that this
+    /// rank always stores, in the precision that the optimizer updates.
     pub fn with_resident_params<T>(&self, u: usize, f: impl FnOnce(&mut Buf) -> T) -> T {
         f(&mut self.lock_resident_params_mut(u))
     }
 
-    /// Locks the parameters of unit `u` that this rank always stores for reading, in the precision
-    /// that the optimizer updates.
+    /// Locks for reading the parameters of unit `u` (tensors that are gathered together) that this
+    /// rank always stores, in the precision that the optimizer updates.
     pub fn lock_resident_params(&self, u: usize) -> RwLockReadGuard<'_, Buf> {
         lock_for_reading(&self.shards[u].params)
     }
 
-    /// Locks the parameters of unit `u` that this rank always stores for writing, in the precision
-    /// that the optimizer updates.
+    /// Locks for writing the parameters of unit `u` (tensors that are gathered together) that this
+    /// rank always stores, in the precision that the optimizer updates.
     pub fn lock_resident_params_mut(&self, u: usize) -> RwLockWriteGuard<'_, Buf> {
         lock_for_writing(&self.shards[u].params)
     }
 
     // --- parameters ---------------------------------------------------------------------------
 
-    /// Begins a forward or backward pass, which uses the parameter units in the order `order`.
-    /// Panics if the previous pass was not finished.
+    /// Begins a forward or backward pass, which uses the parameter units (tensors that are gathered
+    /// together) in the order `order`, so that gathers can start early. Panics if the previous pass
+    /// was not finished.
     pub fn begin_pass(&mut self, order: impl IntoIterator<Item = usize>) {
         assert!(
             self.upcoming.is_empty() && self.pending_gathers.is_empty(),
@@ -380,22 +389,23 @@ impl ZeroEngine {
         self.pass_barrier = is_shared.then(|| self.queue.submit(|comm: &dyn Comm| comm.barrier()));
     }
 
-    /// Returns whether the parameters of unit `u` must be gathered from other ranks, or converted
-    /// from the master weights, before each use.
+    /// Returns whether the parameters of unit `u` (tensors that are gathered together) must be
+    /// gathered from other ranks, or converted from master weights, before each use.
     fn needs_gather(&self, u: usize) -> bool {
         let is_shared =
             self.policy.shard_parameters && self.shards[u].unit.owners.count_owners_below(self.world) > 1;
         is_shared || self.casts_params_on_gather()
     }
 
-    /// Returns whether 16-bit parameters are computed from the fp32 master weights whenever they
+    /// Returns whether 16-bit parameters are computed from the fp32 master weights each time they
     /// are gathered, instead of being stored.
     fn casts_params_on_gather(&self) -> bool {
         casts_params_on_gather(self.policy, self.weights, self.ops.is_host())
     }
 
-    /// Makes the whole parameters of unit `u` available on this rank. Waits for the gather of `u`
-    /// if its parameters were not retained. Also starts the next gathers.
+    /// Makes all parameters of unit `u` (tensors that are gathered together) available on this
+    /// rank, by waiting for their gather if necessary. Waits for the gather of `u` if its
+    /// parameters were not retained. Also starts the next gathers.
     pub fn fetch_params(&mut self, u: usize) -> Result<ParamsGuard> {
         if !self.needs_gather(u) {
             return Ok(ParamsGuard::Resident(u));
@@ -421,7 +431,8 @@ impl ZeroEngine {
         Ok(ParamsGuard::Gathered(fetch, gather.wait()?))
     }
 
-    /// Starts to gather the whole parameters of unit `u` into a buffer.
+    /// Starts to gather all parameters of unit `u` (tensors that are gathered together) from the
+    /// ranks into a buffer.
     fn start_gather_for_use(&self, u: usize) -> PendingCollective<Buf> {
         let (shards, len) = (self.shards.clone(), self.shards[u].unit.len());
         let mut whole = lock_ignoring_poison(&self.param_pool).take(self.ops.as_ref(), len);
@@ -448,7 +459,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Runs `f` on the whole parameters of the unit to which `guard` gives access.
+    /// Calls `f` with all parameters of the unit (tensors that are gathered together) to which
+    /// `guard` gives access.
     pub fn with_params<T>(&self, guard: &ParamsGuard, f: impl FnOnce(View) -> T) -> T {
         match guard {
             ParamsGuard::Resident(u) => f(lock_for_reading(self.shards[*u].select_compute_params()).view()),
@@ -461,8 +473,8 @@ impl ZeroEngine {
         }
     }
 
-    /// Runs `f` on the whole parameters of the unit of `first` and, if there is one, the unit of
-    /// `second`.
+    /// Calls `f` with all parameters of one or two units (tensors that are gathered together) to
+    /// which `first` and `second` give access.
     pub fn with_params_of_units<T>(
         &self,
         (first, second): (&ParamsGuard, Option<&ParamsGuard>),
@@ -474,7 +486,7 @@ impl ZeroEngine {
         })
     }
 
-    /// Ends the access to gathered parameters, which are freed or retained for their next use.
+    /// Ends the access to gathered parameters, whose memory is freed or kept until their next use.
     pub fn release_params(&self, guard: ParamsGuard) {
         match guard {
             ParamsGuard::Resident(_) => {}
@@ -489,9 +501,9 @@ impl ZeroEngine {
         }
     }
 
-    /// Ends a forward or backward pass early, before all parameter units of its order were used.
-    /// Waits for the gathers that have started. Every fetched unit must have been released.
-    /// Collective: every rank must call it at the same point of the pass.
+    /// Ends a forward or backward pass early, before all parameter units (tensors that are gathered
+    /// together) of the pass were used. Waits for the gathers that have started. Every fetched unit
+    /// must have been released. Collective: every rank must call it at the same point of the pass.
     pub fn cancel_pass(&mut self) -> Result<()> {
         self.gather_queue.clear();
         self.pass_barrier.take().map_or(Ok(()), PendingCollective::wait)?;
@@ -507,8 +519,9 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Starts to distribute the updated shards of parameter unit `u` to every rank that stores the
-    /// unit. [`ZeroEngine::wait_for_updated_param_gathers`] waits for the result.
+    /// Starts to send the updated shards of parameter unit `u` (tensors that are gathered together)
+    /// to every rank that stores the whole unit. [`ZeroEngine::wait_for_updated_param_gathers`]
+    /// waits for the result.
     ///
     /// Collective: every rank must call it.
     pub fn start_updated_param_gather(&mut self, u: usize) {
@@ -538,23 +551,23 @@ impl ZeroEngine {
         }));
     }
 
-    /// Waits until the updated parameters of all units are distributed, for which
-    /// [`ZeroEngine::start_updated_param_gather`] was called.
+    /// Waits until the parameters that the optimizer has updated are distributed to all ranks that
+    /// store them.
     pub fn wait_for_updated_param_gathers(&mut self) -> Result<()> {
         self.pending_param_gathers.drain(..).try_for_each(PendingCollective::wait)
     }
 }
 
 impl UnitShard {
-    /// Returns the parameters for forward and backward passes: the 16-bit copy if one is stored,
-    /// otherwise the parameters that the optimizer updates.
+    /// Returns the stored parameters for forward and backward passes: the 16-bit copy if there is
+    /// one, otherwise those that the optimizer updates.
     fn select_compute_params(&self) -> &RwLock<Buf> {
         self.compute_copy.as_ref().unwrap_or(&self.params)
     }
 
-    /// Converts the stored parameters to the 16-bit copy for forward and backward passes, where the
-    /// two overlap. The resident parameters cover the flat range `resident`, and the compute copy
-    /// covers `computed`. Does nothing if no compute copy is stored.
+    /// Converts the stored fp32 master weights to the 16-bit copy for forward and backward passes,
+    /// for the elements that both contain. The resident parameters cover the flat range `resident`,
+    /// and the compute copy covers `computed`. Does nothing if no compute copy is stored.
     fn refresh_compute_copy(&self, ops: &dyn Ops, resident: Range<usize>, computed: Range<usize>) {
         let Some(compute_copy) = &self.compute_copy else { return };
         let (mut to, from) = (lock_for_writing(compute_copy), lock_for_reading(&self.params));
@@ -563,9 +576,9 @@ impl UnitShard {
         ops.cast(to.view_mut().slice(within(&computed)), from.view().slice(within(&resident)));
     }
 
-    /// Gathers the shards of all ranks that own a part of the parameter unit into `values`, the
-    /// range `stored` of the unit's flat vector. Before the call, `values` contains only this
-    /// rank's shard, the range `owned`.
+    /// Gathers the shards of all ranks that own a part of the parameter unit (tensors that are
+    /// gathered together) into `values`, which already contains this rank's shard. Before the call,
+    /// `values` contains only this rank's shard, the range `owned`.
     fn gather_shards_in_place(
         &self,
         comm: &dyn Comm,
@@ -587,8 +600,8 @@ impl UnitShard {
     }
 }
 
-/// Copies `values` to `to`, between host and device if necessary. Rounds to the nearest value if
-/// `to` has a narrower type.
+/// Copies `values` to `to`, between host and device and with a conversion of the element type if
+/// necessary. Rounds to the nearest value if `to` has a narrower type.
 pub(crate) fn copy_or_cast(ops: &dyn Ops, to: ViewMut, values: View) {
     if to.dtype() == values.dtype() {
         return ops.copy(to, values);

@@ -2,8 +2,8 @@
 //! `train.zero.max_live_parameters`.
 use std::collections::{BTreeMap, HashMap};
 
-/// One use of a parameter unit in a forward or backward pass, and whether its gathered parameters
-/// stay in memory until the next use.
+/// One use of a parameter unit (tensors that are gathered together) in a forward or backward pass,
+/// and whether its gathered parameters stay in memory until the next use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedFetch {
     /// The index of the unit.
@@ -15,8 +15,9 @@ pub struct PlannedFetch {
     pub is_kept: bool,
 }
 
-/// Plans for each use of a parameter unit in a pass whether it is gathered, and whether it stays in
-/// memory until its next use. The pass uses units in the order `order`.
+/// Decides for each use of a parameter unit (parameters that are gathered together) in a pass
+/// whether the unit must be gathered, and whether its gathered parameters stay in memory until the
+/// next use. The pass uses units in the order `order`.
 ///
 /// At most `limit` elements are retained at a time. Units whose next use is soonest have
 /// precedence. `len` returns the number of elements of a unit.

@@ -1,5 +1,5 @@
-//! [`MicroBatchSums`]: sums gradients over micro-batches in a fixed order. The order is a binary
-//! tree over `0..L` for `L` micro-batches, which does not depend on the number of ranks.
+//! [`MicroBatchSums`]: sums gradients over micro-batches in a fixed order, so that the result does
+//! not depend on the number of ranks. The order is a binary tree over `0..L` for `L` micro-batches.
 //!
 //! A partial sum covers an aligned range of micro-batches whose length is a power of two. Partial
 //! sums are pushed in the order of the micro-batches, and two siblings merge immediately, so at
@@ -11,8 +11,8 @@
 //! ranks.
 use device::{Buf, Dtype, Ops, View};
 
-/// A range of micro-batches whose gradients are summed together, as a node of the binary summation
-/// tree: `len` is a power of two, and `start` is a multiple of `len`.
+/// Consecutive micro-batches whose gradients are summed together, as one node of a binary tree:
+/// `len` is a power of two, and `start` a multiple of `len`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatchRange {
     /// The first micro-batch of the range.
@@ -22,13 +22,13 @@ pub struct MicroBatchRange {
 }
 
 impl MicroBatchRange {
-    /// Creates the range that contains only the micro-batch number `start`.
+    /// Creates the range that contains only one micro-batch, that with the number `start`.
     pub fn from_index(start: usize) -> Self {
         MicroBatchRange { start, len: 1 }
     }
 
-    /// Returns the range that covers `self` and `right`, if they are the left and the right child
-    /// of one node of the summation tree. Returns `None` otherwise.
+    /// Returns the micro-batches of `self` and `right` as one range, if both are the children of
+    /// one node of the binary tree in which gradients are summed. Returns `None` otherwise.
     pub fn join_with_sibling(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let siblings = self.len == right.len
             && self.start.is_multiple_of(2 * self.len)
@@ -36,24 +36,24 @@ impl MicroBatchRange {
         siblings.then_some(MicroBatchRange { start: self.start, len: 2 * self.len })
     }
 
-    /// Returns the range that covers `self` and `right`, if `right` begins where `self` ends.
-    /// Returns `None` otherwise.
+    /// Returns the micro-batches of `self` and `right` as one range, if `right` begins where `self`
+    /// ends. Returns `None` otherwise.
     fn join_with_adjacent(self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let len = self.len + right.len;
         (right.start == self.start + self.len).then_some(MicroBatchRange { start: self.start, len })
     }
 }
 
-/// Splits `range` into the ranges of micro-batches that remain as partial sums after summing one by
-/// one in the fixed order.
+/// Splits the micro-batches `range` into the ranges that remain as separate partial sums after
+/// their gradients were added one by one in the fixed order.
 pub fn split_into_tree_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
     let mut kept = Vec::new();
     range.for_each(|s| push_and_merge_ranges(&mut kept, MicroBatchRange::from_index(s)));
     kept
 }
 
-/// Appends the range `top` to the ranges in `kept`, and merges siblings of the summation tree as
-/// far as possible.
+/// Appends the range `top` of micro-batches to `kept`, and merges ranges at the end that are
+/// children of one node of the binary summation tree.
 fn push_and_merge_ranges(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRange) {
     while let Some(merged) = kept.last().and_then(|left| left.join_with_sibling(top)) {
         kept.pop();
@@ -62,8 +62,8 @@ fn push_and_merge_ranges(kept: &mut Vec<MicroBatchRange>, mut top: MicroBatchRan
     kept.push(top);
 }
 
-/// A sum of vectors, such as gradients, over micro-batches, kept as partial sums until they can be
-/// added in a fixed order.
+/// The sum of one vector (such as a gradient) per micro-batch, kept as partial sums until they can
+/// be added in a fixed order.
 pub struct MicroBatchSums {
     len: usize,
     in_arrival_order: bool,
@@ -72,20 +72,20 @@ pub struct MicroBatchSums {
 }
 
 impl MicroBatchSums {
-    /// Creates an empty sum over micro-batches of vectors with `len` elements, which are added in
-    /// the fixed order.
+    /// Creates an empty sum over micro-batches of vectors with `len` elements, which are added in a
+    /// fixed order (that of a binary tree).
     pub fn new(len: usize) -> Self {
         MicroBatchSums { len, in_arrival_order: false, stack: Vec::new(), free_buffers: Vec::new() }
     }
 
-    /// Creates an empty sum over micro-batches of vectors with `len` elements, which are added in
-    /// the order in which they arrive.
+    /// Creates an empty sum of vectors with `len` elements over micro-batches, to which vectors are
+    /// added in the order in which they arrive.
     pub fn new_with_arrival_order(len: usize) -> Self {
         MicroBatchSums { in_arrival_order: true, ..MicroBatchSums::new(len) }
     }
 
-    /// Returns which micro-batches the newest partial sum will cover if the vector for `right` is
-    /// added now, or `None` if that vector has to wait.
+    /// Returns which micro-batches the newest partial sum would cover if the vector for the
+    /// micro-batches `right` is added now, or `None` if it would stay separate.
     fn merged_range_if_pushed(&self, right: MicroBatchRange) -> Option<MicroBatchRange> {
         let (left, _) = self.stack.last()?;
         if self.in_arrival_order { left.join_with_adjacent(right) } else { left.join_with_sibling(right) }
@@ -101,8 +101,8 @@ impl MicroBatchSums {
         self.stack.is_empty()
     }
 
-    /// Takes a reusable buffer for one vector, with unspecified content. The caller fills it and
-    /// passes it to [`MicroBatchSums::push_owned`].
+    /// Takes a free buffer for one vector that is to be added to the sum, with unspecified content.
+    /// The caller fills it and passes it to [`MicroBatchSums::push_owned`].
     ///
     /// The free buffer with the lowest address is used, so that each step uses the same buffers and
     /// CUDA graphs can be replayed.
@@ -114,9 +114,9 @@ impl MicroBatchSums {
         )
     }
 
-    /// Adds `x`, the sum of vectors over the micro-batches of `range`, to this sum. If `x` cannot
-    /// be merged with the newest partial sum immediately, keeps a copy of `x` until its sibling
-    /// arrives.
+    /// Adds the vector `x`, which covers the micro-batches of `range`, to this sum, and copies it
+    /// if it must be kept. If `x` cannot be merged with the newest partial sum immediately, keeps a
+    /// copy of `x` until its sibling arrives.
     pub fn push_copy(&mut self, ops: &dyn Ops, range: MicroBatchRange, x: View) {
         assert_eq!(x.len(), self.len, "partial of another length");
         match self.merged_range_if_pushed(range) {
@@ -133,8 +133,8 @@ impl MicroBatchSums {
         }
     }
 
-    /// Adds the buffer `sum`, the sum of vectors over the micro-batches of `range`, to this sum.
-    /// Takes ownership of the buffer instead of copying it.
+    /// Adds the vector in the buffer `sum`, which covers the micro-batches of `range`, to this sum,
+    /// and takes over the buffer. Takes ownership of the buffer instead of copying it.
     pub fn push_owned(&mut self, ops: &dyn Ops, mut range: MicroBatchRange, mut sum: Buf) {
         assert_eq!(sum.len(), self.len, "partial of another length");
         while let Some(merged) = self.merged_range_if_pushed(range) {
@@ -152,8 +152,8 @@ impl MicroBatchSums {
         self.stack.iter().map(|(r, b)| (*r, b.view()))
     }
 
-    /// Returns the sum of all vectors that were added, or `None` if there were none. Afterwards no
-    /// partial sum is kept.
+    /// Adds the remaining partial sums, and returns the sum of all vectors that were added, or
+    /// `None` if there were none. Afterwards no partial sum is kept.
     pub fn finish_sum(&mut self, ops: &dyn Ops) -> Option<Buf> {
         let (_, mut sum) = self.stack.pop()?;
         while let Some((_, mut left)) = self.stack.pop() {
@@ -168,7 +168,7 @@ impl MicroBatchSums {
         self.free_buffers.extend(self.stack.drain(..).map(|(_, b)| b));
     }
 
-    /// Takes back a buffer that [`MicroBatchSums::finish_sum`] returned, for reuse.
+    /// Takes back a buffer that [`MicroBatchSums::finish_sum`] returned, to reuse its memory.
     pub fn recycle_buffer(&mut self, buf: Buf) {
         if buf.len() == self.len {
             self.free_buffers.push(buf);
@@ -176,7 +176,8 @@ impl MicroBatchSums {
     }
 }
 
-/// Sums one number per micro-batch, such as its loss, in the fixed order of the summation tree.
+/// Sums one number per micro-batch, such as its loss, in a fixed order (that of a binary tree), so
+/// that the bits do not depend on the number of ranks.
 pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
     let mut stack: Vec<(MicroBatchRange, f64)> = Vec::new();
     for (s, &x) in micro_batches.iter().enumerate() {
@@ -197,7 +198,8 @@ pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
     sum
 }
 
-/// Counts the largest number of buffers in use while the vectors for `ranges` are summed.
+/// Counts how many gradient buffers are in use at most at the same time while the gradients of the
+/// micro-batch ranges `ranges` are summed in this order.
 ///
 /// If `owned` is set, ranges are added with [`MicroBatchSums::push_owned`] and each has a buffer.
 /// Otherwise they are added with [`MicroBatchSums::push_copy`], and a range whose left sibling is

@@ -13,7 +13,7 @@ pub mod partition;
 use jobspec::TrainSpec;
 use micro_batch_sums::MicroBatchSums;
 
-/// Whether optimizer states, gradients and parameters are divided among ranks (ZeRO), and in which
+/// Which of optimizer states, gradients and parameters are divided among ranks (ZeRO), and in which
 /// order gradients are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardingPolicy {
@@ -33,8 +33,8 @@ pub struct ShardingPolicy {
 }
 
 impl ShardingPolicy {
-    /// Returns the policy of ZeRO stage `stage` (0, 1, 2 or 3), which determines what is divided
-    /// among ranks.
+    /// Returns the policy, which decides what is divided among ranks, of ZeRO stage `stage` (0, 1,
+    /// 2 or 3).
     pub fn for_stage(stage: u8) -> Self {
         ShardingPolicy {
             stage,
@@ -45,7 +45,8 @@ impl ShardingPolicy {
         }
     }
 
-    /// Returns the policy that a job's `train` section selects.
+    /// Returns the policy, which decides what is divided among ranks, that the job's `train`
+    /// section selects.
     pub fn for_job(train: &TrainSpec) -> Self {
         let sums_in_arrival_order = !train.deterministic;
         ShardingPolicy {
@@ -55,8 +56,8 @@ impl ShardingPolicy {
         }
     }
 
-    /// Creates an empty sum of gradients with `len` elements over micro-batches, in the order of
-    /// this policy.
+    /// Creates an empty sum of gradients with `len` elements over micro-batches, which adds them in
+    /// the order that this policy requires.
     fn new_gradient_sum(&self, len: usize) -> MicroBatchSums {
         if self.sums_in_arrival_order {
             MicroBatchSums::new_with_arrival_order(len)
@@ -65,7 +66,7 @@ impl ShardingPolicy {
         }
     }
 
-    /// Returns this policy, changed for a job whose experts are distributed over groups of
+    /// Returns this policy adapted to a job in which experts are distributed over groups of
     /// `parallel` ranks.
     ///
     /// In each round, a rank then computes gradients of its experts for the micro-batches of its
@@ -74,16 +75,16 @@ impl ShardingPolicy {
         ShardingPolicy { shard_gradients: self.shard_gradients || parallel > 1, ..self }
     }
 
-    /// Returns whether a rank keeps only its shard of the parameters that the optimizer updates. If
-    /// `masters` is set, the updated parameters are the fp32 master weights, which are sharded like
-    /// optimizer states.
+    /// Returns whether a rank stores only its shard of the parameters that the optimizer updates,
+    /// and not all of them. If `masters` is set, the updated parameters are the fp32 master
+    /// weights, which are sharded like optimizer states.
     pub fn shards_updated_params(&self, masters: bool) -> bool {
         if masters { self.shard_optimizer } else { self.shard_parameters }
     }
 }
 
-/// Which micro-batches of a step each rank computes, and in which round of forward and backward
-/// passes (docs/numerics.md).
+/// Decides which micro-batches of a step each rank computes, and in which of its rounds (one
+/// forward and backward pass each).
 ///
 /// The sum over micro-batches is one fixed tree, so the assignment does not affect any bit. The
 /// assignment decides which partial sums must be kept. With sharded gradients, consecutive
@@ -101,13 +102,13 @@ pub struct MicroBatchSchedule {
 }
 
 impl MicroBatchSchedule {
-    /// Returns how many micro-batches (rounds of a forward and backward pass) a rank computes per
-    /// step. The number is equal on every rank.
+    /// Returns how many micro-batches each rank computes per step; some ranks may have none in the
+    /// last round. The number is equal on every rank.
     pub fn count_rounds(&self) -> usize {
         self.micro_batches.div_ceil(self.world)
     }
 
-    /// Returns the micro-batch that `rank` computes in round number `round`, or `None` if the rank
+    /// Returns which micro-batch the rank `rank` computes in round number `round`, or `None` if it
     /// only takes part in collectives.
     pub fn find_micro_batch(&self, rank: usize, round: usize) -> Option<usize> {
         if self.interleaved {

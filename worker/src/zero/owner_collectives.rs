@@ -1,6 +1,7 @@
-//! Gathers and reduces parameter units that only some ranks own, such as experts. Each gather or
-//! reduction is one `all_to_all` of all ranks, in which ranks that do not own the unit send and
-//! receive nothing. So every rank runs the same sequence of collectives.
+//! Gathers and reduces parameter units (tensors that are gathered together) that only some ranks
+//! own, such as experts. Each gather or reduction is one `all_to_all` of all ranks, in which ranks
+//! that do not own the unit send and receive nothing. So every rank runs the same sequence of
+//! collectives.
 use super::{
     MicroBatchSchedule,
     buffer_pool::resize_buffer,
@@ -13,11 +14,11 @@ use device::{Buf, Dtype, Ops, View, ViewMut};
 use std::ops::Range;
 
 /// The purpose that out-of-memory errors state for the buffers in which ranks exchange parameters
-/// and gradients.
+/// and gradients that only some ranks own.
 const EXCHANGE_BUFFERS_LABEL: &str = "exchanged parameters and gradients";
 
-/// Reusable send and receive buffers for gathering and reducing parameter units that only some
-/// ranks own.
+/// Reusable send and receive buffers for gathering parameters that only some ranks own (such as
+/// experts), and for reducing their gradients.
 #[derive(Default)]
 pub(super) struct ExchangeBuffers {
     sent: Buf,
@@ -29,8 +30,8 @@ pub(super) struct ExchangeBuffers {
 }
 
 impl ExchangeBuffers {
-    /// Returns the first `len` elements of the buffer for sending data of type `dtype` to other
-    /// ranks, which grows if necessary.
+    /// Returns the first `len` elements of the buffer from which data of type `dtype` is sent to
+    /// other ranks, after enlarging the buffer if necessary.
     fn reserve_send_buffer(&mut self, ops: &dyn Ops, dtype: Dtype, len: usize) -> ViewMut<'_> {
         if dtype == Dtype::F32 {
             return resize_buffer(ops, EXCHANGE_BUFFERS_LABEL, &mut self.sent, len);
@@ -43,8 +44,9 @@ impl ExchangeBuffers {
         )
     }
 
-    /// Copies `owned`, this rank's shard, to the beginning of a reusable buffer, and returns the
-    /// buffer. Must be followed by [`ExchangeBuffers::give_back_copy`].
+    /// Copies `owned`, this rank's shard of a parameter unit (tensors that are gathered together),
+    /// to a reusable buffer, from which it is sent to other ranks. Must be followed by
+    /// [`ExchangeBuffers::give_back_copy`].
     ///
     /// The buffer is reused because the allocator would keep several buffers if each unit allocated
     /// one.
@@ -55,14 +57,13 @@ impl ExchangeBuffers {
         buffer
     }
 
-    /// Takes back the reusable buffer that [`ExchangeBuffers::copy_shard_to_reusable_buffer`]
-    /// returned.
+    /// Takes back the reusable buffer into which this rank's shard was copied.
     pub(super) fn give_back_copy(&mut self, copy: Buf) {
         self.owned = copy;
     }
 
-    /// Gathers a parameter unit from the ranks that own a part of it into `whole` on each of these
-    /// ranks. Collective: every rank must call it.
+    /// Gathers a parameter unit (tensors that are gathered together) from the ranks that own its
+    /// parts into `whole` on each of these ranks. Collective: every rank must call it.
     ///
     /// `shard_lengths` are the lengths of all ranks' shards, and `owned` is this rank's shard. On
     /// ranks that do not own the unit, `owned` and `whole` are empty.
@@ -91,9 +92,9 @@ impl ExchangeBuffers {
         comm.all_to_all(whole, &received, send.as_view(), &sent)
     }
 
-    /// Sends each partial sum of a parameter unit's gradients (over some micro-batches) to the
-    /// ranks that own parts of the unit. Passes the shards to `sink` in the order of the
-    /// micro-batches.
+    /// Sends the gradients of a parameter unit (tensors that are gathered together), summed over
+    /// some micro-batches, to the ranks that own the parameters. Passes received shards to `sink`
+    /// in the order of the micro-batches.
     ///
     /// Collective: every rank must call it.
     pub(super) fn exchange_partial_sums(
@@ -145,8 +146,8 @@ impl ExchangeBuffers {
     }
 }
 
-/// Replaces `buf` by an empty buffer of this backend if it is empty or its elements do not have the
-/// type `dtype`, and returns the buffer.
+/// Replaces the buffer `buf` by an empty one on this device if its elements do not have the type
+/// `dtype`, and returns it.
 fn replace_if_other_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> &'a mut Buf {
     if buf.is_empty() || buf.dtype() != dtype {
         *buf = ops.zeroed(dtype, 0);
@@ -154,8 +155,8 @@ fn replace_if_other_dtype<'a>(ops: &dyn Ops, buf: &'a mut Buf, dtype: Dtype) -> 
     buf
 }
 
-/// Computes the lengths of the send and receive buffers that a parameter unit needs, for the memory
-/// estimate.
+/// Computes how long the buffers are in which ranks exchange parameters and gradients of `unit`
+/// (tensors that are gathered together) that only some ranks own, for the memory estimate.
 ///
 /// The results are three numbers of elements: those that a gather of the unit's parameters sends,
 /// those that a reduction of the unit's gradients sends, and those that this reduction receives.
@@ -179,8 +180,8 @@ pub fn compute_exchange_buffer_lengths(
     (gathered, sent * unit.trained_len(), received * own_trained)
 }
 
-/// Returns the micro-batches that the ranks in the expert-parallel group of `rank` compute in round
-/// number `round`.
+/// Returns the micro-batches that all ranks of the expert-parallel group of `rank` compute in round
+/// number `round` (one forward and backward pass).
 fn list_group_micro_batches(
     schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
@@ -194,7 +195,7 @@ fn list_group_micro_batches(
 }
 
 /// Returns the micro-batches that the expert-parallel group of `rank` computes in round number
-/// `round`, as ranges that are summed together.
+/// `round`, as ranges whose gradients are summed together.
 pub(super) fn list_group_tree_ranges(
     schedule: &MicroBatchSchedule,
     owners: OwnerRanks,
@@ -204,8 +205,8 @@ pub(super) fn list_group_tree_ranges(
     split_into_tree_ranges(list_group_micro_batches(schedule, owners, rank, round))
 }
 
-/// Returns the largest number of buffers in which the expert-parallel group of `rank` sums a
-/// parameter unit's gradients in one round. The memory estimate uses the result.
+/// Returns in how many buffers, at most, a rank sums the gradients of experts over the
+/// micro-batches of its expert-parallel group in one round. The memory estimate uses the result.
 pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks, rank: usize) -> usize {
     let buffers_in_round = |round| {
         count_peak_buffers(
@@ -216,8 +217,8 @@ pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
     (0..schedule.count_rounds()).map(buffers_in_round).max().unwrap_or(0)
 }
 
-/// Returns the largest number of buffers in which a rank sums the gradients of a parameter unit
-/// that it owns, during a step. The memory estimate uses the result.
+/// Returns in how many buffers, at most, a rank sums the gradients of a parameter unit (tensors
+/// that are gathered together) that it owns, during a step. The memory estimate uses the result.
 pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks) -> usize {
     let ranks = || (0..schedule.world).filter(|&r| owners.contains(r));
     let ranges = (0..schedule.count_rounds())

@@ -1,4 +1,5 @@
-//! [`Partition`]: which rank owns which elements of a parameter unit's flat vector.
+//! [`Partition`]: which rank owns which elements of a parameter unit (tensors that are gathered
+//! together).
 //!
 //! Shards end only at multiples of [`NORM_BLOCK_LEN`] inside a tensor or at the end of a tensor.
 //! Each block that is summed for the gradient norm therefore belongs to one rank, and its sum has
@@ -7,8 +8,8 @@ use crate::params::ParamUnit;
 use device::ops::NORM_BLOCK_LEN;
 use std::ops::Range;
 
-/// The division of one parameter unit's elements among the ranks that own it: rank r owns
-/// `cuts[r]..cuts[r+1]`.
+/// The division of one parameter unit (tensors that are gathered together) among the ranks that own
+/// it: rank r owns the elements `cuts[r]..cuts[r+1]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     cuts: Vec<usize>,
@@ -16,8 +17,8 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// Divides `unit` into shards of nearly equal size, one for each of `world` ranks that may own
-    /// a part of it. The shards of other ranks are empty.
+    /// Divides the parameter unit `unit` (tensors that are gathered together) into shards of nearly
+    /// equal size, one for each rank that may own a part. The shards of other ranks are empty.
     pub fn new(unit: &ParamUnit, world: usize) -> Self {
         let len = unit.len();
         let parts = unit.owners.count_owners_below(world);
@@ -31,19 +32,21 @@ impl Partition {
         Partition { cuts, counts }
     }
 
-    /// Returns the range of the parameter unit's elements that `rank` owns.
+    /// Returns the range of the parameter unit's elements (those of its concatenated tensors) that
+    /// `rank` owns.
     pub fn shard_range(&self, rank: usize) -> Range<usize> {
         self.cuts[rank]..self.cuts[rank + 1]
     }
 
-    /// Returns the number of elements of each rank's shard.
+    /// Returns the number of elements of each rank's shard of the parameter unit (tensors that are
+    /// gathered together).
     pub fn shard_lengths(&self) -> &[usize] {
         &self.counts
     }
 }
 
-/// Returns the allowed boundary between shards that is nearest to element `at` of the parameter
-/// unit.
+/// Returns the position nearest to element number `at` of a parameter unit (tensors that are
+/// gathered together) at which a shard may end.
 fn find_nearest_cut(unit: &ParamUnit, at: usize) -> usize {
     let tensor = (0..unit.params.len()).map(|i| unit.tensor_range(i)).find(|r| r.contains(&at));
     let Some(r) = tensor else { return unit.len() };

@@ -36,9 +36,9 @@ impl<'a> DeviceFiles<'a> {
         self.select_entries(directory, Some)
     }
 
-    /// Calls `select` with the name of each entry of a directory, and returns the values that
-    /// `select` returns, sorted. Entries that are not selected do not count for the limit of
-    /// [`MAX_ENTRIES`]: /dev may hold thousands of other nodes.
+    /// Calls `select` with the name of each entry of a directory, and returns the values (not
+    /// `None`) that `select` returns, sorted. Entries that are not selected do not count for the
+    /// limit of [`MAX_ENTRIES`]: /dev may hold thousands of other nodes.
     pub(super) fn select_entries<T: Ord>(
         &self,
         directory: impl AsRef<Path>,
@@ -79,8 +79,8 @@ impl<'a> DeviceFiles<'a> {
         String::from_utf8(bytes).ok()
     }
 
-    /// Reads a file of a driver that contains a single value, such as a number. Returns `None` if
-    /// the value cannot be read.
+    /// Reads a file of a driver in /proc or /sys that contains a single value, such as a number.
+    /// Returns `None` if the value cannot be read.
     pub(super) fn read_value<T: FromStr>(&self, path: impl AsRef<Path>) -> Option<T> {
         self.read_text(path)?.trim().parse().ok()
     }

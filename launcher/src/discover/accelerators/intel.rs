@@ -3,7 +3,7 @@ use super::{device_files::DeviceFiles, discovered_accelerators::DiscoveredAccele
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 
-/// The directory in which the kernel lists graphics devices.
+/// The directory in /sys in which the kernel lists graphics devices.
 const DRM_DIRECTORY: &str = "sys/class/drm";
 /// The PCI vendor number of Intel.
 const INTEL_VENDOR_ID: u32 = 0x8086;

@@ -4,7 +4,7 @@ use super::{device_files::DeviceFiles, discovered_accelerators::DiscoveredAccele
 use jobspec::{AcceleratorKind, env};
 use protocol::hardware::Accelerator;
 
-/// The directory in which the kernel lists compute accelerators.
+/// The directory in /sys in which the kernel lists compute accelerators.
 const ACCEL_DIRECTORY: &str = "sys/class/accel";
 /// The PCI vendor number of Habana Labs, which makes Gaudi.
 const HABANA_VENDOR_ID: u32 = 0x1da3;
@@ -88,8 +88,8 @@ fn count_neuron_cores(
     Some((physical / combined.unwrap_or_else(default).max(1)).max(1))
 }
 
-/// Returns the numbers of the device nodes `{prefix}N` that this process may open, and counts the
-/// others as denied.
+/// Returns the numbers N of the device nodes `{prefix}N` in /dev that this process may open, and
+/// counts the nodes that it may not open.
 fn list_permitted_nodes(
     tree: &DeviceFiles<'_>,
     directory: &str,

@@ -206,7 +206,8 @@ pub(super) const ACCELERATE_OPTIONS: OptionTable = OptionTable {
     ],
 };
 
-/// The options that Accelerate converts with Python's `bool`, so that any text is true.
+/// The options of `accelerate launch` whose text Accelerate converts with Python's `bool`, so that
+/// any text is true.
 pub(super) const PYTHON_BOOL_OPTIONS: [&str; 8] = [
     "megatron_lm_use_custom_fsdp",
     "megatron_lm_no_load_optim",
@@ -218,11 +219,13 @@ pub(super) const PYTHON_BOOL_OPTIONS: [&str; 8] = [
     "parallelism_config_sp_seq_length_is_variable",
 ];
 
-/// The options whose values are words such as `true` and `no`, which Accelerate converts to 1 or 0.
+/// The options of `accelerate launch` whose values are words such as `true` and `no`, which
+/// Accelerate converts to 1 or 0.
 pub(super) const BOOLEAN_WORD_OPTIONS: [&str; 3] =
     ["fp8_override_linear_precision", "fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim"];
 
-/// The options of `accelerate launch` that stand for keys of the section `deepspeed_config`.
+/// The options of `accelerate launch` that set keys of the section `deepspeed_config` in
+/// Accelerate's configuration.
 const DEEPSPEED_SECTION_OPTIONS: [&str; 15] = [
     "deepspeed_config_file",
     "zero_stage",
@@ -241,8 +244,8 @@ const DEEPSPEED_SECTION_OPTIONS: [&str; 15] = [
     "deepspeed_moe_layer_cls_names",
 ];
 
-/// The sections of Accelerate's configuration, each with the prefix of the names of the options
-/// that belong to it.
+/// The sections of Accelerate's configuration, each with the prefix, such as `fsdp_`, of the
+/// command line options that set its keys.
 pub(super) const CONFIG_SECTIONS: [(&str, &str); 5] = [
     ("fsdp_config", "fsdp_"),
     ("megatron_lm_config", "megatron_lm_"),
@@ -251,8 +254,9 @@ pub(super) const CONFIG_SECTIONS: [(&str, &str); 5] = [
     ("fp8_config", "fp8_"),
 ];
 
-/// Returns the section of Accelerate's configuration to which the option `name` belongs, and the
-/// prefix that keys of the section may leave out. Returns `None` for options of no section.
+/// Returns the section of Accelerate's configuration to which the option `name` belongs, such as
+/// `fsdp_config`, and the option's prefix, such as `fsdp_`, which a key of the section may omit.
+/// Returns `None` for options of no section.
 pub(super) fn find_section(name: &str) -> Option<(&'static str, &'static str)> {
     if DEEPSPEED_SECTION_OPTIONS.contains(&name) {
         return Some(("deepspeed_config", ""));

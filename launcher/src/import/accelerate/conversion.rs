@@ -1,4 +1,5 @@
-//! [`AccelerateConversion`]: the steps that convert a command line of `accelerate launch` to a job.
+//! [`AccelerateConversion`]: the steps that convert a command line of `accelerate launch` to a
+//! job.yaml.
 use super::{
     TPU_KEYS,
     arguments::{ACCELERATE_OPTIONS, find_section},
@@ -25,11 +26,11 @@ use jobspec::{
 };
 use std::path::PathBuf;
 
-/// The name of `accelerate launch` in messages to the user.
+/// The text by which messages to the user name the other launcher, `accelerate launch`.
 pub(super) const PROGRAM_NAME: &str = "accelerate launch";
 
-/// The environment variables that launch sets for the workers of a program, but `accelerate launch`
-/// does not set for a single process.
+/// The environment variables that launch sets for the workers of a program but that `accelerate
+/// launch` does not set for a single process, so that they must be removed.
 const UNSET_SINGLE_PROCESS_VARIABLES: [&str; 19] = [
     env::RANK,
     env::LOCAL_RANK,
@@ -52,8 +53,8 @@ const UNSET_SINGLE_PROCESS_VARIABLES: [&str; 19] = [
     env::TORCHELASTIC_USE_AGENT_STORE,
 ];
 
-/// The options that `accelerate launch` ignores if it starts a single process, each with what
-/// launch does with it.
+/// The options that `accelerate launch` ignores if it starts a single process; launch ignores them,
+/// too, and shows a note.
 const SINGLE_PROCESS_RULES: &[OptionRule] = &[
     ("tee", &["0"], NoEffect("Accelerate ignores it for a single process")),
     ("log_dir", &[], NoEffect("Accelerate ignores it for a single process")),
@@ -61,8 +62,8 @@ const SINGLE_PROCESS_RULES: &[OptionRule] = &[
     ("max_restarts", &["0"], NoEffect("Accelerate ignores it for a single process")),
 ];
 
-/// The kind of job that a command line of `accelerate launch` starts, such as one process, several
-/// processes or DeepSpeed.
+/// What a command line of `accelerate launch` starts, such as one process, several processes by
+/// torchrun or DeepSpeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaunchKind {
     /// The kind of job; [`DistributedType::Single`] for a single process.
@@ -87,7 +88,8 @@ pub(super) struct ProcessCount {
     is_joining: bool,
 }
 
-/// The state of converting a command line of `accelerate launch` to a job.
+/// What the conversion of one command line of `accelerate launch` to a job.yaml depends on: what
+/// the command line starts, whether there is a configuration file, and the user's environment.
 pub(super) struct AccelerateConversion<'a> {
     pub(super) kind: LaunchKind,
     /// Whether there is a configuration file.
@@ -101,9 +103,10 @@ impl AccelerateConversion<'_> {
         self.kind.distributed == DistributedType::Single
     }
 
-    /// Merges options of the command line into Accelerate's configuration: moves those that have a
-    /// key there from `given` to `merged`. Removes the sections that do not apply to the job, and
-    /// adds a note for each option of such a section.
+    /// Moves the options that stand for keys of Accelerate's configuration from the parsed command
+    /// line `given` into the configuration `merged`, where they replace the values of the file.
+    /// Removes the sections that do not apply to the job, and adds a note for each option of such a
+    /// section.
     pub(super) fn merge_options(
         &self,
         draft: &mut JobDraft,
@@ -165,14 +168,14 @@ impl AccelerateConversion<'_> {
         Ok(())
     }
 
-    /// Determines the number of worker processes and their hosts from the options of `accelerate
-    /// launch` and the configuration. Fails if there are too few for the kind of job.
+    /// Determines how many worker processes `accelerate launch` would start, and on which hosts,
+    /// from its options and configuration. Fails if there are too few for the kind of job.
     pub(super) fn count_processes(
         &self,
         merged: &MergedConfig,
         given: &CommandLine,
     ) -> Result<ProcessCount, Diagnostic> {
-        /// The name of the option that sets the number of processes.
+        /// The option of `accelerate launch` for the number of processes, which errors name.
         const OPTION_NAME: &str = "--num_processes";
         let reject = |reason: &str, help: &str| {
             Err(create_unsupported_option_error(PROGRAM_NAME, OPTION_NAME, reason, help))
@@ -227,10 +230,11 @@ impl AccelerateConversion<'_> {
         })
     }
 
-    /// Removes from `given` the options that describe the machines of the job, and returns the
-    /// machines (nodes) that they describe. Returns `None` if neither the command line nor the
-    /// configuration states the number of machines. Fails if a value is not valid, or if Accelerate
-    /// would not start the processes of several machines.
+    /// Removes the options that describe the machines of the job from the parsed command line
+    /// `given`, and returns the number of machines, the rank of this machine and the rendezvous
+    /// address. Returns `None` if neither the command line nor the configuration states the number
+    /// of machines. Fails if a value is not valid, or if Accelerate would not start the processes
+    /// of several machines.
     pub(super) fn take_nodes(
         &self,
         given: &mut CommandLine,
@@ -285,8 +289,8 @@ impl AccelerateConversion<'_> {
         Ok(Some(ImportedNodes { count, node_rank: Some(rank), rendezvous }))
     }
 
-    /// Adds to `draft` the command of the workers, their number, their hosts, and how launch
-    /// supervises them.
+    /// Adds to the job.yaml that is being built (`draft`) the command of the workers, their number,
+    /// their hosts, and how launch supervises them.
     pub(super) fn set_program(
         &self,
         draft: &mut JobDraft,
@@ -344,9 +348,9 @@ impl AccelerateConversion<'_> {
         self.set_gpus(draft, merged)
     }
 
-    /// Converts the value of `gpu_ids` to the job key `cluster.devices`.
+    /// Converts `gpu_ids`, Accelerate's selection of GPUs, to the job.yaml key `cluster.devices`.
     fn set_gpus(&self, draft: &mut JobDraft, merged: &MergedConfig) -> Result<(), Diagnostic> {
-        /// The name of the option that selects GPUs.
+        /// The option of `accelerate launch` that selects GPUs, which errors name.
         const OPTION_NAME: &str = "--gpu_ids";
         let Some(ids) =
             merged.value_of_key("gpu_ids").map(|item| item.text.as_str()).filter(|ids| *ids != "all")
@@ -377,8 +381,9 @@ impl AccelerateConversion<'_> {
         Ok(())
     }
 
-    /// Adds to `draft` the environment variables that Accelerate's library reads in a worker. Fails
-    /// if the configuration contains invalid or unknown keys.
+    /// Adds to the job.yaml that is being built (`draft`) the environment variables that
+    /// Accelerate's library reads in a worker. Fails if the configuration contains invalid or
+    /// unknown keys.
     pub(super) fn set_worker_env_variables(
         &self,
         draft: &mut JobDraft,
@@ -421,8 +426,8 @@ impl AccelerateConversion<'_> {
         if errors.is_empty() { Ok(()) } else { Err(errors) }
     }
 
-    /// Returns the default of `num_cpu_threads_per_process`: the user's `OMP_NUM_THREADS`, the
-    /// number of cores per process in a job on CPUs, or 1.
+    /// Returns how many CPU threads `accelerate launch` would give each process by default
+    /// (`num_cpu_threads_per_process`).
     fn count_threads(&self, uses_cpu: bool, processes: i64) -> String {
         let user = self.context.variable(env::OMP_NUM_THREADS);
         if let Some(threads) = user.filter(|text| text.trim().parse::<i64>().is_ok_and(|n| n > 0)) {
@@ -436,9 +441,9 @@ impl AccelerateConversion<'_> {
     }
 }
 
-/// The keys of Accelerate's configuration that are converted by other functions than the one that
-/// adds environment variables. [`AccelerateConversion::set_worker_env_variables`] must not report
-/// them as unknown.
+/// The keys of Accelerate's configuration, such as the number of processes, that do not become
+/// environment variables and are converted to keys of job.yaml elsewhere.
+/// [`AccelerateConversion::set_worker_env_variables`] must not report them as unknown.
 const SEPARATELY_CONVERTED_KEYS: [&str; 13] = [
     "compute_environment",
     "distributed_type",
@@ -455,13 +460,13 @@ const SEPARATELY_CONVERTED_KEYS: [&str; 13] = [
     "use_cpu",
 ];
 
-/// Returns the text in [`ACCELERATE_OPTIONS`] that equals `name`, which lives as long as the
-/// program.
+/// Returns the option name in the static table [`ACCELERATE_OPTIONS`] that equals `name`, to get a
+/// text with the lifetime `'static`.
 fn find_option_name(name: &str) -> &'static str {
     ACCELERATE_OPTIONS.values.iter().find(|known| **known == name).copied().unwrap_or_default()
 }
 
-/// Reads an integer from Accelerate's configuration, which may be quoted.
+/// Parses an integer in Accelerate's configuration, which may be written as a quoted text.
 fn parse_quoted_integer(item: &DocumentItem) -> Option<i64> {
     item.text.trim().parse().ok()
 }

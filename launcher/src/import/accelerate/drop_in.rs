@@ -1,5 +1,5 @@
 //! [`AccelerateCommand`]: a command line of `accelerate launch`, which `launch accelerate launch`
-//! converts to a job and runs on this machine, or on the nodes that join.
+//! converts to a job.yaml and runs on this machine, or on the nodes that join.
 use super::{
     arguments::ACCELERATE_OPTIONS,
     conversion::{AccelerateConversion, LaunchKind, PROGRAM_NAME},
@@ -21,15 +21,17 @@ use crate::import::{
 use jobspec::{Document, DocumentValue, env};
 use std::path::{Path, PathBuf};
 
-/// The reason to reject options for TPUs.
+/// The reason in the error message for options of `accelerate launch` that request TPUs, which
+/// launch does not support.
 const TPU_REJECTION: OptionRule =
     ("tpu", &[], Rejected("launch doesn't run on TPUs", "use `accelerate` itself"));
-/// The reason to reject options for SageMaker.
+/// The reason in the error message for options of `accelerate launch` that request SageMaker, which
+/// launch does not support.
 const SAGEMAKER_REJECTION: OptionEffect =
     Rejected("launch doesn't submit jobs to SageMaker", "use `accelerate` itself");
 
-/// The options of `accelerate launch` that have no counterpart in a job, each with what launch does
-/// if the option is given.
+/// The options of `accelerate launch` that have no counterpart in job.yaml, each with what launch
+/// does if the option is given.
 const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     TPU_REJECTION,
     ("tpu_cluster", &[], TPU_REJECTION.2),
@@ -57,22 +59,23 @@ const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("monitor_interval", &["0.1"], NoEffect("launch is notified at once when a worker ends")),
 ];
 
-/// A command line of `accelerate launch`, divided into options and the program.
+/// A parsed command line of `accelerate launch`, divided into its options, the program and the
+/// program's arguments.
 #[derive(Debug)]
 pub(crate) struct AccelerateCommand {
     given: CommandLine,
 }
 
 impl AccelerateCommand {
-    /// Parses the arguments that follow `accelerate launch`. Fails if Accelerate would reject them.
+    /// Parses the arguments that follow `accelerate launch` on the user's command line. Fails if
+    /// Accelerate would reject them.
     pub(crate) fn parse(args: &[String]) -> Result<AccelerateCommand, ImportErrors> {
         let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM_NAME)];
         Ok(AccelerateCommand { given: ACCELERATE_OPTIONS.parse(args).map_err(rejected)? })
     }
 
-    /// Returns the paths of the files that may contain Accelerate's configuration, in the order of
-    /// their precedence. The first one that exists is read. If the flag is true, the first file
-    /// must exist.
+    /// Returns the paths at which Accelerate looks for its configuration file, in the order of
+    /// their precedence, and whether the first file must exist. The first file that exists is read.
     pub(crate) fn list_config_files(&self, variables: &DropInContext<'_>) -> (Vec<PathBuf>, bool) {
         if let Some(file) = self.given.last_value("config_file") {
             return (vec![PathBuf::from(file)], true);
@@ -94,8 +97,8 @@ impl AccelerateCommand {
         (names.map(|name| cache.join("accelerate").join(name)).to_vec(), false)
     }
 
-    /// Converts a command line of `accelerate launch` to a job. `config` is the configuration file,
-    /// if there is one.
+    /// Converts a command line of `accelerate launch` to a job.yaml. `config` is the configuration
+    /// file, if there is one.
     pub(crate) fn convert(
         self,
         config: Option<&Document>,
@@ -188,8 +191,8 @@ fn select_launch_kind(
     Ok(LaunchKind { distributed, cpu, parallelism })
 }
 
-/// Returns the value of `ACCELERATE_CONFIG_DS_FIELDS`: the settings that come from the
-/// configuration file and not from the command line.
+/// Returns the value of the environment variable `ACCELERATE_CONFIG_DS_FIELDS`: the names of the
+/// DeepSpeed settings that come from the configuration file and not from the command line.
 fn list_deepspeed_fields(file: &MergedConfig, given: &CommandLine) -> String {
     let mut fields = file.section_names("deepspeed_config");
     let in_file = file.value_of_key("mixed_precision").is_some()

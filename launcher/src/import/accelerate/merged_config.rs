@@ -23,7 +23,7 @@ impl MergedConfig {
         Ok(MergedConfig { document })
     }
 
-    /// Returns the configuration of Accelerate, with the options of the command line merged into
+    /// Returns Accelerate's configuration after the options of the command line were merged into
     /// it.
     pub(super) fn document(&self) -> &Document {
         &self.document
@@ -59,7 +59,7 @@ impl MergedConfig {
         }
     }
 
-    /// Removes the keys `keys` from the section `section` of Accelerate's configuration.
+    /// Removes the keys `keys` from the section `section` of the merged Accelerate configuration.
     pub(super) fn remove_from_section(&mut self, section: &str, keys: &[&str]) {
         let Some(entries) = self.entries() else { return };
         if let Some((_, item)) = entries.iter_mut().find(|(name, _)| name == section)
@@ -78,8 +78,8 @@ impl MergedConfig {
         }
     }
 
-    /// Sets the key of the configuration that the option `name` stands for to `value`, the text of
-    /// the option on the command line. Options outside of sections become keys of the outermost
+    /// Sets the key of Accelerate's configuration that the command line option `name` stands for to
+    /// `value`, the text of the option. Options outside of sections become keys of the outermost
     /// mapping.
     pub(super) fn set_option(&mut self, name: &'static str, value: &str) -> Result<(), Diagnostic> {
         let item = self.parse_option_value(name, value)?;
@@ -101,8 +101,8 @@ impl MergedConfig {
         Ok(())
     }
 
-    /// Parses `value`, the text of the option `name`, to the value that Accelerate's command line
-    /// parser would return.
+    /// Parses `value`, the text of the option `name` of `accelerate launch`, to the value that
+    /// Accelerate's own parser would return.
     fn parse_option_value(&self, name: &'static str, value: &str) -> Result<DocumentItem, Diagnostic> {
         let item = |value, text: String| DocumentItem::new_at_position_of(&self.document.root, value, text);
         let text = |text: String| item(DocumentValue::Text, text);

@@ -1,17 +1,19 @@
-//! [`set_worker_environment`]: adds to a job the environment variables that Accelerate's library
-//! reads in a worker.
+//! [`set_worker_environment`]: adds to a job.yaml the environment variables that Accelerate's
+//! library reads in a worker.
 use super::distributed_type::DistributedType;
 use crate::import::{
     import_options::set_hostfile, job_draft::JobDraft, remaining_keys::RemainingKeys, value_text,
 };
 use std::path::Path;
 
-/// A rule by which a key of Accelerate's configuration becomes an environment variable. The fields
-/// are: the name of the variable, the key, the value that the variable gets if the key is absent
-/// (`None` to leave it unset), and whether the value is converted to lower case.
+/// A rule by which a key of Accelerate's configuration becomes an environment variable of the
+/// workers: the variable, the key, the default, and whether to use lower case. The fields are: the
+/// name of the variable, the key, the value that the variable gets if the key is absent (`None` to
+/// leave it unset), and whether the value is converted to lower case.
 struct EnvVariableRule(&'static str, &'static str, Option<&'static str>, bool);
 
-/// The rules that convert keys of `dynamo_config` to environment variables.
+/// The rules by which keys of Accelerate's section `dynamo_config` become environment variables of
+/// the workers.
 const DYNAMO_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DYNAMO_MODE", "mode", Some("default"), false),
     EnvVariableRule("ACCELERATE_DYNAMO_USE_FULLGRAPH", "use_fullgraph", Some("False"), false),
@@ -24,7 +26,8 @@ const DYNAMO_RULES: &[EnvVariableRule] = &[
     ),
 ];
 
-/// The rules that convert keys of `fsdp_config` to environment variables.
+/// The rules by which keys of Accelerate's section `fsdp_config` become environment variables of
+/// the workers.
 const FSDP_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("FSDP_VERSION", "version", Some("1"), false),
     EnvVariableRule("FSDP_SHARDING_STRATEGY", "sharding_strategy", Some("FULL_SHARD"), false),
@@ -49,7 +52,8 @@ const FSDP_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("FSDP_IGNORED_MODULES", "ignored_modules", None, false),
 ];
 
-/// The rules that convert keys of `deepspeed_config` to environment variables.
+/// The rules by which keys of Accelerate's section `deepspeed_config` become environment variables
+/// of the workers.
 const DEEPSPEED_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_stage", None, false),
     EnvVariableRule("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", None, false),
@@ -70,7 +74,8 @@ const DEEPSPEED_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "deepspeed_moe_layer_cls_names", None, false),
 ];
 
-/// The rules that convert keys of `parallelism_config` to environment variables.
+/// The rules by which keys of Accelerate's section `parallelism_config` become environment
+/// variables of the workers.
 const PARALLELISM_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "dp_replicate_size", Some("1"), false),
     EnvVariableRule("PARALLELISM_CONFIG_DP_SHARD_SIZE", "dp_shard_size", Some("1"), false),
@@ -81,12 +86,12 @@ const PARALLELISM_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_BACKEND", "sp_backend", Some("deepspeed"), false),
 ];
 
-/// The rules that convert those keys of `parallelism_config` to environment variables that only
-/// apply with context parallelism.
+/// The rules by which those keys of Accelerate's section `parallelism_config` become environment
+/// variables that only apply with context parallelism.
 const CONTEXT_PARALLEL_RULES: &[EnvVariableRule] =
     &[EnvVariableRule("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "cp_comm_strategy", Some("allgather"), false)];
-/// The rules that convert those keys of `parallelism_config` to environment variables that only
-/// apply with sequence parallelism.
+/// The rules by which those keys of Accelerate's section `parallelism_config` become environment
+/// variables that only apply with sequence parallelism.
 const SEQUENCE_PARALLEL_RULES: &[EnvVariableRule] = &[
     EnvVariableRule("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "sp_seq_length", Some("None"), false),
     EnvVariableRule(
@@ -138,8 +143,8 @@ const MEGATRON_KEYS_WITHOUT_DEFAULTS: &[&str] = &[
     "use_rotary_position_embeddings",
 ];
 
-/// The keys of Accelerate's section `fp8_config` that become environment variables. Each has the
-/// end of the variable's name, the names that the key may have, and the default value.
+/// The keys of Accelerate's section `fp8_config` that become environment variables of the workers.
+/// Each has the end of the variable's name, the names that the key may have, and the default value.
 const FP8_KEYS: &[(&str, &[&str], &str)] = &[
     ("BACKEND", &["backend"], ""),
     ("USE_AUTOCAST_DURING_EVAL", &["use_autocast_during_eval"], "False"),
@@ -153,9 +158,10 @@ const FP8_KEYS: &[(&str, &[&str], &str)] = &[
     ("PAD_INNER_DIM", &["pad_inner_dim"], "1"),
 ];
 
-/// Adds to `draft` the environment variables that `accelerate launch` would set for the workers of
-/// the configuration `keys`. `kind` and `cpu` are the values of `distributed_type` and `use_cpu`.
-/// Returns whether the section `deepspeed_config` names the hosts.
+/// Adds to the job.yaml that is being built (`draft`) the environment variables that `accelerate
+/// launch` would set for the workers of the configuration `keys`. `kind` and `cpu` are the values
+/// of `distributed_type` and `use_cpu`. Returns whether the section `deepspeed_config` names the
+/// hosts.
 pub(super) fn set_worker_environment(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -222,8 +228,8 @@ pub(super) fn set_worker_environment(
     named
 }
 
-/// Removes the section `section` of Accelerate's configuration, which does not apply to this job,
-/// from `keys`. Adds a note with the reason if the section is not empty.
+/// Removes the section `section`, which does not apply to this kind of job, from Accelerate's
+/// configuration. If the section is not empty, adds a note with the reason `reason` for the user.
 fn take_unused_section_with_note(
     draft: &mut JobDraft,
     keys: &mut RemainingKeys<'_>,
@@ -236,8 +242,8 @@ fn take_unused_section_with_note(
     }
 }
 
-/// Adds to `draft` the environment variables for Accelerate's key `mixed_precision`. Returns the
-/// precision, or `None` if the configuration contains none.
+/// Adds to the job.yaml that is being built (`draft`) the environment variables for Accelerate's
+/// key `mixed_precision`. Returns the precision, or `None` if the configuration contains none.
 fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<String> {
     let fp16 = keys.take_boolean("fp16");
     let given = keys.take_text("mixed_precision");
@@ -264,8 +270,8 @@ fn set_precision_variable(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) ->
     given.or_else(|| fp16.filter(|yes| *yes).map(|_| word))
 }
 
-/// Adds to `draft` the environment variables for the section `fp8_config` of Accelerate's
-/// configuration. Absent keys get their default values.
+/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
+/// `fp8_config` of Accelerate's configuration. Absent keys get their default values.
 fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let mut part = keys.take_section("fp8_config");
     for (end, names, default) in FP8_KEYS {
@@ -295,8 +301,8 @@ fn set_fp8_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds a note for each key of the section `part` of Accelerate's configuration that was not
-/// converted. Moves the errors of `part` to `keys`, the outermost mapping of the file.
+/// Adds a note for each remaining key of `part`, a section of Accelerate's configuration, which
+/// launch does not know. Moves the errors of `part` to `keys`, the outermost mapping of the file.
 fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: RemainingKeys<'_>) {
     let (rest, errors) = part.into_unconverted_keys();
     keys.errors.extend(errors);
@@ -305,9 +311,9 @@ fn note_unknown_keys(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, part: R
     }
 }
 
-/// Adds to `draft` the environment variables for the keys of the section `part` of Accelerate's
-/// configuration, by the rules in `table`. Each key is looked up with the prefix `prefix` first,
-/// and then without it.
+/// Converts keys of `part`, a section of Accelerate's configuration, to environment variables of
+/// the workers, by a table of rules that name the variable and default of each key. Each key is
+/// looked up with the prefix `prefix` first, and then without it.
 fn set_variables_by_rules(
     draft: &mut JobDraft,
     part: &mut RemainingKeys<'_>,
@@ -325,8 +331,8 @@ fn set_variables_by_rules(
     }
 }
 
-/// Adds to `draft` the environment variables for the section `dynamo_config` and the key
-/// `dynamo_backend`.
+/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
+/// `dynamo_config` and the key `dynamo_backend`.
 fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let top_level = keys.take_text("dynamo_backend");
     let Some(mut part) = keys.take_section("dynamo_config") else {
@@ -345,8 +351,8 @@ fn set_dynamo_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds to `draft` the environment variables for the section `fsdp_config`, and the variable that
-/// enables FSDP.
+/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
+/// `fsdp_config`, and the variable that enables FSDP.
 fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_FSDP", "true");
     let Some(mut part) = keys.take_section("fsdp_config") else {
@@ -361,8 +367,8 @@ fn set_fsdp_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds to `draft` the environment variables for the section `megatron_lm_config`, and the variable
-/// that enables Megatron-LM.
+/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
+/// `megatron_lm_config`, and the variable that enables Megatron-LM.
 fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     draft.set_env("distributed_type", "ACCELERATE_USE_MEGATRON_LM", "true");
     let mut part = keys.take_section("megatron_lm_config");
@@ -379,14 +385,14 @@ fn set_megatron_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Adds to `draft` the environment variables for the section `parallelism_config` of Accelerate's
-/// configuration. Does nothing if the section is empty.
+/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
+/// `parallelism_config` of Accelerate's configuration. Does nothing if the section is empty.
 fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("parallelism_config") else { return };
     if part.remaining_names().is_empty() {
         return;
     }
-    /// The prefix that the keys of the section may have.
+    /// The prefix that a key of the section `parallelism_config` may have in front of its name.
     const VARIABLE_PREFIX: &str = "parallelism_config_";
     draft.set_env("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "true");
     let above_one = |size: &str| {
@@ -404,9 +410,10 @@ fn set_parallelism_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>)
     note_unknown_keys(draft, keys, part);
 }
 
-/// Adds to `draft` the environment variables for the section `deepspeed_config`, and the variable
-/// that enables DeepSpeed. `precision` states whether the configuration contains `mixed_precision`.
-/// Returns whether the section `deepspeed_config` names the hosts.
+/// Adds to the job.yaml that is being built (`draft`) the environment variables for the section
+/// `deepspeed_config`, and the variable that enables DeepSpeed. `precision` states whether the
+/// configuration contains `mixed_precision`. Returns whether the section `deepspeed_config` names
+/// the hosts.
 fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, precision: bool) -> bool {
     draft.set_env("distributed_type", "ACCELERATE_USE_DEEPSPEED", "true");
     let Some(mut part) = keys.take_section("deepspeed_config") else {
@@ -426,7 +433,7 @@ fn set_deepspeed_variables(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, p
 }
 
 /// Converts the hostfile and the host filters in Accelerate's section `deepspeed_config` to keys of
-/// the job. Returns whether the section names a hostfile.
+/// job.yaml. Returns whether the section names a hostfile.
 fn set_deepspeed_hosts(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) -> bool {
     let launcher = part.take_text("deepspeed_multinode_launcher");
     let file = part.take_text("deepspeed_hostfile");

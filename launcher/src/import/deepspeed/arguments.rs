@@ -1,7 +1,8 @@
 //! [`DEEPSPEED_OPTIONS`]: the options of the program `deepspeed`.
 use crate::import::command_line::OptionTable;
 
-/// The options of `deepspeed`, including those of elastic training in earlier releases.
+/// The options that the program `deepspeed` accepts, including those of elastic training in earlier
+/// releases.
 pub(super) const DEEPSPEED_OPTIONS: OptionTable = OptionTable {
     program: "deepspeed",
     values: &[

@@ -1,5 +1,5 @@
-//! [`DeepSpeedCommand`]: a command line of `deepspeed`, which `launch deepspeed` converts
-//! to a job and runs on this machine or on the hosts of a hostfile.
+//! [`DeepSpeedCommand`]: a command line of `deepspeed`, which `launch deepspeed` converts to a
+//! job.yaml and runs on this machine or on the hosts of a hostfile.
 use super::arguments::DEEPSPEED_OPTIONS;
 use crate::import::{
     command_line::{CommandLine, CommandLineError},
@@ -21,19 +21,20 @@ use jobspec::{
 };
 use std::path::Path;
 
-/// The name of `deepspeed` in messages to the user.
+/// The text by which messages to the user name the other launcher, `deepspeed`.
 const PROGRAM_NAME: &str = "deepspeed";
 /// The hostfile that DeepSpeed reads if the user names none.
 const DEFAULT_HOSTFILE: &str = "/job/hostfile";
-/// The name of this machine in DeepSpeed's filters.
+/// The host name that stands for this machine in DeepSpeed's options `--include` and `--exclude`.
 const LOCALHOST_NAME: &str = "localhost";
-/// The variables that DeepSpeed passes to workers on several hosts, as patterns of `run.pass_env`.
+/// Patterns of the environment variables, such as `NCCL*`, that DeepSpeed passes from the user's
+/// shell to workers on other hosts.
 const PASSED_VARIABLES: [&str; 5] = ["MLFLOW*", "PYTHON*", "MV2*", "UCX*", "NCCL*"];
-/// The environment variable that selects the kind of device that DeepSpeed uses.
+/// The environment variable by which the user selects the kind of device that DeepSpeed uses.
 const ACCELERATOR_VARIABLE: &str = "DS_ACCELERATOR";
 
-/// The options of `deepspeed` that have no counterpart in a job, each with what launch does if the
-/// option is given.
+/// The options of `deepspeed` that have no counterpart in job.yaml, each with what launch does if
+/// the option is given.
 const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     (
         "autotuning",
@@ -64,20 +65,23 @@ const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("node_rank", &["-1", "0"], NoEffect("launch assigns the ranks itself")),
 ];
 
-/// The options that `deepspeed` itself ignores in a job on one machine.
+/// The options that `deepspeed` ignores in a job on one machine, such as `--ssh_port`; launch
+/// ignores them, too, and shows a note.
 const LOCAL_JOB_RULES: &[OptionRule] = &[
     ("launcher", &["pdsh", "ssh"], NoEffect("the job runs on one machine")),
     ("ssh_port", &[], NoEffect("the job runs on one machine")),
     ("no_ssh", &[], NoEffect("the job runs on one machine")),
 ];
 
-/// A command line of `deepspeed`, divided into options and the program.
+/// A parsed command line of `deepspeed`, divided into its options, the program and the program's
+/// arguments.
 #[derive(Debug)]
 pub(crate) struct DeepSpeedCommand {
     given: CommandLine,
 }
 
-/// The texts of the files that `deepspeed` reads: the hostfile, and files of environment variables.
+/// The texts of files that `deepspeed` reads in addition to its command line: the hostfile, and
+/// files of environment variables.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DeepSpeedFiles {
     /// The text of the hostfile; `None` if the file does not exist.
@@ -97,7 +101,8 @@ enum DeepSpeedResources {
 }
 
 impl DeepSpeedCommand {
-    /// Parses the arguments that follow `deepspeed`. Fails if DeepSpeed would reject them.
+    /// Parses the arguments that follow `deepspeed` on the user's command line. Fails if DeepSpeed
+    /// would reject them.
     pub(crate) fn parse(args: &[String]) -> Result<DeepSpeedCommand, ImportErrors> {
         let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM_NAME)];
         Ok(DeepSpeedCommand { given: DEEPSPEED_OPTIONS.parse(args).map_err(rejected)? })
@@ -108,12 +113,13 @@ impl DeepSpeedCommand {
         self.given.last_value("hostfile").unwrap_or(DEFAULT_HOSTFILE)
     }
 
-    /// Returns whether a file with the process id of launch is requested (`--save_pid`).
+    /// Returns whether the command line requests a file with the process id of the launcher
+    /// (`--save_pid`).
     pub(crate) fn requests_pid_file(&self) -> bool {
         self.given.last_value("save_pid").is_some()
     }
 
-    /// Converts a command line of `deepspeed` to a job.
+    /// Converts a command line of `deepspeed` to a job.yaml.
     pub(crate) fn convert(
         self,
         files: &DeepSpeedFiles,
@@ -262,8 +268,8 @@ fn parse_hostfile_slots(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnost
     }
 }
 
-/// Returns the number of devices that DeepSpeed finds on this machine: GPUs or, on CPUs, the value
-/// of `LOCAL_SIZE` or the number of NUMA nodes.
+/// Returns how many workers DeepSpeed starts on this machine by default: one per GPU or, on CPUs,
+/// the value of `LOCAL_SIZE` or one per NUMA node.
 fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
     let given =
         context.variable(env::LOCAL_SIZE).and_then(|text| text.trim().parse().ok()).filter(|n| *n > 0);
@@ -273,8 +279,8 @@ fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
     }
 }
 
-/// Adds to `draft` the command of the job's workers, their number per host and their binding to
-/// cores.
+/// Adds to the job.yaml that is being built (`draft`) the command of the job's workers, their
+/// number per host and their binding to cores.
 fn set_program(
     draft: &mut JobDraft,
     given: &mut CommandLine,
@@ -299,8 +305,8 @@ fn set_program(
     Ok(())
 }
 
-/// Adds to `draft` the hosts of a job on several hosts, and the environment variables that their
-/// workers get.
+/// Adds to the job.yaml that is being built (`draft`) the hosts of a job on several hosts, and the
+/// environment variables that their workers get.
 fn set_hosts(
     draft: &mut JobDraft,
     given: &mut CommandLine,
@@ -364,8 +370,8 @@ fn set_hosts(
     Ok(())
 }
 
-/// Adds to `draft` the environment variables that `files` define in lines such as `NAME=VALUE`.
-/// `files` are texts of [`DeepSpeedFiles`].
+/// Adds to the job.yaml that is being built the environment variables that DeepSpeed's environment
+/// files (`files`) define in lines such as `NAME=VALUE`. `files` are texts of [`DeepSpeedFiles`].
 fn set_file_variables(draft: &mut JobDraft, files: &[String], errors: &mut ImportErrors) {
     for line in files.iter().flat_map(|text| text.lines()) {
         match line.split_once('=') {
@@ -386,7 +392,7 @@ fn set_file_variables(draft: &mut JobDraft, files: &[String], errors: &mut Impor
 }
 
 /// Converts DeepSpeed's options for the port of the rendezvous and for the directory of logs to
-/// keys of the job.
+/// keys of job.yaml.
 fn set_master_port_and_log_dir(draft: &mut JobDraft, given: &mut CommandLine) {
     let address = given.take_last_value("master_addr").unwrap_or_default();
     if !["", "127.0.0.1", LOCALHOST_NAME].contains(&address.as_str()) {

@@ -1,14 +1,15 @@
-//! Converts the sections `optimizer` and `scheduler` of a DeepSpeed configuration to keys of a job.
+//! Converts the sections `optimizer` and `scheduler` of a DeepSpeed configuration to keys of
+//! job.yaml.
 //!
 //! For each setting that the configuration does not contain, the job gets DeepSpeed's default.
 use super::unsupported_keys::AUTO_VALUE_REASON;
 use crate::import::{job_draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_yaml_number};
 use jobspec::DocumentValue;
 
-/// The learning rate that DeepSpeed uses if the configuration contains none.
+/// The learning rate that DeepSpeed uses if its configuration contains none.
 const DEFAULT_LEARNING_RATE: f64 = 1e-3;
 
-/// Converts the section `optimizer` of a DeepSpeed configuration to keys of the job. Returns the
+/// Converts the section `optimizer` of a DeepSpeed configuration to keys of job.yaml. Returns the
 /// optimizer's learning rate, or `None` if the configuration has no optimizer.
 pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) -> Option<f64> {
     let Some(mut part) = keys.take_section("optimizer") else {
@@ -49,7 +50,7 @@ pub(super) fn convert_optimizer(draft: &mut JobDraft, keys: &mut RemainingKeys<'
 }
 
 /// Converts DeepSpeed's hyper-parameters of Adam, or of AdamW if `decoupled` is true, to keys of
-/// the job. Returns the learning rate.
+/// job.yaml. Returns the learning rate.
 fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled: bool) -> f64 {
     draft.set_imported_key("optimizer.type", "train.optimizer.name", "adamw");
     let rate = convert_numeric_param(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
@@ -82,10 +83,10 @@ fn convert_adam(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, decoupled:
     rate
 }
 
-/// Converts DeepSpeed's `betas`, the decay rates of the optimizer's moments, to
+/// Converts DeepSpeed's `betas`, the decay rates of the optimizer's moments, to the job.yaml key
 /// `train.optimizer.betas`.
 fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
-    /// The key for the decay rates in a DeepSpeed configuration.
+    /// The key of a DeepSpeed configuration for the decay rates of the optimizer's moments.
     const BETAS_KEY: &str = "optimizer.params.betas";
     let auto = params.is_auto("betas");
     let item = params.take("betas");
@@ -109,7 +110,7 @@ fn convert_betas(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) {
     draft.set_imported_key(BETAS_KEY, "train.optimizer.betas", given);
 }
 
-/// Converts DeepSpeed's hyper-parameters of SGD to keys of the job. Returns the learning rate.
+/// Converts DeepSpeed's hyper-parameters of SGD to keys of job.yaml. Returns the learning rate.
 fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
     draft.set_imported_key("optimizer.type", "train.optimizer.name", "sgd");
     let rate = convert_numeric_param(draft, params, "lr", "train.optimizer.lr", DEFAULT_LEARNING_RATE);
@@ -130,9 +131,9 @@ fn convert_sgd(draft: &mut JobDraft, params: &mut RemainingKeys<'_>) -> f64 {
     rate
 }
 
-/// Converts the numeric parameter `name` of DeepSpeed's optimizer to the job key `path`, and
-/// returns the number. If the key is absent, sets `default`. If the value is `auto`, adds a note
-/// and returns `default`.
+/// Converts the number with the key `name` in DeepSpeed's `optimizer.params` to the job.yaml key
+/// `path`, and returns the number. If the key is absent, sets `default`. If the value is `auto`,
+/// adds a note and returns `default`.
 fn convert_numeric_param(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,
@@ -152,7 +153,7 @@ fn convert_numeric_param(
 }
 
 /// Converts the section `scheduler` of a DeepSpeed configuration, which describes the learning rate
-/// schedule, to keys of the job. `rate` is the learning rate of the optimizer; `None` if the
+/// schedule, to keys of job.yaml. `rate` is the learning rate of the optimizer; `None` if the
 /// configuration has no optimizer.
 pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>, rate: Option<f64>) {
     let Some(mut part) = keys.take_section("scheduler") else { return };
@@ -184,8 +185,9 @@ pub(super) fn convert_scheduler(draft: &mut JobDraft, keys: &mut RemainingKeys<'
     }
 }
 
-/// Converts a schedule of DeepSpeed with a linear warm-up to keys of `train.schedule`. After the
-/// warm-up, the learning rate has the shape `shape`. `rate` is the learning rate of the optimizer.
+/// Converts a learning rate schedule of DeepSpeed that has a linear warm-up to keys of the section
+/// `train.schedule` of job.yaml. After the warm-up, the learning rate has the shape `shape`. `rate`
+/// is the learning rate of the optimizer.
 fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &str, rate: f64) {
     draft.set_imported_key("scheduler.type", "train.schedule.name", shape);
     let auto = params.is_auto("warmup_num_steps");
@@ -254,14 +256,15 @@ fn convert_warmup(draft: &mut JobDraft, params: &mut RemainingKeys<'_>, shape: &
     }
 }
 
-/// Rounds `x` to twelve significant digits, so that the rounding error of a multiplication does not
-/// appear in the job.
+/// Rounds `x` to twelve significant digits, so that a product such as 0.1 · 3 is written to
+/// job.yaml without its rounding error.
 fn round_to_12_digits(x: f64) -> f64 {
     format!("{x:.11e}").parse().unwrap_or(x)
 }
 
-/// Removes the key `name` from `params`, and returns its value, an integer of 0 or more. Returns
-/// `None` if the key is absent. If the value is `auto`, adds a note and returns `None`.
+/// Removes the key `name` from `params`, a section of DeepSpeed's configuration, and returns its
+/// value, an integer of 0 or more. Returns `None` if the key is absent. If the value is `auto`,
+/// adds a note and returns `None`.
 fn take_integer_unless_auto(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,
@@ -279,8 +282,9 @@ fn take_integer_unless_auto(
     params.take_integer(name, 0)
 }
 
-/// Removes the key `name` from `params`, and returns its value, a number. Returns `default` if the
-/// key is absent. If the value is `auto`, adds a note and returns `default`.
+/// Removes the key `name` from `params`, a section of DeepSpeed's configuration, and returns its
+/// value, a number. Returns `default` if the key is absent. If the value is `auto`, adds a note and
+/// returns `default`.
 fn take_number_or_default(
     draft: &mut JobDraft,
     params: &mut RemainingKeys<'_>,

@@ -1,10 +1,11 @@
-//! Converts `zero_optimization`, the ZeRO settings of a DeepSpeed configuration, to keys of a job.
+//! Converts `zero_optimization`, the ZeRO settings of a DeepSpeed configuration, to keys of
+//! job.yaml.
 use super::unsupported_keys::UNSUPPORTED_ZERO_KEYS;
 use crate::import::{job_draft::JobDraft, remaining_keys::RemainingKeys, value_text::format_for_note};
 use jobspec::DocumentValue;
 
 /// Converts DeepSpeed's ZeRO stage, and its settings for offloading and for gathering 16-bit
-/// weights, to keys of the job. Sets stage 0 if the configuration has no section
+/// weights, to keys of job.yaml. Sets stage 0 if the configuration has no section
 /// `zero_optimization`.
 pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     let Some(mut part) = keys.take_section("zero_optimization") else {
@@ -40,8 +41,8 @@ pub(super) fn convert_zero(draft: &mut JobDraft, keys: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Converts DeepSpeed's key that requests the gathering of 16-bit weights at each save. The key has
-/// three names.
+/// Converts DeepSpeed's key that requests 16-bit weights to be gathered from all workers at each
+/// save. The key has three names.
 fn convert_weight_gathering(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     for name in [
         "stage3_gather_16bit_weights_on_model_save",
@@ -55,12 +56,13 @@ fn convert_weight_gathering(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) 
     }
 }
 
-/// Converts DeepSpeed's setting that offloads optimizer states to files to the job key
+/// Converts DeepSpeed's setting that offloads optimizer states to files to the job.yaml key
 /// `train.zero.offload`. Adds notes about all other offloading.
 fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
-    /// The key of a DeepSpeed configuration that offloads optimizer states.
+    /// The job.yaml key for the place to which optimizer states are offloaded.
     const OFFLOAD_KEY: &str = "train.zero.offload";
-    /// The advice in the note about offloading to host memory.
+    /// The advice in the note to the user that DeepSpeed's offloading was not converted; it names
+    /// the job.yaml key to set instead.
     const OFFLOAD_ADVICE: &str = "set `train.zero.offload: {optimizer: DIRECTORY}` for files, or `{optimizer: cpu}` \
                            with `cluster.devices: cuda` for host memory";
     for (name, optimizer) in [("offload_optimizer", true), ("offload_param", false)] {
@@ -109,7 +111,8 @@ fn convert_offload(draft: &mut JobDraft, part: &mut RemainingKeys<'_>) {
     }
 }
 
-/// Returns the text of a note: the reason why launch does not offload `what` to `device`.
+/// Returns the reason in the note to the user that launch does not offload `what` (optimizer states
+/// or parameters) to `device`, the value in DeepSpeed's configuration.
 fn build_offload_reason(what: &str, device: &str) -> String {
     format!("launch keeps {what} in the memory that it computes in (value: {})", device.escape_debug())
 }

@@ -47,7 +47,7 @@ pub(super) const TORCHRUN_OPTIONS: OptionTable = OptionTable {
     numbers: &[],
 };
 
-/// The options for which torchrun reads no default from the environment.
+/// The options of torchrun for which torchrun reads no default value from an environment variable.
 const OPTIONS_WITHOUT_VARIABLE: [&str; 2] = ["logs-specs", "numa-binding"];
 
 /// Parses the arguments of torchrun into options and the program. The name `torchrun` may precede

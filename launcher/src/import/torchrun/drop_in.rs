@@ -1,4 +1,4 @@
-//! [`convert_torchrun_command`]: converts a command line of torchrun to the job that `launch
+//! [`convert_torchrun_command`]: converts a command line of torchrun to the job.yaml that `launch
 //! torchrun` runs on this machine, or on the nodes that join.
 use super::{
     arguments::{insert_defaults_from_env, parse_torchrun_args},
@@ -23,13 +23,13 @@ use jobspec::{
     quote_yaml,
 };
 
-/// The name of `torchrun` in messages to the user.
+/// The text by which messages to the user name the other launcher, `torchrun`.
 const PROGRAM_NAME: &str = "torchrun";
 /// The host names in `--rdzv-endpoint` and `--master-addr` of torchrun that mean this machine, so
 /// that no note is needed.
 const LOOPBACK_NAMES: [&str; 4] = ["", "localhost", "127.0.0.1", "[::1]"];
 
-/// The options of torchrun that have no counterpart in a job, each with what launch does if the
+/// The options of torchrun that have no counterpart in job.yaml, each with what launch does if the
 /// option is given.
 const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("rdzv-backend", &["static", "c10d"], NoEffect("launch assigns the ranks itself")),
@@ -56,8 +56,8 @@ const UNSUPPORTED_OPTION_RULES: &[OptionRule] = &[
     ("logs-specs", &[], Rejected("launch has its own log format", "use `launch logs`")),
 ];
 
-/// Converts the arguments that follow `torchrun` to a job. Fails if torchrun would
-/// reject the command line, or if launch cannot honour an option.
+/// Converts the arguments that follow `torchrun` to a job.yaml. Fails if torchrun would reject the
+/// command line, or if launch cannot honour an option.
 pub(crate) fn convert_torchrun_command(
     args: &[String],
     context: &DropInContext<'_>,
@@ -101,9 +101,9 @@ pub(crate) fn convert_torchrun_command(
     }
 }
 
-/// Removes from `given` the options that describe the nodes (hosts) of the job, and returns the
-/// nodes that they describe. Returns `None` if the command line does not state the number of nodes.
-/// Fails if a value is not valid.
+/// Removes from the parsed command line (`given`) the options that describe the nodes (hosts) of
+/// the job, and returns the nodes that they describe. Returns `None` if the command line does not
+/// state the number of nodes. Fails if a value is not valid.
 fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnostic> {
     let rank = given.take_last_value("node-rank");
     let Some(text) = given.take_last_value("nnodes") else {
@@ -163,9 +163,10 @@ fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnost
     Ok(Some(ImportedNodes { count, node_rank, rendezvous }))
 }
 
-/// Removes `--nproc-per-node` from `given`, and returns the number of workers that it requests.
+/// Removes `--nproc-per-node` from the parsed command line (`given`), and returns the number of
+/// workers that it requests.
 fn take_worker_count(given: &mut CommandLine, context: &DropInContext<'_>) -> Result<i64, Diagnostic> {
-    /// The name of the option in errors.
+    /// The option of torchrun that errors about the number of workers name.
     const OPTION_NAME: &str = "--nproc-per-node";
     let workers = match given.take_last_value("nproc-per-node").as_deref() {
         None => 1,
@@ -195,8 +196,8 @@ fn take_worker_count(given: &mut CommandLine, context: &DropInContext<'_>) -> Re
     check_worker_count(PROGRAM_NAME, OPTION_NAME, workers).map(|()| workers)
 }
 
-/// Removes from `given` the options that select how the user's script is run, and returns the
-/// command of a worker.
+/// Removes from the parsed command line (`given`) the options that select how the user's script is
+/// run, and returns the command of a worker.
 fn take_command(
     given: &mut CommandLine,
     context: &DropInContext<'_>,
@@ -269,12 +270,13 @@ fn substitute_macros(argument: &str, workers: i64) -> Result<String, Diagnostic>
     Ok(text)
 }
 
-/// Converts torchrun's options for the address and port of the rendezvous to keys of the job. On
+/// Converts torchrun's options for the address and port of the rendezvous to keys of job.yaml. On
 /// one host the port becomes `MASTER_PORT`, and the ranks meet at the loopback address. If nodes
 /// join (`is_joining`), the nodes meet at the address, and launch chooses another port for the
 /// ranks.
 fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining: bool) {
-    /// The reason that notes give for ignoring an address.
+    /// The reason, in notes to the user, why launch ignores the rendezvous address that torchrun
+    /// was given.
     const NOTE_REASON: &str = "the ranks of one host meet at its loopback address";
     if given.take_flag("virtual-local-rank") {
         draft.set_imported_key("--virtual-local-rank", "run.visible_devices", "one");
@@ -299,14 +301,14 @@ fn set_master_address(draft: &mut JobDraft, given: &mut CommandLine, is_joining:
     }
 }
 
-/// Formats `text` as a YAML number if it consists of digits; quotes any other text, which the job
-/// then rejects.
+/// Formats a value of torchrun's command line as a YAML number if it consists of digits; quotes any
+/// other text, which loading the job.yaml then rejects.
 fn quote_unless_number(text: &str) -> String {
     crate::import::value_text::format_yaml_whole_number(text)
 }
 
 /// Converts torchrun's options for the log directory, and for the ranks whose output the console
-/// shows, to keys of the job.
+/// shows, to keys of job.yaml.
 fn set_logs(draft: &mut JobDraft, given: &mut CommandLine, workers: i64) -> Result<(), Diagnostic> {
     if let Some(dir) = given.take_last_value("log-dir") {
         let dir = format!("{}/{{name}}/{{run}}", dir.trim_end_matches('/'));

@@ -1,4 +1,5 @@
-//! [`AdmissionPolicy`]: decides which connections the rendezvous store accepts.
+//! [`AdmissionPolicy`]: decides which connections the rendezvous store (launch's server for torch's
+//! `TCPStore` clients) accepts.
 //!
 //! torch's protocol has no authentication. A client on this machine is admitted if its socket
 //! belongs to this user or to root. A client on another machine cannot prove its user, so it is
@@ -11,7 +12,8 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-/// The reason why the rendezvous store accepts a connection.
+/// The reason why the rendezvous store accepts a connection: the client runs as this user, or comes
+/// from a host of the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AdmissionReason {
     /// The client is on this machine, and its socket belongs to this user or to root.
@@ -40,7 +42,8 @@ pub(super) enum AdmissionError {
     Closed,
 }
 
-/// Decides which connections the rendezvous store accepts.
+/// Decides from a client's user or IP address whether the rendezvous store (launch's server for
+/// torch's `TCPStore`) accepts its connection.
 pub(super) struct AdmissionPolicy {
     /// The addresses of the hosts of the job.
     allowed: HashSet<IpAddr>,
@@ -58,13 +61,14 @@ impl AdmissionPolicy {
         AdmissionPolicy { allowed, uid: nix::unistd::geteuid().as_raw(), diagnostics }
     }
 
-    /// Returns whether the policy can find out which user runs a client on this machine.
+    /// Returns whether the policy can ask the kernel which user owns a client's connection on this
+    /// machine (by sock_diag).
     pub(super) fn identifies_local_users(&self) -> bool {
         self.diagnostics.is_some()
     }
 
-    /// Decides whether to accept the connection of the client at `peer` to the address `local` of
-    /// this machine.
+    /// Decides whether the rendezvous store accepts the connection from the client's address `peer`
+    /// to the address `local` of this machine.
     pub(super) fn admit(
         &mut self,
         peer: SocketAddr,
@@ -92,7 +96,7 @@ impl AdmissionPolicy {
         }
     }
 
-    /// Decides by a client's address alone whether to accept the client's connection.
+    /// Decides by a client's IP address alone whether the rendezvous store accepts its connection.
     /// `is_loopback_allowed` admits every client that uses the loopback address.
     fn admit_by_address(
         &self,
@@ -107,7 +111,7 @@ impl AdmissionPolicy {
     }
 }
 
-/// Returns whether an address belongs to this machine. Returns true if that is unknown.
+/// Returns whether an IP address belongs to this machine. Returns true if that is unknown.
 fn is_address_of_this_machine(ip: IpAddr) -> bool {
     let ip = ip.to_canonical();
     let Ok(interfaces) = getifaddrs() else { return true };

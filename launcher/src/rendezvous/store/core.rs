@@ -11,21 +11,23 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// The number that identifies the connection of a client of the rendezvous store.
 pub(super) type ClientId = u64;
-/// The overhead in bytes that counts toward the store's size limit for each value, each item of a
-/// queue, and each key that a client waits for, in addition to their contents.
+/// The number of bytes that each value, queue item and awaited key counts toward the size limit of
+/// the rendezvous store, in addition to its content.
 const ENTRY_OVERHEAD_BYTES: usize = 128;
-/// The reply of the store to CHECK if all keys exist, and to a WAIT or BARRIER that ends.
+/// The reply of the store to a CHECK request if all keys exist, and to a WAIT or BARRIER request
+/// when the wait ends.
 const READY_REPLY: u8 = 0;
-/// The reply of the store to CHECK if a key is missing.
+/// The reply of the store to a CHECK request if any of the keys does not exist.
 const NOT_READY_REPLY: u8 = 1;
-/// The reply of the store to CANCEL_WAIT.
+/// The reply of the store to a CANCEL_WAIT request, by which a client ends its WAIT.
 const CANCELED_REPLY: u8 = 1;
 
-/// Replies of the store, each with the client that receives it, in the order in which they must be
-/// sent.
+/// Replies of the rendezvous store, each with the number of the client that receives it, in the
+/// order in which they must be sent.
 pub(super) type ClientReplies = Vec<(ClientId, StoreReply)>;
 
-/// What a client of the rendezvous store waits for: keys or a barrier.
+/// What a client of the rendezvous store waits for: that keys exist, or that other clients arrive
+/// at a barrier.
 #[derive(Debug)]
 enum ClientWait {
     /// The client waits for all of these keys. The number counts the keys that are missing.
@@ -34,7 +36,8 @@ enum ClientWait {
     Barrier(StoreKey),
 }
 
-/// The rendezvous store: its values, its queues, and the clients that wait.
+/// The state of the rendezvous store, launch's server for torch's `TCPStore` clients: the values,
+/// the queues, and the clients that wait.
 #[derive(Debug, Default)]
 pub(super) struct RendezvousStore {
     values: BTreeMap<StoreKey, StoreValue>,
@@ -50,8 +53,8 @@ pub(super) struct RendezvousStore {
 }
 
 impl RendezvousStore {
-    /// Returns the total size of the store in bytes: of all keys, values, queues and waits.
-    /// [`MAX_STORE_BYTES`] limits this number.
+    /// Returns the total size of the rendezvous store in bytes, which is limited: that of all keys,
+    /// values, queues and waits of clients. [`MAX_STORE_BYTES`] limits this number.
     pub(super) fn total_bytes(&self) -> usize {
         self.bytes
     }
@@ -110,8 +113,9 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Ends the wait of a client, because the client cancelled it, was woken or has disconnected.
-    /// Does nothing if the client does not wait.
+    /// Removes the record that a client of the store waits for keys or at a barrier, because the
+    /// client cancelled the wait, was woken or has disconnected. Does nothing if the client does
+    /// not wait.
     pub(super) fn end_wait(&mut self, client: ClientId) {
         let (map, keys) = match self.waiting.remove(&client) {
             None => return,
@@ -185,10 +189,10 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Decrements the number of missing keys of each client that waits for `key`, which now exists.
-    /// The caller must just have added the key's first value or item, and must then wake clients
-    /// whose number is 0. The cost per client does not depend on the number of keys that the client
-    /// waits for.
+    /// Updates the clients that wait for the key `key`, which now exists: decrements the number of
+    /// keys that each still misses. The caller must just have added the key's first value or item,
+    /// and must then wake clients whose number is 0. The cost per client does not depend on the
+    /// number of keys that the client waits for.
     fn update_waits_for_added_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -197,8 +201,9 @@ impl RendezvousStore {
         }
     }
 
-    /// Increments the number of missing keys of each client that waits for `key`, which no longer
-    /// exists. The caller must just have removed the key's last value or item.
+    /// Updates the clients that wait for the key `key`, which no longer exists: increments the
+    /// number of keys that each still misses. The caller must just have removed the key's last
+    /// value or item.
     fn update_waits_for_removed_key(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
@@ -291,8 +296,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Removes the first item of the store's queue `key`. Returns the reply, which holds the
-    /// previous length of the queue and the item. The reply for an empty queue is 0.
+    /// Removes and returns the first item of the queue `key` of the store. Returns the reply, which
+    /// holds the previous length of the queue and the item. The reply for an empty queue is 0.
     fn pop_item(&mut self, key: &[u8]) -> StoreReply {
         let Some(queue) = self.queues.get_mut(key) else { return StoreReply::Number(0) };
         let length = queue_length_to_number(queue);
@@ -310,9 +315,9 @@ impl RendezvousStore {
 
     // ---- waiting ----
 
-    /// Makes a client of the store wait until all of `keys` exist. If no key is missing, appends
-    /// the reply to `out` immediately and begins no wait. Fails if the client waits already, or if
-    /// the store is full.
+    /// Makes a client of the store wait until all of `keys` exist, which other clients set. If no
+    /// key is missing, appends the reply to `out` immediately and begins no wait. Fails if the
+    /// client waits already, or if the store is full.
     fn begin_wait(
         &mut self,
         client: ClientId,
@@ -335,8 +340,8 @@ impl RendezvousStore {
         Ok(())
     }
 
-    /// Fails if the client of the store waits already, because a client can wait only once at a
-    /// time.
+    /// Fails if the client of the store is already waiting, because a client can have only one wait
+    /// at a time.
     fn check_not_waiting(&self, client: ClientId) -> Result<(), StoreClientError> {
         match self.waiting.contains_key(&client) {
             true => Err(StoreClientError::SecondWait),
@@ -344,8 +349,8 @@ impl RendezvousStore {
         }
     }
 
-    /// Ends the wait of a client if no key that it waits for is missing, and appends the reply to
-    /// the client to `out`. Returns whether the wait ended.
+    /// Ends the wait of a client of the store if all keys that it waits for exist, by appending its
+    /// reply to `out`. Returns whether the wait ended.
     fn wake_if_ready(&mut self, client: ClientId, out: &mut ClientReplies) -> bool {
         let ready = matches!(self.waiting.get(&client), Some(ClientWait::Keys(_, 0)));
         if ready {
@@ -355,10 +360,11 @@ impl RendezvousStore {
         ready
     }
 
-    /// Records that a client of the store has arrived at the barrier `key`. The value of the key is
-    /// the number of arrivals. The client waits until `world` clients have arrived. The last of
-    /// them wakes the others, by appending all replies to `out`, and later arrivals do not wait.
-    /// Fails if the client waits already, the value is not a number, or the store is full.
+    /// Records that a client of the store has arrived at the barrier with the key `key`, and wakes
+    /// all waiting clients when the last one has arrived. The value of the key is the number of
+    /// arrivals. The client waits until `world` clients have arrived. The last of them wakes the
+    /// others, by appending all replies to `out`, and later arrivals do not wait. Fails if the
+    /// client waits already, the value is not a number, or the store is full.
     fn enter_barrier(
         &mut self,
         client: ClientId,
@@ -401,7 +407,8 @@ fn queue_length_to_number(queue: &VecDeque<StoreValue>) -> i64 {
     queue.len() as i64
 }
 
-/// Fails if a reply of the store with this many bytes would exceed [`MAX_MESSAGE_BYTES`].
+/// Fails if a reply of the store with this many bytes would be longer than a message may be
+/// ([`MAX_MESSAGE_BYTES`]).
 fn check_reply_length(bytes: usize) -> Result<(), StoreClientError> {
     match bytes > MAX_MESSAGE_BYTES {
         true => Err(StoreClientError::ReplyTooLong(bytes)),

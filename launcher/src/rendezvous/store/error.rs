@@ -34,7 +34,8 @@ pub(crate) enum StoreClientError {
     BuffersFull,
 }
 
-/// The lengths in a request to the rendezvous store that have a limit, such as the length of a key.
+/// Which length in a request to the rendezvous store exceeded its limit, such as the length of a
+/// key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RequestLengthField {
     Key,

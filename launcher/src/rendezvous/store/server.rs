@@ -36,13 +36,13 @@ use tokio::{
 /// The largest number of simultaneous connections to the rendezvous store. Further connections are
 /// closed with a warning. A rank has one or two connections.
 const MAX_CONNECTIONS: usize = 65_536;
-/// The number of file descriptors that the process of the rendezvous store needs in addition to
-/// those for client connections.
+/// How many file descriptors the process that runs the rendezvous store needs in addition to one
+/// per client.
 const OTHER_OPEN_FILES: u64 = 64;
-/// The largest number of bytes that one read from the socket of a store client returns.
+/// The largest number of bytes that the store reads at once from the socket of a client.
 const READ_CHUNK_BYTES: usize = 64 << 10;
-/// The number of bytes of replies to a store client above which they are written before more of its
-/// requests are executed.
+/// When this many bytes of replies to a client of the store wait to be sent, they are sent before
+/// more requests of the client are executed.
 const REPLY_BATCH_BYTES: usize = 256 << 10;
 /// How long a client of the rendezvous store may take to send the handshake after it has connected.
 /// After this time, the server closes the connection.
@@ -51,7 +51,8 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// have run out.
 const FAILED_ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// A running rendezvous store. Dropping the server closes every connection and frees the port.
+/// A running rendezvous store, launch's server for torch's `TCPStore` clients. Dropping the server
+/// closes every connection and frees the port.
 #[derive(Debug)]
 pub(crate) struct StoreServer {
     port: u16,
@@ -72,8 +73,8 @@ impl StoreServer {
         Self::start_with_timeout(address, port, allowed, messages, HANDSHAKE_TIMEOUT)
     }
 
-    /// Starts a rendezvous store that closes connections on which no handshake arrives within
-    /// `handshake_timeout`.
+    /// Starts a rendezvous store that closes a connection if its first request, the handshake, does
+    /// not arrive within `handshake_timeout`.
     fn start_with_timeout(
         address: IpAddr,
         port: u16,
@@ -109,8 +110,8 @@ impl StoreServer {
         self.port
     }
 
-    /// Fails if the store cannot serve `clients` clients, because of [`MAX_CONNECTIONS`] or the
-    /// hard limit of open files.
+    /// Fails if the rendezvous store cannot serve `clients` simultaneous clients, because of
+    /// [`MAX_CONNECTIONS`] or the hard limit of open files.
     pub(crate) fn check_capacity(clients: u32) -> diagnostic::Result<()> {
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(|error| {
             let message = "cannot read the limit of open files for the rendezvous store";
@@ -137,8 +138,8 @@ impl Drop for StoreServer {
     }
 }
 
-/// Fails if `clients` clients are more than [`MAX_CONNECTIONS`], or more than the store can serve
-/// with `open_files` open files. Counts one connection per client, although newer versions of torch
+/// Fails if the rendezvous store cannot serve `clients` simultaneous clients when the process may
+/// have `open_files` open files. Counts one connection per client, although newer versions of torch
 /// open two if they can.
 fn check_open_file_limit(clients: u32, open_files: u64) -> diagnostic::Result<()> {
     let error = |message: String| {
@@ -189,7 +190,7 @@ struct ReplyBuffer {
 }
 
 impl ServerState {
-    /// Creates the state of a rendezvous store without clients.
+    /// Creates the shared state of a rendezvous store that has no clients yet.
     fn new(messages: mpsc::Sender<String>, handshake_timeout: Duration) -> Self {
         ServerState {
             store: RefCell::default(),
@@ -221,9 +222,9 @@ impl ServerState {
     }
 }
 
-/// Accepts connections to the rendezvous store, and starts a task for each connection that
-/// `admission` admits. Warns the user about rejected connections. Returns only if the listener
-/// cannot be used.
+/// Accepts connections to the rendezvous store, and starts a task for each connection that the
+/// policy `admission` allows. Warns the user about rejected connections. Returns only if the
+/// listener cannot be used.
 async fn accept_clients(listener: StdListener, mut admission: AdmissionPolicy, state: ServerState) {
     let shared = Rc::new(state);
     let listener = match TcpListener::from_std(listener) {
@@ -359,8 +360,8 @@ impl ClientConnection {
         Ok(())
     }
 
-    /// Appends the bytes that have arrived at the client's socket to `input`, without blocking.
-    /// Returns their number, which is 0 at the end of the stream.
+    /// Appends the bytes that have arrived at the client's socket to the input that waits to be
+    /// parsed, without blocking. Returns their number, which is 0 at the end of the stream.
     fn read_input(&mut self) -> io::Result<usize> {
         let mut scratch = self.shared.scratch.borrow_mut();
         let n = self.stream.try_read(&mut scratch)?;
@@ -369,9 +370,9 @@ impl ClientConnection {
         Ok(n)
     }
 
-    /// Executes every complete request in the client's input and removes it from there. Fails if
-    /// the client violates the protocol or a limit, or if the buffers of all connections and the
-    /// store together exceed [`MAX_STORE_BYTES`] bytes.
+    /// Executes every complete request that has arrived from the client of the store, and removes
+    /// it from the input. Fails if the client violates the protocol or a limit, or if the buffers
+    /// of all connections and the store together exceed [`MAX_STORE_BYTES`] bytes.
     async fn handle_requests(&mut self) -> Result<(), StoreClientError> {
         let mut consumed = 0;
         while self.input.len() - consumed >= self.needed {

@@ -6,7 +6,7 @@ use super::{
 };
 use std::collections::BTreeMap;
 
-/// The number of clients whose requests the untrusted input contains.
+/// The number of simulated clients of the store among which the untrusted input is divided.
 const CLIENT_COUNT: u8 = 4;
 
 /// Executes the requests in `bytes`, an untrusted input in which several clients take turns, on a
@@ -32,9 +32,10 @@ pub(crate) fn serve_untrusted_clients(mut bytes: &[u8]) -> Result<(), StoreClien
     first_error
 }
 
-/// Executes every complete request to the store in `input` and removes it from `input`. Encodes the
-/// replies and drops them. Fails if a request is not valid. Panics if the parser asks for no more
-/// bytes than `input` has, because a connection would then loop forever.
+/// Executes every complete request to the store that `input`, the bytes of one client, contains,
+/// and removes it from `input`. Encodes the replies and drops them. Fails if a request is not
+/// valid. Panics if the parser asks for no more bytes than `input` has, because a connection would
+/// then loop forever.
 fn handle_requests(
     store: &mut RendezvousStore,
     client: ClientId,

@@ -17,7 +17,7 @@ pub(super) type StoreKey = Vec<u8>;
 /// A value in the rendezvous store: any sequence of bytes.
 pub(super) type StoreValue = Vec<u8>;
 
-/// A request of a client of the rendezvous store.
+/// A request of a client of the rendezvous store, such as SET, GET or WAIT of torch's `TCPStore`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum StoreRequest {
     /// The handshake, which must be the first request.
@@ -49,7 +49,7 @@ pub(super) enum StoreRequest {
     Barrier(StoreKey, i64),
 }
 
-/// A reply to a client of the rendezvous store.
+/// A reply of the rendezvous store to a client, such as a value or a list of keys.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum StoreReply {
     Byte(u8),
@@ -74,8 +74,8 @@ pub(super) enum RequestParseOutcome {
     Malformed(StoreClientError),
 }
 
-/// Parses the request to the rendezvous store at the start of `bytes`. Bytes after the request are
-/// ignored.
+/// Parses the first request of a store client in `bytes`, the input that has arrived on its
+/// connection. Bytes after the request are ignored.
 pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
     // A long request that arrives in pieces is parsed often. So nothing is copied before the
     // request is complete.
@@ -91,7 +91,8 @@ pub(super) fn parse_request(bytes: &[u8]) -> RequestParseOutcome {
     }
 }
 
-/// The reason why parsing stopped before the end of a request: too few bytes, or an error.
+/// The reason why a request to the rendezvous store could not be parsed to its end: too few bytes
+/// have arrived, or the request is invalid.
 enum RequestParseStop {
     /// The request continues after the present bytes. It has at least this many bytes, including
     /// the present ones.
@@ -145,7 +146,7 @@ impl RequestParser<'_> {
         }
     }
 
-    /// Consumes the next `length` bytes of the request and returns them. Fails with
+    /// Consumes the next `length` bytes of a request to the store and returns them. Fails with
     /// [`RequestParseStop::Incomplete`] if fewer bytes are left.
     fn take_bytes(&mut self, length: usize) -> Result<&[u8], RequestParseStop> {
         let end = self.offset.saturating_add(length);
@@ -154,7 +155,7 @@ impl RequestParser<'_> {
         Ok(taken)
     }
 
-    /// Consumes the next `N` bytes of the request and returns them as an array.
+    /// Consumes the next `N` bytes of a request to the store and returns them as an array.
     fn read_array<const N: usize>(&mut self) -> Result<[u8; N], RequestParseStop> {
         let mut array = [0; N];
         array.copy_from_slice(self.take_bytes(N)?);
@@ -194,8 +195,8 @@ impl RequestParser<'_> {
         self.read_bytes(length)
     }
 
-    /// Consumes the next `length` bytes of the request. Returns a copy of them if `copies` is set,
-    /// and an empty vector if not.
+    /// Consumes the next `length` bytes of a request to the store. Returns a copy of them if
+    /// `copies` is set, and an empty vector if not, to measure a request without storing it.
     fn read_bytes(&mut self, length: usize) -> Result<Vec<u8>, RequestParseStop> {
         let copies = self.copies;
         let bytes = self.take_bytes(length)?;

@@ -23,7 +23,8 @@ use std::{
 /// The size in bytes of a block, the unit in which ranks fetch checkpoint files from each other.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// An open checkpoint whose shards are stored on several hosts. Reading is collective.
+/// An open checkpoint whose shards are stored on several hosts, so that ranks must send each other
+/// the data that their hosts lack. Reading is collective.
 pub(crate) struct HostLocalCheckpoint {
     queue: Arc<CollectiveQueue>,
     checkpoint: Checkpoint,
@@ -85,7 +86,7 @@ impl HostLocalCheckpoint {
         })
     }
 
-    /// Combines the memory copies of shards on several hosts into one readable checkpoint.
+    /// Combines shards that several hosts keep in their memory into one readable checkpoint.
     /// `holders` lists, for each shard, the ranks that can read it.
     pub(crate) fn from_memory_copies(
         queue: &Arc<CollectiveQueue>,
@@ -96,15 +97,15 @@ impl HostLocalCheckpoint {
         HostLocalCheckpoint { queue: queue.clone(), checkpoint, holders, collective_error }
     }
 
-    /// Returns the checkpoint as this host sees it: its manifest (table of contents), and the files
-    /// that are on this host.
+    /// Returns the checkpoint as this host alone can read it: its manifest (table of contents), and
+    /// those of its files that are on this host.
     pub(crate) fn local_checkpoint_view(&self) -> &Checkpoint {
         &self.checkpoint
     }
 }
 
-/// The message that each rank sends to all ranks: the checkpoint blocks that it requests, and, from
-/// rank 0, whether the exchange of blocks ends.
+/// The message that each rank sends to all ranks before an exchange: the checkpoint blocks (1 MiB
+/// each) that it needs, and, from rank 0, whether no more exchanges follow.
 #[derive(Default, Serialize, Deserialize)]
 struct FetchRequest {
     /// Whether rank 0 has read everything, so that the other ranks can stop sending blocks.
@@ -114,31 +115,32 @@ struct FetchRequest {
 }
 
 impl HostLocalCheckpoint {
-    /// Sends the checkpoint blocks that rank 0 requests, until rank 0 calls
-    /// [`HostLocalCheckpoint::end_serving`]. Collective: every rank except rank 0 must call it.
+    /// Sends rank 0 the checkpoint blocks (1 MiB each) that it requests while it alone reads the
+    /// checkpoint, until it calls [`HostLocalCheckpoint::end_serving`]. Collective: every rank
+    /// except rank 0 must call it.
     pub(crate) fn serve_blocks_to_rank_zero(&self) -> Result<()> {
         while !self.fetch_blocks(FetchRequest::default(), &mut |_, _, _| Ok(()))? {}
         self.fail_on_collective_error()
     }
 
-    /// Ends the sending of checkpoint blocks to rank 0
-    /// ([`HostLocalCheckpoint::serve_blocks_to_rank_zero`]) on the other ranks. Rank 0 calls this
-    /// function when it has read everything.
+    /// Notifies the other ranks that rank 0 has read everything, so that they stop sending
+    /// checkpoint blocks to it ([`HostLocalCheckpoint::serve_blocks_to_rank_zero`]). Rank 0 calls
+    /// this function when it has read everything.
     pub(crate) fn end_serving(&self) -> Result<()> {
         self.fail_on_collective_error()?;
         self.fetch_blocks(FetchRequest { end: true, missing: Vec::new() }, &mut |_, _, _| Ok(())).map(drop)
     }
 
-    /// Returns an error if a collective has failed during an earlier read of this checkpoint,
-    /// because no further collective is possible then.
+    /// Fails if a collective operation has failed during an earlier read of this checkpoint,
+    /// because ranks can no longer exchange blocks then.
     fn fail_on_collective_error(&self) -> Result<()> {
         let error = self.collective_error.lock().unwrap_or_else(PoisonError::into_inner);
         error.clone().map_or(Ok(()), Err)
     }
 
-    /// Exchanges checkpoint blocks between ranks: each rank gets the blocks that it requests, which
-    /// are passed to the callback `sink`. Returns whether rank 0 ended the serving of blocks.
-    /// Collective: every rank must call it.
+    /// Exchanges checkpoint blocks (1 MiB each) between ranks: each rank gets the blocks that it
+    /// requests, and the callback `sink` receives them. Returns whether rank 0 ended the serving of
+    /// blocks. Collective: every rank must call it.
     ///
     /// An unreadable or invalid block does not interrupt the fetch of other blocks. The error is
     /// returned at the end.
@@ -177,8 +179,9 @@ impl HostLocalCheckpoint {
         sink_error.map_or(Ok(false), |e: CkptError| Err(to_unreadable_checkpoint_error(e)))
     }
 
-    /// Reads from the local checkpoint files the blocks that this rank sends in a round, in the
-    /// order of the receivers. Returns the data and the number of bytes for each receiver.
+    /// Reads from this host's checkpoint files the blocks (1 MiB each) that this rank sends to
+    /// other ranks in a round, in the order of the receivers. Returns the data and the number of
+    /// bytes for each receiver.
     ///
     /// Unreadable blocks are sent as zeros, and the first error is stored in `read_error`.
     fn read_outgoing_blocks(
@@ -210,8 +213,9 @@ impl HostLocalCheckpoint {
         (send, counts)
     }
 
-    /// Sends this rank's blocks of one round to the ranks that requested them, and receives the
-    /// blocks that other ranks send to this rank. Collective: every rank must call it.
+    /// Sends blocks from this rank's checkpoint files to the ranks that requested them in one
+    /// round, and receives the blocks that this rank requested. Collective: every rank must call
+    /// it.
     fn exchange_blocks(
         &self,
         rank: usize,
@@ -230,8 +234,8 @@ impl HostLocalCheckpoint {
         })?)
     }
 
-    /// Passes the blocks that this rank received in a round to the callback `sink`, in the order in
-    /// which they were requested.
+    /// Passes the checkpoint blocks that this rank received in a round to the callback `sink`, in
+    /// the order in which this rank requested them.
     fn deliver_blocks(
         &self,
         rank: usize,
@@ -254,8 +258,9 @@ impl HostLocalCheckpoint {
         Ok(())
     }
 
-    /// Converts an error of fetching blocks from other ranks to an error of reading the checkpoint.
-    /// Records the first failure of a collective, because no further collective is possible.
+    /// Converts an error of fetching blocks from other ranks to an error of reading the checkpoint,
+    /// and remembers it if collectives are no longer possible. Records the first failure of a
+    /// collective, because no further collective is possible.
     fn record_fetch_error(&self, e: Error) -> CkptError {
         let source = Box::new(e.diagnostic().clone());
         if e.to_worker_exit() != protocol::exit::WorkerExit::Checkpoint {
@@ -265,23 +270,24 @@ impl HostLocalCheckpoint {
     }
 }
 
-/// The checkpoint blocks that this rank received in one round, ordered by sender.
+/// The checkpoint blocks (1 MiB each) that this rank received from other ranks in one round,
+/// ordered by sender.
 struct ReceivedBlocks {
     bytes: Vec<u8>,
     /// For each sender, the number of bytes received.
     counts: Vec<usize>,
 }
 
-/// Builds the error which reports that `rank` cannot read the blocks that it must send to other
-/// ranks.
+/// Builds the error which reports that `rank` cannot read checkpoint blocks that other ranks have
+/// requested from it.
 fn build_unreadable_block_error(rank: usize, error: CkptError) -> Diagnostic {
     let message = format!("rank {rank} cannot read its blocks of the checkpoint");
     let diagnostic = Diagnostic::error(codes::RESUME_FETCH_FAILED, message);
     diagnostic.with_field("rank", rank).with_cause(&error)
 }
 
-/// Returns the number of bytes that are transferred for the consecutive blocks `run` of a
-/// checkpoint file. The last block of a file is padded to a full block.
+/// Returns the number of bytes that are transferred between ranks for `run`, consecutive blocks of
+/// a checkpoint file. The last block of a file is padded to a full block.
 fn count_block_bytes(run: &BlockRange) -> usize {
     (run.blocks.end - run.blocks.start) as usize * BLOCK_BYTES
 }
@@ -295,8 +301,8 @@ impl TensorSource for HostLocalCheckpoint {
         self.checkpoint.tensors().collect()
     }
 
-    /// Reads ranges of the checkpoint's tensors, fetches missing blocks from other hosts, and
-    /// verifies every block. Collective: every rank must call it or
+    /// Reads ranges of the checkpoint's tensors, fetches file blocks that this host lacks from
+    /// other hosts, and verifies the hash of every block. Collective: every rank must call it or
     /// [`HostLocalCheckpoint::serve_blocks_to_rank_zero`].
     fn read_verified(&self, requests: &mut [ckpt::F32ReadRequest<'_>]) -> ckpt::Result<()> {
         let fetch = |missing: Vec<BlockRange>, sink: &mut BlockSink<'_>| {
@@ -345,8 +351,8 @@ impl TensorSource for HostLocalCheckpoint {
     }
 }
 
-/// Builds the error for the case that no host of the job can provide a shard of the checkpoint.
-/// `file` is the number of the shard.
+/// Builds the error which reports that a shard of the checkpoint is on no host of the job. `file`
+/// is the number of the shard.
 pub(crate) fn build_unreachable_shard_error(
     checkpoint: &Checkpoint,
     file: usize,

@@ -1,16 +1,17 @@
-//! [`HostMap`]: which ranks are on which host, and on which other hosts the copies of a rank are
-//! kept.
+//! [`HostMap`]: which ranks are on which host, and which other hosts keep the memory copies of a
+//! rank's training state.
 use std::{collections::BTreeSet, ops::Range};
 
-/// Records for each host which ranks run on it. Hosts have the order of their ranks.
+/// Records which ranks run on which host, to decide which hosts keep the copies of a rank's
+/// training state in memory. Hosts have the order of their ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct HostMap {
     hosts: Vec<Range<usize>>,
 }
 
 impl HostMap {
-    /// Creates the map from the local ranks of all ranks. The ranks of a host follow each other,
-    /// and the first one has local rank 0.
+    /// Creates the map of ranks to hosts from the local ranks of all ranks, in rank order: each
+    /// local rank 0 begins a new host.
     pub(super) fn from_local_ranks(local_ranks: impl Iterator<Item = u64>) -> HostMap {
         let mut hosts: Vec<Range<usize>> = Vec::new();
         for (rank, local_rank) in local_ranks.enumerate() {
@@ -22,7 +23,7 @@ impl HostMap {
         HostMap { hosts }
     }
 
-    /// Returns the lowest rank of each host.
+    /// Returns the lowest rank of each host, in the order of the hosts.
     pub(super) fn list_host_leaders(&self) -> impl Iterator<Item = usize> {
         self.hosts.iter().map(|ranks| ranks.start)
     }
@@ -32,7 +33,7 @@ impl HostMap {
         self.list_host_leaders().any(|leader| leader == rank)
     }
 
-    /// Returns the index of the host of `rank`.
+    /// Returns the index of the host on which `rank` runs.
     pub(super) fn host_of(&self, rank: usize) -> usize {
         self.hosts.partition_point(|ranks| ranks.end <= rank)
     }
@@ -42,8 +43,8 @@ impl HostMap {
         hosts.iter().filter_map(|host| self.hosts.get(*host)).flat_map(|ranks| ranks.clone()).collect()
     }
 
-    /// Lists the ranks on other hosts that keep a copy of the state of `rank`: one on each of the
-    /// next `copies` hosts, and fewer if the job has fewer hosts.
+    /// Lists the ranks on other hosts that keep a copy of the training state of `rank` in memory:
+    /// one on each of the next `copies` hosts.
     pub(super) fn list_keepers(&self, rank: usize, copies: usize) -> Vec<usize> {
         let host = self.host_of(rank);
         let Some(ranks) = self.hosts.get(host) else { return Vec::new() };
@@ -56,8 +57,8 @@ impl HostMap {
         (1..=others).map(keeper).collect()
     }
 
-    /// Lists the ranks whose memory copies the host number `host` keeps: the ranks on this host,
-    /// and ranks on other hosts that send their copies to it.
+    /// Lists the ranks whose training states are copied to the memory of the host with the index
+    /// `host`: its own ranks, and ranks of other hosts.
     pub(super) fn list_kept_ranks(&self, host: usize, copies: usize) -> BTreeSet<usize> {
         let local = self.hosts.get(host).cloned().unwrap_or_default();
         let world = self.hosts.last().map_or(0, |ranks| ranks.end);

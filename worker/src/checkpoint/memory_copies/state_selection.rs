@@ -1,10 +1,11 @@
-//! Selects the training states that are complete in the memory of hosts, with a copy of every rank.
-//! Every rank computes the same selection from the reports of all hosts.
+//! Determines which training states can be restored from the copies in the memory of hosts, because
+//! a copy of every rank exists. Every rank computes the same selection from the reports of all
+//! hosts.
 use ckpt::{Hash, memory_store::MemoryCopyId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a host reports about one complete memory copy of a rank's training state: the copy's
+/// What a host reports about one complete copy of a rank's training state in its memory: the copy's
 /// identity, its rank and a hash.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ReportedCopy {
@@ -14,7 +15,7 @@ pub(super) struct ReportedCopy {
     pub(super) hash: Hash,
 }
 
-/// The list of memory copies of training states that one host reports to all hosts.
+/// The list of training-state copies in its memory that one host reports to all hosts.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct HostCopies {
     pub(super) copies: Vec<ReportedCopy>,
@@ -22,8 +23,8 @@ pub(super) struct HostCopies {
     pub(super) incomplete: Vec<u32>,
 }
 
-/// A training state that can be restored from memory, because all hosts together have a memory copy
-/// of every rank.
+/// A training state that can be restored from the memory of hosts, because a copy of every rank's
+/// part exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) struct CompleteState {
     pub(in crate::checkpoint) id: MemoryCopyId,
@@ -34,27 +35,27 @@ pub(in crate::checkpoint) struct CompleteState {
 }
 
 impl CompleteState {
-    /// Returns the hash of the description of a rank's memory copy (which contains the hashes of
-    /// the copy's blocks), or `None` if the state has no such rank.
+    /// Returns the hash that the copy of a rank's training state must have, or `None` if the state
+    /// has no such rank.
     pub(super) fn find_copy_hash(&self, rank: u32) -> Option<Hash> {
         self.hashes.get(rank as usize).copied()
     }
 
-    /// Lists the ranks for which the host number `host` is the first that has a memory copy, and
-    /// therefore sends the copy's description to all ranks.
+    /// Lists the ranks for whose training-state copies the host with the index `host` sends the
+    /// description to all ranks, because it is the first host that has the copy.
     pub(super) fn list_ranks_described_by(&self, host: usize) -> Vec<u32> {
         (0..self.id.world).filter(|rank| self.holders[*rank as usize].first() == Some(&host)).collect()
     }
 }
 
-/// A training state in memory that cannot be restored, with the reason.
+/// A training state with copies in the memory of hosts that cannot be restored, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) struct UnusableState {
     pub(in crate::checkpoint) step: u64,
     pub(in crate::checkpoint) reason: String,
 }
 
-/// The training states of which hosts have memory copies: those that can be restored, and those
+/// The training states of which hosts have copies in memory: those that can be restored, and those
 /// that cannot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::checkpoint) struct StateSelection {
@@ -64,7 +65,8 @@ pub(in crate::checkpoint) struct StateSelection {
     pub(in crate::checkpoint) unusable: Vec<UnusableState>,
 }
 
-/// Determines, from the memory copies that all hosts report, which training states can be restored.
+/// Determines, from the lists of training-state copies that all hosts report, which training states
+/// can be restored from memory.
 ///
 /// If hosts have different copies of a rank, those of the first host count.
 pub(super) fn select_states(hosts: &[HostCopies]) -> StateSelection {

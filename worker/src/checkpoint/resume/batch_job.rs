@@ -1,5 +1,6 @@
-//! Finds the checkpoints that earlier runs of a batch job have saved. If a scheduler starts a batch
-//! job again, the run continues from the newest of them, whatever `resume.from` states.
+//! Finds the checkpoints that earlier runs of the same batch job have saved, for example before
+//! Slurm requeued the job. If a scheduler starts a batch job again, the run continues from the
+//! newest of them, whatever `resume.from` states.
 use super::{
     candidates::{CheckpointLocations, list_candidates},
     resume_point::EventSink,
@@ -16,15 +17,17 @@ use protocol::{control::BatchJobRecord, event::Event};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// The largest number of checkpoints of a batch job that are listed, from the newest on. More are
-/// needed only if all of these are damaged.
+/// The largest number of checkpoints of earlier runs of a batch job that are listed, beginning with
+/// the newest. More are needed only if all of these are damaged.
 const MAX_CHECKPOINTS: usize = 16;
-/// The largest number of unreadable manifests that are reported.
+/// The largest number of checkpoints with unreadable manifests (tables of contents) that are
+/// reported to the user.
 const MAX_REPORTED: usize = 3;
 
-/// Lists the checkpoints in `checkpoint.dir` that runs of `batch_job` have saved, newest first.
-/// Reports manifests that rank 0 cannot read, because these checkpoints may be of the batch job.
-/// Also reports if there are no checkpoints, so that `resume.from`, which is `from`, applies.
+/// Lists the checkpoints in `checkpoint.dir` that earlier runs of the batch job `batch_job` (such
+/// as a requeued Slurm job) have saved, newest first. Reports manifests that rank 0 cannot read,
+/// because these checkpoints may be of the batch job. Also reports if there are no checkpoints, so
+/// that `resume.from`, which is `from`, applies.
 ///
 /// Collective: every rank must call it.
 pub(super) fn list_batch_job_checkpoints(
@@ -51,8 +54,8 @@ pub(super) fn list_batch_job_checkpoints(
     Ok(listed)
 }
 
-/// Selects the checkpoints of one batch job from the newest to the oldest checkpoint of a
-/// directory.
+/// Selects, from the checkpoints of a directory in order from the newest to the oldest, those that
+/// runs of one batch job have saved.
 struct BatchJobSelection<'a> {
     batch_job: &'a BatchJobRecord,
     /// The number of selected checkpoints.
@@ -64,18 +67,21 @@ struct BatchJobSelection<'a> {
 }
 
 impl BatchJobSelection<'_> {
-    /// Creates a selection of the checkpoints of this batch job.
+    /// Creates a selection, still empty, of the checkpoints that runs of the batch job `batch_job`
+    /// have saved.
     fn new(batch_job: &BatchJobRecord) -> BatchJobSelection<'_> {
         BatchJobSelection { batch_job, selected: 0, other_command: None, unreadable: Vec::new() }
     }
 
-    /// Returns whether as many checkpoints are selected as are needed.
+    /// Returns whether [`MAX_CHECKPOINTS`] checkpoints of the batch job are selected, so that no
+    /// older ones are needed.
     fn is_full(&self) -> bool {
         self.selected == MAX_CHECKPOINTS
     }
 
-    /// Returns whether the checkpoint at `path` is one of the batch job. `cursor` is the cursor in
-    /// the manifest of the checkpoint. Records the error if the manifest cannot be read.
+    /// Returns whether a run of the batch job has saved the checkpoint at `path`, and counts it if
+    /// so. `cursor` is the cursor in the manifest of the checkpoint. Records the error if the
+    /// manifest cannot be read.
     fn accept(&mut self, path: &Path, cursor: ckpt::Result<Value>) -> bool {
         match cursor {
             Ok(cursor) => {
@@ -97,8 +103,8 @@ impl BatchJobSelection<'_> {
     }
 }
 
-/// Builds the notice that the run continues from the checkpoint at `path`, which an earlier run of
-/// `batch_job` has saved, although `resume.from` is `from`.
+/// Builds the notice that this run of a restarted batch job continues from the checkpoint `path` of
+/// an earlier run and does not follow `resume.from`.
 pub(super) fn build_continuation_notice(batch_job: &BatchJobRecord, from: &ResumeFrom, path: &Path) -> Event {
     let (label, shown) = (&batch_job.label, path.display());
     let message = format!(
@@ -110,10 +116,10 @@ pub(super) fn build_continuation_notice(batch_job: &BatchJobRecord, from: &Resum
     Event::new_diagnostic_notice(None, message, &notice)
 }
 
-/// Builds the notice that no earlier run of `batch_job` has saved a checkpoint in `root`, so that
-/// `resume.from`, which is `from`, applies. `other_command` is a checkpoint that a run of another
-/// command of the batch job has saved. Returns `None` if it is not known that the batch job has had
-/// an earlier run.
+/// Builds the notice that no earlier run of the restarted batch job has saved a checkpoint in
+/// `root`, so that this run follows `resume.from`. `other_command` is a checkpoint that a run of
+/// another command of the batch job has saved. Returns `None` if it is not known that the batch job
+/// has had an earlier run.
 fn build_no_checkpoint_notice(
     batch_job: &BatchJobRecord,
     from: &ResumeFrom,
@@ -143,14 +149,15 @@ fn build_no_checkpoint_notice(
     Some(Event::new_diagnostic_notice(None, message, &note))
 }
 
-/// Builds the note about the checkpoint from which a run of `batch_job` continues.
+/// Builds the note to the user, with the text `message`, about whether a restarted batch job
+/// continues from an earlier run's checkpoint, or follows `resume.from`.
 fn build_note(batch_job: &BatchJobRecord, message: &str) -> Diagnostic {
     Diagnostic::note(codes::RESUME_BATCH_JOB, message)
         .with_subject("resume.from")
         .with_field("batch_job", batch_job.label.as_str())
 }
 
-/// Formats a value of `resume.from` as in job.yaml.
+/// Formats a value of the key `resume.from` as the user writes it in job.yaml.
 fn format_resume_from(from: &ResumeFrom) -> String {
     match from {
         ResumeFrom::Auto => "auto".to_owned(),

@@ -14,7 +14,7 @@ use ckpt::{ExternalCheckpoint, OpenedCheckpoint};
 use diagnostic::Diagnostic;
 use std::path::{Path, PathBuf};
 
-/// The places in which a run searches for checkpoints: the checkpoint directory, the working
+/// Where a run that resumes searches for its training state: the checkpoint directory, the working
 /// directory of relative paths, and the memory of hosts.
 pub struct CheckpointLocations<'a> {
     /// The directory `checkpoint.dir`.
@@ -29,9 +29,10 @@ pub struct CheckpointLocations<'a> {
     pub memory: Option<&'a HostMemoryCopies>,
 }
 
-/// Lists the checkpoints in `root` for which `accepts` returns true, newest first: those that rank
-/// 0 sees, or those of any host if hosts have separate directories. Calls `accepts` with the path
-/// of each checkpoint, from the newest to the oldest, on the ranks that list their directory.
+/// Lists the checkpoints in the directory `root` that the predicate `accepts` selects, newest
+/// first: those of a shared directory, or those of any host if each host has its own. Calls
+/// `accepts` with the path of each checkpoint, from the newest to the oldest, on the ranks that
+/// list their directory.
 ///
 /// Collective: every rank must call it.
 pub(super) fn list_candidates(
@@ -51,15 +52,15 @@ pub(super) fn list_candidates(
     Ok(paths.into_iter().map(CheckpointCandidate::from_path).collect())
 }
 
-/// The checkpoint that `resume.from` names: a native one, which launch wrote, or an external one,
-/// which another program wrote.
+/// The checkpoint that the user has named as `resume.from`: one that launch wrote (native), or one
+/// that another program wrote (external).
 pub(super) enum NamedCheckpoint {
     Native(CheckpointCandidate),
     External(Box<ExternalCheckpoint>, PathBuf),
 }
 
-/// Finds the checkpoint at `path`: a checkpoint that launch wrote, the newest such checkpoint in
-/// the directory `path`, or a checkpoint that another program wrote.
+/// Finds the checkpoint that the user has named by `path`: a checkpoint of launch, the newest one
+/// in a directory of such, or a checkpoint that another program wrote.
 ///
 /// Collective: every rank must call it.
 pub(super) fn find_named_checkpoint(

@@ -79,7 +79,7 @@ pub(super) fn collect_frozen_parameter_notices(
 }
 
 /// Returns notices about settings that differ between this job and the job that wrote the
-/// checkpoint.
+/// checkpoint, such as the seed or the data.
 pub(super) fn collect_job_setting_notices(
     ready: &UninitializedTrainer,
     facts: &RunFacts,
@@ -140,7 +140,7 @@ pub(super) fn collect_job_setting_notices(
     notices
 }
 
-/// Returns a notice if this job places the experts on ranks differently from the job that wrote the
+/// Returns a notice if this job assigns experts to ranks differently from the job that wrote the
 /// checkpoint. `stored` is the `train.experts` section of the checkpoint's job.
 fn find_expert_placement_notice(ready: &UninitializedTrainer, stored: &Value) -> Option<String> {
     ready.trainer.experts.as_ref()?;
@@ -156,8 +156,9 @@ fn find_expert_placement_notice(ready: &UninitializedTrainer, stored: &Value) ->
     })
 }
 
-/// Compares the hyper-parameters of one parameter group of the job with those in the checkpoint.
-/// Returns a notice about the differences, or `None` if there are none.
+/// Returns a notice if the optimizer settings of a parameter group (parameters with equal settings)
+/// differ between the job and the checkpoint. Returns a notice about the differences, or `None` if
+/// there are none.
 fn find_group_difference_notice(ours: &ParamGroup, stored: &ParamGroup) -> Option<String> {
     let betas = |group: &ParamGroup| format!("{:?}", [group.betas.0, group.betas.1]);
     let fields = [
@@ -178,7 +179,7 @@ fn find_group_difference_notice(ours: &ParamGroup, stored: &ParamGroup) -> Optio
     (!changed.is_empty()).then(|| format_group_notice(&ours.name, &changed))
 }
 
-/// Formats the notice which reports that the hyper-parameters of a parameter group differ between
+/// Formats the notice about optimizer settings of the parameter group `group` that differ between
 /// the job and the checkpoint.
 pub(super) fn format_group_notice(group: &str, changed: &[String]) -> String {
     format!("parameter group `{group}` resumes with {}", changed.join(", "))

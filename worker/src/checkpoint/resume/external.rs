@@ -27,8 +27,9 @@ use protocol::event::{Event, ResumeSource};
 use serde_json::{Map, Value};
 use std::{collections::HashMap, path::Path};
 
-/// Loads the training state of a checkpoint that another program wrote (an external checkpoint).
-/// Each rank reads the tensor ranges that it owns. Collective: every rank must call it.
+/// Loads the training state of an external checkpoint (one that another program wrote) into the
+/// trainers of all ranks. Each rank reads the tensor ranges that it owns. Collective: every rank
+/// must call it.
 pub(super) fn load_external_state(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -70,8 +71,8 @@ pub(super) fn load_external_state(
     Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0, memory })
 }
 
-/// Loads the weights of a checkpoint that another program wrote (an external checkpoint), without
-/// adapters and training state. Collective: every rank must call it.
+/// Loads only the weights of an external checkpoint (one that another program wrote) into the
+/// trainers of all ranks, without adapters and training state. Collective: every rank must call it.
 pub(super) fn load_external_weights(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -87,8 +88,8 @@ pub(super) fn load_external_weights(
     Ok(())
 }
 
-/// Determines which tensor of an external checkpoint (one that another program wrote) contains
-/// which parameter of the model. Rank 0 also checks that tied weights are equal.
+/// Determines on every rank which tensor of an external checkpoint (one that another program wrote)
+/// contains which parameter of the model. Rank 0 also checks that tied weights are equal.
 ///
 /// Collective: every rank must call it.
 fn match_model_weights(
@@ -109,8 +110,9 @@ fn match_model_weights(
     require_on_all_ranks(ready.trainer.engine.queue(), aliases.map(|()| matched))
 }
 
-/// Reads this rank's ranges of the weights and, if the external checkpoint has them, of the
-/// optimizer states into the trainer. Collective: every rank must call it.
+/// Reads the weights that this rank owns, and their optimizer states if the checkpoint has them,
+/// from an external checkpoint (one that another program wrote) into the trainer. Collective: every
+/// rank must call it.
 fn read_matched_ranges(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -130,8 +132,8 @@ fn read_matched_ranges(
     }
 }
 
-/// Rejects the policy `strict` of `resume.rng` if the number of ranks changes, because RNG streams
-/// could not be restored for every rank.
+/// Fails if the job requires all random generators to be restored (`resume.rng: strict`), but
+/// another number of ranks wrote the external checkpoint (of another program).
 fn reject_changed_world_with_strict_rng(
     source: &ExternalCheckpoint,
     job: &JobSpec,
@@ -155,9 +157,9 @@ fn reject_changed_world_with_strict_rng(
     Ok(())
 }
 
-/// Restores the progress of training (step, samples and tokens) from an external checkpoint, and
-/// for each parameter how many updates it is behind the run's step (the step lag). Returns the
-/// progress with notices about how it was determined.
+/// Restores the step, samples and tokens of a run from an external checkpoint (one that another
+/// program wrote), and by how many updates each parameter is behind the step. Returns the progress
+/// with notices about how it was determined.
 fn restore_position(
     ready: &mut UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -211,16 +213,16 @@ fn restore_position(
     Ok((Cursor { step, consumed_samples, tokens, is_evaluation_due: false }, notices))
 }
 
-/// Sets the trainer's fp16 loss scale to that of the external checkpoint, if the checkpoint has
-/// one. Returns a notice if this loss scale is not usable.
+/// Sets the trainer's fp16 loss scale to the one that an external checkpoint (written by another
+/// program) contains, if any. Returns a notice if this loss scale is not usable.
 fn restore_loss_scale(ready: &mut UninitializedTrainer, source: &ExternalCheckpoint) -> Option<String> {
     let LossScale { scale, steps } = source.training_state().parse_loss_scale()?;
     let restored = ready.trainer.loss_scale.restore_state(LossScaleState { scale, steps, skipped: 0 });
     restored.err().map(|why| format!("the loss scale starts at its initial value: {why}"))
 }
 
-/// Returns notices about parts of an external checkpoint, such as optimizer states or buffers, that
-/// this job does not load.
+/// Returns notices about parts of an external checkpoint (written by another program), such as
+/// optimizer states or buffers, that this job does not load.
 fn collect_unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatch) -> Vec<String> {
     let rng = (!source.facts().rng_files.is_empty()).then(|| {
         "the checkpoint's RNG states of Python and torch are not loaded: the built-in runtime's random \
@@ -230,7 +232,8 @@ fn collect_unused_part_notices(source: &ExternalCheckpoint, matched: &WeightMatc
     find_unused_buffer_notice(matched).into_iter().chain(rng).collect()
 }
 
-/// Returns a notice about buffers in the checkpoint that the job's model does not have.
+/// Returns a notice about buffers (tensors that are not trained) in the checkpoint that the job's
+/// model does not have.
 fn find_unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
     let has_unused = !matched.unused.is_empty();
     has_unused.then(|| {
@@ -238,8 +241,8 @@ fn find_unused_buffer_notice(matched: &WeightMatch) -> Option<String> {
     })
 }
 
-/// Returns notices about the hyper-parameters and the learning rate of the job that differ from the
-/// checkpoint's.
+/// Returns notices about hyper-parameters and the learning rate of the job that differ from those
+/// in an external checkpoint (written by another program).
 fn collect_hyperparam_notices(
     ready: &UninitializedTrainer,
     source: &ExternalCheckpoint,
@@ -285,8 +288,8 @@ fn collect_hyperparam_notices(
     notices
 }
 
-/// Describes each hyper-parameter of a parameter group that differs between the job and an external
-/// checkpoint, with both values.
+/// Describes each hyper-parameter of a parameter group that differs between the job and a
+/// checkpoint of another program, with both values.
 fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) -> Vec<String> {
     let number = |key: &str| stored.get(key).and_then(Value::as_f64);
     let betas = stored
@@ -316,7 +319,7 @@ fn describe_changed_hyperparams(ours: &ParamGroup, stored: &Map<String, Value>) 
 }
 
 /// Returns a notice if the job's learning rate in the next step differs from the rate with which
-/// the external checkpoint would have continued.
+/// the program that wrote the checkpoint would have continued.
 fn find_learning_rate_notice(
     ready: &UninitializedTrainer,
     stored_groups: &[ckpt::ParamGroupInfo],
@@ -336,8 +339,8 @@ fn find_learning_rate_notice(
     })
 }
 
-/// Returns the step that a learning rate scheduler had reached when an external checkpoint was
-/// saved. DeepSpeed's schedulers count from −1, torch's from 0.
+/// Returns the step that a learning rate scheduler had reached, from its state in a checkpoint of
+/// DeepSpeed or torch. DeepSpeed's schedulers count from −1, torch's from 0.
 fn read_scheduler_step(scheduler: &Value) -> Option<u64> {
     let number = |key: &str| scheduler.get(key).and_then(Value::as_i64);
     let position = number("last_epoch").or_else(|| number("last_batch_iteration")?.checked_add(1));

@@ -1,4 +1,4 @@
-//! Resumes from the copies of the training state that hosts keep in their memory.
+//! Resumes from copies of the training state that hosts keep in their memory.
 use super::{
     candidates::CheckpointLocations,
     native::{
@@ -13,11 +13,12 @@ use crate::{
 };
 use protocol::event::ResumeSource;
 
-/// The largest number of training states in memory for which a message states why they were not
-/// used.
+/// The largest number of training states in the memory of hosts for which a message states why they
+/// were not used.
 const MAX_LISTED_STATES: usize = 2;
 
-/// The result of a search for copies of the training state in the memory of the hosts.
+/// Whether the run resumed from copies of the training state in the memory of hosts, or why it must
+/// resume from disk.
 pub(super) enum MemorySearchOutcome {
     /// The run resumed from copies in memory.
     Resumed(ResumePoint),
@@ -26,7 +27,8 @@ pub(super) enum MemorySearchOutcome {
     Unusable(Option<String>),
 }
 
-/// The range of steps whose training states in memory a resume may use.
+/// The range of steps in which a training state in the memory of hosts is to be preferred to the
+/// next checkpoint on disk.
 #[derive(Clone, Copy)]
 pub(super) struct MemoryStepRange {
     /// The step of the next checkpoint on disk. States of earlier steps are not tried. `None` if
@@ -37,8 +39,8 @@ pub(super) struct MemoryStepRange {
     pub(super) below: Option<u64>,
 }
 
-/// Resumes from the training state of the newest usable memory copies whose step is in `range`.
-/// Collective: every rank must call it.
+/// Resumes from the newest training state in the memory of hosts that can be restored and whose
+/// step is in `range`. Collective: every rank must call it.
 pub(super) fn resume_from_memory(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointLocations,
@@ -72,7 +74,7 @@ pub(super) fn resume_from_memory(
     Ok(MemorySearchOutcome::Unusable(format_unused_states_reason(&problems, range.from)))
 }
 
-/// Loads the training state `state` from the memory copies on the hosts into the trainers of all
+/// Loads the training state `state` from the copies in the memory of hosts into the trainers of all
 /// ranks. Collective: every rank must call it.
 fn load_memory_state(
     ready: &mut UninitializedTrainer,
@@ -88,9 +90,10 @@ fn load_memory_state(
     load_opened_checkpoint(ready, &opened, &state.display_path(), data_digest, origin, events)
 }
 
-/// Formats the reason why the newest training states in memory are not used. `problems` has the
-/// step and the problem of each state. Mentions only states of `step` and of later steps, or all
-/// states if `step` is `None`. Returns `None` if there are none.
+/// Formats the reason why the newest training states in the memory of hosts were not used, for a
+/// message to the user. `problems` has the step and the problem of each state. Mentions only states
+/// of `step` and of later steps, or all states if `step` is `None`. Returns `None` if there are
+/// none.
 fn format_unused_states_reason(problems: &[(u64, String)], step: Option<u64>) -> Option<String> {
     let mut newer: Vec<&(u64, String)> = problems.iter().filter(|(at, _)| Some(*at) >= step).collect();
     newer.sort_by_key(|(at, _)| std::cmp::Reverse(*at));

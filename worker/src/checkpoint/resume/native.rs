@@ -1,4 +1,4 @@
-//! Resumes from a native checkpoint, which is one that launch wrote.
+//! Resumes from a native checkpoint, which is one that launch itself wrote.
 use super::{
     candidates::CheckpointLocations,
     differences::{
@@ -30,8 +30,8 @@ use std::{
     path::Path,
 };
 
-/// Why a checkpoint was not loaded: it is damaged and an older one may be tried, or an error ends
-/// the run.
+/// Why a checkpoint was not loaded: it is damaged, so that an older one may be tried, or an error
+/// ends the run.
 pub(super) enum LoadError {
     /// The checkpoint is damaged: its bytes are not those that were written. An older checkpoint
     /// may be usable.
@@ -52,8 +52,8 @@ impl From<Diagnostic> for LoadError {
     }
 }
 
-/// Loads a checkpoint that launch wrote (a native checkpoint) into the trainers of all ranks, each
-/// of which reads the tensor ranges that it owns. Collective: every rank must call it.
+/// Loads a native checkpoint (one that launch wrote) into the trainers of all ranks; each rank
+/// reads the ranges of tensors that it owns. Collective: every rank must call it.
 ///
 /// `reason` states why newer copies in memory are not used; `None` if there are none.
 pub(super) fn load_native_checkpoint(
@@ -69,14 +69,15 @@ pub(super) fn load_native_checkpoint(
     load_opened_checkpoint(ready, &opened, &candidate.path, data_digest, origin, events)
 }
 
-/// Where a native checkpoint is stored (checkpoint directory or memory), and why it was selected.
+/// Whether the training state to resume from is in a checkpoint directory or in the memory of
+/// hosts, and why it was selected.
 pub(super) struct ResumeOrigin {
     pub(super) source: ResumeSource,
     pub(super) reason: Option<String>,
 }
 
-/// Returns the checkpoint `opened` if every rank could open it. Otherwise fails on every rank with
-/// the first error. Collective: every rank must call it.
+/// Returns the checkpoint `opened` if every rank could open it, and otherwise fails on every rank
+/// with the first error. Collective: every rank must call it.
 pub(super) fn require_readable_on_all_ranks(
     ready: &UninitializedTrainer,
     opened: Result<ReadableCheckpoint>,
@@ -88,8 +89,9 @@ pub(super) fn require_readable_on_all_ranks(
     }
 }
 
-/// Loads a native checkpoint, which every rank has opened, into the trainers of all ranks. `path`
-/// names the checkpoint in events. Collective: every rank must call it.
+/// Loads a native checkpoint (one that launch wrote), which every rank has opened, into the
+/// trainers of all ranks. `path` names the checkpoint in events. Collective: every rank must call
+/// it.
 pub(super) fn load_opened_checkpoint(
     ready: &mut UninitializedTrainer,
     opened: &ReadableCheckpoint,
@@ -150,15 +152,16 @@ pub(super) fn load_opened_checkpoint(
     Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation, memory })
 }
 
-/// An open native checkpoint of which every rank can read all bytes: from a shared directory, or
-/// from several hosts.
+/// An open native checkpoint (one that launch wrote) that every rank can read completely: from a
+/// shared directory, or with the help of ranks on other hosts.
 pub(super) enum ReadableCheckpoint {
     Shared(Box<Checkpoint>),
     HostLocal(Box<HostLocalCheckpoint>),
 }
 
-/// Opens a checkpoint that launch wrote (a native checkpoint). The inner result is an error if the
-/// checkpoint is damaged. An outer error ends the job.
+/// Opens a native checkpoint (one that launch wrote), from a shared directory or from the
+/// directories of several hosts. The inner result is an error if the checkpoint is damaged. An
+/// outer error ends the job.
 ///
 /// Collective: every rank must call it.
 fn open_native_checkpoint(
@@ -185,14 +188,15 @@ fn open_native_checkpoint(
     }
 }
 
-/// Builds the error which reports that the progress of training that a checkpoint records is
-/// invalid.
+/// Builds the error which reports that the step, samples and tokens that a checkpoint records are
+/// not valid.
 fn build_invalid_progress_error(path: &Path, what: &str) -> Diagnostic {
     let message = format!("checkpoint {}: {what}", path.display());
     build_checkpoint_error(codes::RESUME_POSITION_INVALID, path, message)
 }
 
-/// Reads the progress of training (step, consumed samples and tokens) that the checkpoint records.
+/// Reads the progress of training (steps, samples and tokens done) from a native checkpoint (one
+/// that launch wrote).
 ///
 /// A checkpoint that was converted from another program's records no progress. The position is then
 /// the checkpoint's step times the batch size, which the returned notice reports.
@@ -229,8 +233,8 @@ fn read_cursor(
     }
 }
 
-/// Sets the trainer's fp16 loss scale to the one that the checkpoint records. Does nothing if no
-/// loss scale is recorded.
+/// Sets the trainer's fp16 loss scale to the one in the checkpoint, if the checkpoint has one. Does
+/// nothing if no loss scale is recorded.
 fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: &Path) -> Result<()> {
     let Some(state) = facts.cursor.get("loss_scale").filter(|s| !s.is_null()) else { return Ok(()) };
     let invalid = || build_invalid_progress_error(path, "cannot use the loss scale in its manifest");
@@ -238,8 +242,8 @@ fn restore_loss_scale(ready: &mut UninitializedTrainer, facts: &RunFacts, path: 
     Ok(ready.trainer.loss_scale.restore_state(state).map_err(|e| invalid().with_cause(&e))?)
 }
 
-/// Reads from the checkpoint which parameters are behind the run's step, and by how many updates
-/// (the step lag).
+/// Reads from the checkpoint which parameters had fewer optimizer updates than the run has steps
+/// (because they were frozen for a while), and how many fewer.
 fn read_step_lag(facts: &RunFacts, path: &Path) -> Result<HashMap<String, u64>> {
     match facts.cursor.get("late") {
         None | Some(Value::Null) => Ok(HashMap::new()),

@@ -46,8 +46,8 @@ pub struct PretrainedModel {
 }
 
 impl PretrainedModel {
-    /// Opens the Hugging Face directory of the pretrained model, and checks that all ranks see the
-    /// same configuration in it. Returns `None` if the job names no directory.
+    /// Opens the Hugging Face directory of the pretrained model that the job names, and checks that
+    /// all ranks see the same configuration in it. Returns `None` if the job names no directory.
     ///
     /// Collective: every rank must call it.
     pub fn open(directory: Option<&Path>, comm: &dyn Comm) -> Result<Option<PretrainedModel>> {
@@ -84,8 +84,8 @@ impl PretrainedModel {
         load_external_weights(ready, &self.source, events)
     }
 
-    /// Updates `texts`, the text files that checkpoints store with the weights, from the directory
-    /// of the pretrained model.
+    /// Replaces or extends `texts`, the text files (tokenizer, generation settings) that
+    /// checkpoints store with the weights, by those of the pretrained model.
     ///
     /// If `texts` contains the directory's tokenizer.json, the directory's text files replace all
     /// of `texts`. Otherwise only the directory's generation_config.json, if any, is appended.

@@ -5,7 +5,8 @@ use protocol::event::Event;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
-/// The checkpoint from which a run resumed, and the progress that this checkpoint records.
+/// Where a run resumed: the checkpoint or the copies in memory, and the progress (steps, samples,
+/// tokens) recorded there.
 pub struct ResumePoint {
     /// The directory of the checkpoint.
     pub path: PathBuf,
@@ -19,8 +20,8 @@ pub struct ResumePoint {
     pub memory: MemoryResumeState,
 }
 
-/// Whether a run resumed from copies of the training state in memory, and the number that its next
-/// memory copy gets.
+/// Whether a run resumed from copies of the training state in the memory of hosts, and which number
+/// its next copy gets.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryResumeState {
     /// Whether the run resumed from copies in memory.
@@ -32,8 +33,8 @@ pub struct MemoryResumeState {
 }
 
 impl ResumePoint {
-    /// Returns how many times the run's random-number (RNG) streams were reseeded, including at
-    /// this resume, and the record of this resume for the next checkpoint.
+    /// Returns how many times the random generators of the run were reseeded, this resume included,
+    /// and the JSON by which the next checkpoint records this resume.
     ///
     /// The random numbers of the built-in runtime do not depend on the generation. `reseed`
     /// therefore increments the generation, but changes no random number.

@@ -1,5 +1,5 @@
-//! [`match_weights`]: decides which tensor of an external checkpoint fills which parameter of the
-//! job's model.
+//! [`match_weights`]: decides which tensor of an external checkpoint (one that another program
+//! wrote) fills which parameter of the job's model.
 use crate::{
     error::{Result, build_checkpoint_error, to_unreadable_checkpoint_error},
     model::{Model, TiedWeight},
@@ -13,13 +13,13 @@ use jobspec::OptimizerSpec;
 use serde_json::{Map, Value};
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-/// The largest number of names that an error message lists.
+/// The largest number of tensor names that one error message lists.
 const MAX_LISTED_NAMES: usize = 4;
 /// The number of elements of two stored weights that are read and compared at a time.
 const COMPARE_CHUNK_ELEMENTS: usize = 1 << 18;
 
-/// Which tensors of an external checkpoint the job uses: under which names they are stored, and
-/// which parameters have optimizer states.
+/// Which tensors of an external checkpoint (written by another program) the job uses: the names
+/// under which they are stored, and which parameters have optimizer states.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct WeightMatch {
     /// Maps a weight's name in the job to its name in the checkpoint. Contains only weights whose
@@ -36,8 +36,8 @@ pub(super) struct WeightMatch {
     aliases: Vec<(String, String)>,
 }
 
-/// What the job needs from an external checkpoint: the model's parameters, its tied weights, and
-/// the optimizer whose states are loaded.
+/// What the job needs from an external checkpoint (written by another program): the model's
+/// parameters, its tied weights, and the states of the optimizer.
 pub(super) struct ModelRequirements<'a> {
     /// The `model_type` in the model's `config.json`.
     pub(super) family: &'a str,
@@ -65,8 +65,8 @@ pub(super) fn list_weight_shapes(ready: &UninitializedTrainer) -> Vec<(String, V
     params.map(|p| (p.name.clone(), p.shape.iter().map(|&n| n as u64).collect())).collect()
 }
 
-/// Lists every name under which a checkpoint may store a weight that this job trains, with both
-/// names of tied weights.
+/// Lists every name under which a checkpoint may store a weight that this job trains, including the
+/// second name of a weight that is used in two places (tied).
 pub(super) fn list_trained_names(ready: &UninitializedTrainer) -> HashSet<String> {
     let (ties, model) = (ready.trainer.model.tied_weights(), &ready.trainer.model);
     let mut names = HashSet::new();
@@ -79,7 +79,8 @@ pub(super) fn list_trained_names(ready: &UninitializedTrainer) -> HashSet<String
     names
 }
 
-/// Finds for each parameter of the model the checkpoint's tensor of the same name.
+/// Finds for each parameter of the model the tensor that contains its values in an external
+/// checkpoint (written by another program).
 ///
 /// # Errors
 ///
@@ -124,8 +125,8 @@ pub(super) fn match_weights(
     Ok(matched)
 }
 
-/// Returns the name under which the external checkpoint stores the job's weight `name`, or `None`
-/// if the checkpoint lacks this weight.
+/// Returns the name under which an external checkpoint (written by another program) stores the
+/// job's weight `name`, or `None` if the weight is missing.
 fn find_stored_name<'a>(
     source: &'a ExternalCheckpoint,
     stored: &HashMap<(TensorRole, &'a str), &'a TensorInfo>,
@@ -142,13 +143,13 @@ fn find_stored_name<'a>(
     [Some(name), unprefixed, tied_in_checkpoint, tied_in_job].into_iter().flatten().find(is_stored)
 }
 
-/// Returns the `model_type` that a `config.json` states, if any.
+/// Returns the `model_type` in the text of a Hugging Face config.json, if it contains one.
 pub(super) fn read_model_type(config: &Map<String, Value>) -> Option<&str> {
     config.get("model_type").and_then(Value::as_str)
 }
 
-/// The names of the tensors that do not fit the job's model, in a checkpoint or an adapter
-/// directory.
+/// The names of tensors in a checkpoint or an adapter directory that do not fit the job's model:
+/// missing ones, superfluous ones and those of another shape.
 #[derive(Default)]
 pub(super) struct TensorMismatches {
     pub(super) missing: Vec<String>,
@@ -158,8 +159,9 @@ pub(super) struct TensorMismatches {
 }
 
 impl TensorMismatches {
-    /// Records the tensor `name` if its stored shape differs from `expected`. `owner` names the
-    /// side that expects this shape in the message: `model` or `job`.
+    /// Records that the tensor `name` does not fit the model if its stored shape differs from the
+    /// shape `expected`. `owner` names the side that expects this shape in the message: `model` or
+    /// `job`.
     pub(super) fn record_shape_mismatch(
         &mut self,
         name: &str,
@@ -172,8 +174,8 @@ impl TensorMismatches {
         }
     }
 
-    /// Describes the first few tensors of each kind of mismatch for an error message. Kinds without
-    /// tensors are left out.
+    /// Describes the tensors that do not fit the model, the first few of each kind (missing, other
+    /// shape, superfluous), for an error message. Kinds without tensors are left out.
     pub(super) fn describe(&self) -> Vec<String> {
         let kinds = [
             ("missing", &self.missing),
@@ -194,8 +196,8 @@ impl TensorMismatches {
     }
 }
 
-/// Fails if `mismatches` lists any tensor of the external checkpoint that does not fit the job's
-/// model.
+/// Fails if any tensor of an external checkpoint (written by another program) does not fit the
+/// job's model; `mismatches` lists these tensors.
 fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, family: &str) -> Result<()> {
     let mut parts = mismatches.describe();
     if parts.is_empty() {
@@ -223,8 +225,8 @@ fn reject_mismatches(source: &ExternalCheckpoint, mismatches: TensorMismatches, 
     Err(error.with_help(help).into())
 }
 
-/// Determines whether an external checkpoint contains the optimizer states that the job needs, and
-/// which parameters lack them because they were not trained before.
+/// Determines whether an external checkpoint (written by another program) contains the optimizer
+/// states that the job needs, and which parameters lack them because they were frozen before.
 ///
 /// Fails if another optimizer state is missing, or if the training state has no optimizer state.
 fn match_optimizer_states(
@@ -273,8 +275,8 @@ fn match_optimizer_states(
     Ok((true, frozen))
 }
 
-/// Builds the error which reports that the checkpoint lacks the optimizer states of the parameters
-/// in `missing`.
+/// Builds the error which reports that an external checkpoint (written by another program) lacks
+/// the optimizer states of the parameters in `missing`.
 fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String]) -> Diagnostic {
     let facts = source.facts();
     let step = facts.state.step.map_or("an unknown step".into(), |step| format!("step {step}"));
@@ -293,7 +295,8 @@ fn build_incomplete_state_error(source: &ExternalCheckpoint, missing: &[String])
         .with_help("use another checkpoint, or resume from its weights (`launch ckpt gather`)")
 }
 
-/// Fails if the checkpoint stores a tied weight under both of its names with different values.
+/// Fails if the checkpoint stores a weight that the model uses in two places (tied) under both
+/// names with different values.
 pub(super) fn require_equal_tied_values(source: &ExternalCheckpoint, matched: &WeightMatch) -> Result<()> {
     let tensors = source.tensors();
     let elements = |name: &str| {
@@ -317,7 +320,8 @@ pub(super) fn require_equal_tied_values(source: &ExternalCheckpoint, matched: &W
     Ok(())
 }
 
-/// Reads two weights with `elements` elements each, and returns whether they have the same bits.
+/// Reads two weights of `elements` elements each from a checkpoint that another program wrote, and
+/// returns whether they have the same bits.
 fn have_equal_values(source: &ExternalCheckpoint, a: &str, b: &str, elements: u64) -> Result<bool> {
     let (mut a_values, mut b_values) =
         (vec![0f32; COMPARE_CHUNK_ELEMENTS], vec![0f32; COMPARE_CHUNK_ELEMENTS]);

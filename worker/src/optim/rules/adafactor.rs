@@ -11,7 +11,7 @@ use ckpt::TensorRole;
 use device::{Buf, Dtype, Ops, View, ViewMut};
 use jobspec::OptimizerSpec;
 
-/// Implements [`UpdateRule`] for the optimizer Adafactor.
+/// The optimizer Adafactor: which states it keeps, and how it updates a parameter.
 pub(super) struct Adafactor;
 
 impl UpdateRule for Adafactor {
@@ -26,7 +26,7 @@ impl UpdateRule for Adafactor {
     }
 }
 
-/// The purpose that out-of-memory errors state for the memory of Adafactor's updates.
+/// The purpose that out-of-memory errors state for memory that Adafactor needs for its updates.
 const MEMORY_LABEL: &str = "Adafactor updates";
 
 impl TensorDirection for Adafactor {
@@ -38,9 +38,10 @@ impl TensorDirection for Adafactor {
         2 * shape.iter().product::<usize>() + if shape.len() == 2 { shape[0] + shape[1] } else { 0 }
     }
 
-    /// Prepares the gradient of consecutive elements for Adafactor: multiplies it by the step's
-    /// gradient scale. For a parameter that is not a matrix, also updates the second moments, and
-    /// divides the gradient by their roots.
+    /// Prepares consecutive elements of the gradient for Adafactor: multiplies them by the step's
+    /// gradient scale (for mean loss and clipping) and, except for matrices, normalizes them. For a
+    /// parameter that is not a matrix, also updates the second moments, and divides the gradient by
+    /// their roots.
     fn prepare_gradient(
         &self,
         ops: &dyn Ops,
@@ -56,8 +57,8 @@ impl TensorDirection for Adafactor {
         }
     }
 
-    /// Computes the direction of an Adafactor update: normalizes the gradient, limits the root mean
-    /// square of the result to `clip_threshold`, and multiplies it by the learning rate.
+    /// Computes the direction of an Adafactor update: the normalized gradient, limited to a root
+    /// mean square of `clip_threshold` and multiplied by the learning rate.
     fn compute_direction(
         &self,
         ops: &dyn Ops,
@@ -76,9 +77,9 @@ impl TensorDirection for Adafactor {
     }
 }
 
-/// Updates the row and column means of the squared gradient `g[rows, columns]`, and returns the
-/// gradient divided by the roots of the estimated second moments. The estimate for an element is
-/// the mean of its row times that of its column, divided by the mean over all rows.
+/// Updates the moving averages of the squared gradient `g[rows, columns]` over rows and columns,
+/// and returns the gradient divided by the estimated root mean squares. The estimate for an element
+/// is the mean of its row times that of its column, divided by the mean over all rows.
 fn normalize_matrix(
     ops: &dyn Ops,
     g: View,
@@ -100,8 +101,8 @@ fn normalize_matrix(
     normalized
 }
 
-/// Updates `means`, the moving averages of the mean square of each row of the gradient `g`. A row
-/// has `len` elements. `eps` is added to every square.
+/// Updates `means`, moving averages of the mean square of each row of the gradient `g`, with this
+/// step's gradient. A row has `len` elements. `eps` is added to every square.
 fn update_row_square_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, inputs: &UpdateInputs<'_>) {
     let mut squares = ops.zeroed_with_purpose(MEMORY_LABEL, Dtype::F32, means.len());
     ops.dot_rows(squares.view_mut(), g, g, len);
@@ -111,8 +112,8 @@ fn update_row_square_means(ops: &dyn Ops, means: ViewMut, g: View, len: usize, i
     ops.axpby(means, (1.0 - one_minus_beta2) as f32, squares.view(), one_minus_beta2 as f32);
 }
 
-/// Divides each row of `x[rows, len]` by the square root of the row's element of `means`, which is
-/// first divided by `unit(means)`.
+/// Divides each row of the matrix `x[rows, len]` by the square root of its element in `means`,
+/// after dividing that element by `unit(means)`.
 fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit: impl Fn(&[f32]) -> f64) {
     let means = ops.clone_to_host(means);
     let unit = unit(means.host_slice());
@@ -122,8 +123,8 @@ fn divide_rows_by_roots(ops: &dyn Ops, x: ViewMut, means: View, len: usize, unit
     ops.scale_rows(x, factors.view(), len);
 }
 
-/// Subtracts the elements' part of the tensor's Adafactor direction or, with `beta1`, the moving
-/// average of the directions from the parameter's elements `p`.
+/// Subtracts the direction of Adafactor's update, or its moving average if `beta1` is set, from
+/// consecutive elements `p` of a parameter.
 fn update(ops: &dyn Ops, p: ViewMut, direction: View, mut states: StateViews, inputs: &UpdateInputs<'_>) {
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
     let Some(beta1) = inputs.spec.beta1 else { return ops.axpby(p, keep, direction, -1.0) };

@@ -7,7 +7,7 @@ use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::AdamWHyperparams};
 use jobspec::OptimizerSpec;
 
-/// Implements [`UpdateRule`] for the optimizer AdamW.
+/// The optimizer AdamW: which states it keeps, and how it updates a parameter.
 pub(super) struct AdamW;
 
 impl UpdateRule for AdamW {

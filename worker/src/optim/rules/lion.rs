@@ -7,7 +7,7 @@ use ckpt::TensorRole;
 use device::{Ops, View, ViewMut, ops::LionHyperparams};
 use jobspec::OptimizerSpec;
 
-/// Implements [`UpdateRule`] for the optimizer Lion.
+/// The optimizer Lion: which states it keeps, and how it updates a parameter.
 pub(super) struct Lion;
 
 impl UpdateRule for Lion {

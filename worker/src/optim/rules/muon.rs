@@ -18,16 +18,17 @@ const NEWTON_SCHULZ_STEPS: usize = 5;
 /// The coefficients of the polynomial a·x + b·x³ + c·x⁵, which one Newton–Schulz iteration applies
 /// to the singular values.
 const NEWTON_SCHULZ_COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
-/// The smallest norm by which a matrix is divided before its orthogonalization.
+/// The smallest norm by which Muon divides a matrix before its orthogonalization, to avoid a
+/// division by zero.
 const MIN_NORM: f64 = 1e-7;
 
-/// Implements [`UpdateRule`] for the optimizer Muon.
+/// The optimizer Muon: which states it keeps, and how it updates a parameter.
 pub(super) struct Muon;
 
 impl UpdateRule for Muon {
-    /// Lists the kinds of states that Muon keeps: its momentum, and AdamW's moments for the
-    /// parameters that AdamW updates. The first moment of AdamW has another role than in a job with
-    /// AdamW, so that checkpoints of the two optimizers are not confused.
+    /// Lists the kinds of optimizer states that Muon keeps: its momentum, and the first and second
+    /// moments for the parameters that AdamW updates. The first moment of AdamW has another role
+    /// than in a job with AdamW, so that checkpoints of the two optimizers are not confused.
     fn list_state_roles(&self, _: &OptimizerSpec) -> Vec<TensorRole> {
         vec![TensorRole::Momentum, TensorRole::ExpAvgSq]
     }
@@ -56,7 +57,8 @@ impl TensorDirection for Muon {
         2 * small * small + 2 * small * large
     }
 
-    /// Updates the momentum with the gradient `g`, and replaces `g` by the Nesterov momentum.
+    /// Updates Muon's momentum with consecutive elements `g` of the gradient, and replaces `g` by
+    /// the Nesterov momentum.
     fn prepare_gradient(&self, ops: &dyn Ops, g: ViewMut, mut states: StateViews, inputs: &UpdateInputs<'_>) {
         ops.nesterov_momentum(
             states.take_state(TensorRole::Momentum),
@@ -77,8 +79,8 @@ impl TensorDirection for Muon {
     }
 }
 
-/// Updates consecutive elements of a matrix along `direction`, the orthogonalized momentum, with
-/// weight decay.
+/// Moves consecutive elements of a matrix along `direction`, the orthogonalized momentum, and
+/// applies weight decay (Muon's update).
 fn update_matrix(ops: &dyn Ops, p: ViewMut, direction: View, _: StateViews, inputs: &UpdateInputs<'_>) {
     let larger_side = inputs.shape[0].max(inputs.shape[1]) as f64;
     let keep = (1.0 - inputs.lr * inputs.group.weight_decay) as f32;
@@ -86,8 +88,8 @@ fn update_matrix(ops: &dyn Ops, p: ViewMut, direction: View, _: StateViews, inpu
     ops.axpby(p, keep, direction, -by);
 }
 
-/// Computes an approximation of the orthogonal matrix nearest to `x[rows, columns]`. The singular
-/// values of the result are close to 1.
+/// Computes approximately the orthogonal matrix nearest to the matrix `x[rows, columns]`, by
+/// Newton–Schulz iterations. The singular values of the result are close to 1.
 fn orthogonalize(ops: &dyn Ops, x: View, rows: usize, columns: usize) -> Buf {
     let norm = ops.sum_squares(x).sqrt().max(MIN_NORM);
     let allocate = |len: usize| ops.zeroed_with_purpose("Muon's matrices", Dtype::F32, len);

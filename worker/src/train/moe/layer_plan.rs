@@ -17,8 +17,8 @@ pub(in crate::train) struct MoeLayerPlan {
     pub(in crate::train) per_rank: Vec<usize>,
 }
 
-/// Determines for each layer which rank of an expert-parallel group has which experts, as seen by
-/// the rank with index `number` in its group. The plan of a layer without experts is `None`.
+/// Determines for each layer which rank of an expert-parallel group has which experts, for the rank
+/// with the index `number` in its group. The plan of a layer without experts is `None`.
 ///
 /// The units of experts follow the model's other units: layer by layer, one unit for each rank of a
 /// group.

@@ -24,8 +24,8 @@ use device::Buf;
 use jobspec::RecomputeMode;
 
 impl Trainer {
-    /// Returns the index of the parameter unit with this rank's experts of layer `l`, or `None` if
-    /// the layer has no experts.
+    /// Returns the index of the parameter unit (tensors that are gathered together) with this
+    /// rank's experts of layer number `l`, or `None` if the layer has no experts.
     pub(in crate::train) fn find_expert_unit(&self, l: usize) -> Option<usize> {
         self.experts.as_ref().and_then(|e| e.find_expert_unit(l))
     }
@@ -64,8 +64,9 @@ impl Trainer {
         stats.record_layer(ops, layer.index, &saved.routing);
     }
 
-    /// Sends this rank's token rows to the ranks of their experts, and runs this rank's experts on
-    /// the rows that it received. If `compute` is false, this rank has no tokens to dispatch.
+    /// Sends this rank's token rows to the ranks that have the chosen experts, and runs this rank's
+    /// experts on the rows that it receives. If `compute` is false, this rank has no tokens to
+    /// dispatch.
     ///
     /// If `output` is set, also sends the experts' outputs back, and combines those for this rank's
     /// tokens into the input of the next layer. Otherwise only saves activations (recomputation).
@@ -150,7 +151,7 @@ impl Trainer {
         Ok(self.engine.reduce_gradient(l + 1, round, grad)?)
     }
 
-    /// Sends the gradients of the layer's output to the experts of each token, and runs the
+    /// Sends the gradients of the layer's output to the ranks of each token's experts, and runs the
     /// backward pass of this rank's experts. Then starts to send back the gradients of the experts'
     /// inputs and of the router's factors, for which [`Trainer::wait_for_combined_gradients`]
     /// waits.
@@ -193,8 +194,8 @@ impl Trainer {
     }
 
     /// Computes the gradients of the parameters of this rank's experts, and starts to reduce them
-    /// to the ranks that own the parameters. Each micro-batch whose tokens this rank received has a
-    /// separate gradient.
+    /// to the ranks that own these parameters. Each micro-batch whose tokens this rank received has
+    /// a separate gradient.
     fn reduce_expert_gradients(&mut self, l: usize, unit: usize, round: usize, compute: bool) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let shape = x.shape;
@@ -238,9 +239,9 @@ impl Trainer {
         Ok(self.engine.reduce_partial_sums(unit, round, partial_sums)?)
     }
 
-    /// Waits until this rank has received the gradients of the experts' inputs and of the router's
-    /// factors for its tokens. Sorts the gradients of the factors by token, and for each token in
-    /// the order of its selected experts.
+    /// Waits until the experts' ranks have sent back the gradients of the experts' inputs and of
+    /// the router's factors for this rank's tokens. Sorts the gradients of the factors by token,
+    /// and for each token in the order of its selected experts.
     fn wait_for_combined_gradients(&mut self, l: usize) -> Result<()> {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let (_, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
@@ -252,8 +253,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the backward pass of the router and of the layer's attention, from the gradients that
-    /// [`Trainer::wait_for_combined_gradients`] collected. Writes the gradient of the layer's
+    /// Runs the backward pass of the router and of the attention of a mixture-of-experts layer,
+    /// after the gradients from the experts have arrived. Writes the gradient of the layer's
     /// parameters to `grad`.
     fn run_attention_and_router_backward(
         &mut self,

@@ -1,5 +1,5 @@
-//! Gradients of the parameter units: buffers for the backward pass, sums over micro-batches, and
-//! reduction to the ranks that own the parameters.
+//! Gradients of parameter units (tensors that are gathered together): buffers for the backward
+//! pass, sums over micro-batches, and reduction to the ranks that own the parameters.
 use super::super::{
     MicroBatchSchedule, ShardingPolicy,
     micro_batch_sums::{MicroBatchRange, MicroBatchSums, split_into_tree_ranges},
@@ -10,7 +10,8 @@ use comm::{Comm, Result};
 use device::{Buf, Dtype, View};
 
 impl ZeroEngine {
-    /// Takes a buffer for the whole gradient of parameter unit `u`, with unspecified content.
+    /// Takes a buffer for the whole gradient of parameter unit `u` (tensors that are gathered
+    /// together), with unspecified content.
     pub fn take_gradient_buffer(&mut self, u: usize) -> Buf {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         let is_temporary = self.reduces_gradients_during_backward()
@@ -22,9 +23,9 @@ impl ZeroEngine {
         }
     }
 
-    /// Returns only the trained elements of `whole`, the whole gradient of parameter unit `u`. If
-    /// some elements are frozen, packs the trained ones into another buffer and gives `whole` back
-    /// to the pool.
+    /// Returns the gradient `whole` of parameter unit `u` (tensors that are gathered together)
+    /// without the elements of frozen parameters. If some elements are frozen, packs the trained
+    /// ones into another buffer and gives `whole` back to the pool.
     fn extract_trained_gradient(&self, u: usize, mut whole: Buf) -> Buf {
         let shard = &self.shards[u];
         if shard.unit.is_all_trained() {
@@ -38,14 +39,14 @@ impl ZeroEngine {
         packed
     }
 
-    /// Returns whether the next gradient of parameter unit `u` is added in place to the existing
-    /// sum instead of being kept separately.
+    /// Returns whether the next gradient of parameter unit `u` (tensors that are gathered together)
+    /// is added to the existing sum in place, and not kept separately.
     fn adds_next_gradient_in_place(&self, u: usize) -> bool {
         self.policy.sums_in_arrival_order && !lock_ignoring_poison(&self.shards[u].grads).is_empty()
     }
 
-    /// Adds `gradient`, the whole gradient of parameter unit `u` for one micro-batch, to this
-    /// rank's sum over micro-batches.
+    /// Adds `gradient`, the gradient of parameter unit `u` (tensors that are gathered together) for
+    /// one micro-batch, to this rank's sums over micro-batches.
     fn add_gradient_to_sums(&self, u: usize, micro_batch: usize, mut gradient: Buf) {
         let (unit, ops) = (&self.shards[u].unit, self.ops.as_ref());
         if !self.adds_next_gradient_in_place(u) {
@@ -68,14 +69,14 @@ impl ZeroEngine {
         lock_ignoring_poison(&self.gradient_pool).give_back(gradient);
     }
 
-    /// Returns whether gradients are reduced during the backward pass, and not only after the last
-    /// micro-batch.
+    /// Returns whether gradients are reduced among ranks during each backward pass, and not only
+    /// after the last micro-batch of the step.
     fn reduces_gradients_during_backward(&self) -> bool {
         self.policy.shard_gradients && self.world > 1
     }
 
-    /// Starts to reduce the whole gradient of parameter unit `u` for one micro-batch to the ranks
-    /// that own the parameters. Frozen parameters are not reduced.
+    /// Starts to reduce one micro-batch's gradient of parameter unit `u` (tensors that are gathered
+    /// together) to the ranks that own the parameters. Frozen parameters are not reduced.
     ///
     /// Collective: every rank must call it for every unit and round. `gradient` is `None` if the
     /// rank has no micro-batch in the round.
@@ -130,8 +131,8 @@ impl ZeroEngine {
         })
     }
 
-    /// Queues a reduction of gradients, and waits until at most [`REDUCTIONS_IN_FLIGHT`] reductions
-    /// are running.
+    /// Queues a reduction of gradients among ranks, and waits until at most
+    /// [`REDUCTIONS_IN_FLIGHT`] reductions are running.
     fn submit_reduction(
         &mut self,
         reduce: impl FnOnce(&dyn Comm) -> Result<()> + Send + 'static,
@@ -143,9 +144,10 @@ impl ZeroEngine {
         Ok(())
     }
 
-    /// Returns empty partial sums for the gradients of parameter unit `u`.
-    /// [`ZeroEngine::push_micro_batch_gradient`] adds gradients in the order of the micro-batches,
-    /// and [`ZeroEngine::reduce_partial_sums`] reduces the sums.
+    /// Returns an empty object in which gradients of parameter unit `u` (tensors that are gathered
+    /// together) are summed over micro-batches. [`ZeroEngine::push_micro_batch_gradient`] adds
+    /// gradients in the order of the micro-batches, and [`ZeroEngine::reduce_partial_sums`] reduces
+    /// the sums.
     pub fn begin_partial_sums(&self, u: usize) -> MicroBatchSums {
         let len = self.shards[u].unit.trained_len();
         let Some((pooled, last_use)) = lock_ignoring_poison(&self.micro_batch_sums_pool).pop() else {
@@ -155,8 +157,8 @@ impl ZeroEngine {
         if pooled.len() == len { pooled } else { MicroBatchSums::new(len) }
     }
 
-    /// Computes the gradient of parameter unit `u` for one micro-batch with `write`, and adds it to
-    /// `partial_sums`.
+    /// Computes one micro-batch's gradient of parameter unit `u` (tensors that are gathered
+    /// together) with the callback `write`, and adds it to `partial_sums`.
     ///
     /// Frozen parameters are left out. `write` is not called if the whole unit is frozen.
     pub fn push_micro_batch_gradient(
@@ -180,9 +182,9 @@ impl ZeroEngine {
         partial_sums.push_owned(ops, MicroBatchRange::from_index(micro_batch), gradient);
     }
 
-    /// Starts to reduce `partial_sums`, sums of gradients over micro-batches, to the ranks that own
-    /// parameter unit `u`, if only some ranks own it. The sums cover the micro-batches that this
-    /// rank's group computed in `round`.
+    /// Starts to reduce `partial_sums`, gradients summed over micro-batches, to the ranks that own
+    /// parameter unit `u` (tensors that are gathered together, such as one layer's experts). The
+    /// sums cover the micro-batches that this rank's group computed in `round`.
     ///
     /// Collective: every rank must call it for one of its units in every round. The sums are empty
     /// if the rank's group computed no micro-batch in the round.
@@ -222,8 +224,8 @@ impl ZeroEngine {
     }
 
     /// Waits for all reductions of gradients, and returns the summed gradient of this rank's shard
-    /// of parameter unit `u`, without frozen elements. Collective: every rank must call it after
-    /// the last round.
+    /// of parameter unit `u` (tensors that are gathered together). Collective: every rank must call
+    /// it after the last round.
     pub fn finish_gradient(&mut self, u: usize) -> Result<Buf> {
         for t in self.pending_reductions.drain(..) {
             t.wait()?;
@@ -265,15 +267,16 @@ impl ZeroEngine {
         })
     }
 
-    /// Takes back the buffer of a gradient of parameter unit `u` that is no longer needed, for
-    /// reuse.
+    /// Takes back the buffer of a gradient of parameter unit `u` (tensors that are gathered
+    /// together) that is no longer needed, to reuse its memory.
     pub fn recycle_gradient_buffer(&self, u: usize, gradient: Buf) {
         lock_ignoring_poison(&self.shards[u].grads).recycle_buffer(gradient);
     }
 
-    /// Gathers the summed gradient of parameter unit `u` from all ranks, and returns the whole
-    /// gradient. `owned` is the gradient of this rank's shard, as [`ZeroEngine::finish_gradient`]
-    /// returns it. Collective: every rank must call it.
+    /// Gathers the summed gradient of parameter unit `u` (tensors that are gathered together) from
+    /// the ranks that own its parts, and returns the whole gradient. `owned` is the gradient of
+    /// this rank's shard, as [`ZeroEngine::finish_gradient`] returns it. Collective: every rank
+    /// must call it.
     pub fn gather_gradient(&self, u: usize, owned: Buf) -> Result<Buf> {
         if self.world == 1 {
             return Ok(owned);
@@ -286,10 +289,10 @@ impl ZeroEngine {
         self.gather_trained_vector(u, owned, whole)
     }
 
-    /// Gathers a vector with one element per trained element of parameter unit `u` into `whole`,
-    /// and returns `whole`. `owned` is this rank's shard of the vector. `whole` must have the
-    /// length of the whole vector on ranks that own a part of the unit, and be empty on others.
-    /// Collective: every rank must call it.
+    /// Gathers from all owners a vector with one element for each trained element of parameter unit
+    /// `u` (tensors that are gathered together) into `whole`. `owned` is this rank's shard of the
+    /// vector. `whole` must have the length of the whole vector on ranks that own a part of the
+    /// unit, and be empty on others. Collective: every rank must call it.
     pub fn gather_trained_vector(&self, u: usize, owned: Buf, mut whole: Buf) -> Result<Buf> {
         let (shards, ops, buffers) = (self.shards.clone(), self.ops.clone(), self.exchange.clone());
         self.queue.run_and_wait(move |comm: &dyn Comm| {
@@ -305,15 +308,15 @@ impl ZeroEngine {
     }
 }
 
-/// Returns whether the transport between ranks may sum the gradients of all ranks in any order, and
-/// has a collective for it. `partial_counts` are the numbers of partial sums of the ranks. The
+/// Returns whether the transport between ranks may sum the gradients itself, in any order (such as
+/// NCCL's reduce-scatter). `partial_counts` are the numbers of partial sums of the ranks. The
 /// result is equal on all ranks.
 fn can_sum_in_transport(comm: &dyn Comm, policy: ShardingPolicy, partial_counts: &[usize]) -> bool {
     policy.sums_in_arrival_order && comm.has_native_reduce_scatter() && partial_counts.iter().all(|n| *n == 1)
 }
 
-/// Returns which micro-batches each partial gradient sum of `rank` covers, after the last round
-/// (forward and backward pass) of a step.
+/// Returns which micro-batches each of the gradient sums that `rank` has at the end of a step
+/// covers.
 fn list_partial_sum_ranges(
     policy: ShardingPolicy,
     schedule: MicroBatchSchedule,
