@@ -176,9 +176,9 @@ impl CappedFile {
 
 /// A writer for the subscriber of `tracing`, which queues each line of the debug log for the thread
 /// that writes the file. The subscriber writes each whole line with a single call.
-pub(crate) struct LineWriter<'a>(&'a LineSink);
+pub(crate) struct LineSinkWriter<'a>(&'a LineSink);
 
-impl Write for LineWriter<'_> {
+impl Write for LineSinkWriter<'_> {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.0.push(line);
         Ok(line.len())
@@ -190,10 +190,10 @@ impl Write for LineWriter<'_> {
 }
 
 impl<'a> MakeWriter<'a> for LineSink {
-    type Writer = LineWriter<'a>;
+    type Writer = LineSinkWriter<'a>;
 
-    fn make_writer(&'a self) -> LineWriter<'a> {
-        LineWriter(self)
+    fn make_writer(&'a self) -> LineSinkWriter<'a> {
+        LineSinkWriter(self)
     }
 }
 

@@ -141,7 +141,7 @@ impl Diagnostic {
     /// Adds a diagnostic to the details: the list of the single errors that this diagnostic
     /// summarizes. For example, each mistake in a job file is a detail of the error that rejects
     /// the file.
-    pub fn with_detail(mut self, detail: Diagnostic) -> Self {
+    pub fn with_detail_diagnostic(mut self, detail: Diagnostic) -> Self {
         self.0.details.push(detail);
         self
     }
@@ -212,7 +212,7 @@ impl Diagnostic {
 
     /// Returns the single diagnostics that this diagnostic, such as "the job has 3 errors",
     /// summarizes; empty for a single error.
-    pub fn details(&self) -> &[Diagnostic] {
+    pub fn detail_diagnostics(&self) -> &[Diagnostic] {
         &self.0.details
     }
 

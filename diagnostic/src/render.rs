@@ -22,7 +22,7 @@ const MAX_SHOWN_DIAGNOSTICS: usize = 40;
 /// message of `diagnostic` is left out, and only its causes and help are shown. Unprintable
 /// characters are replaced.
 pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
-    let details = diagnostic.details();
+    let details = diagnostic.detail_diagnostics();
     let mut text = render_all(details, color);
     if details.len() != 1 {
         if !details.is_empty() {
@@ -31,7 +31,7 @@ pub fn render(diagnostic: &Diagnostic, color: bool) -> String {
         text.push_str(&render_one(diagnostic, color));
         return text;
     }
-    append_notes(&mut text, diagnostic);
+    append_causes_and_help(&mut text, diagnostic);
     text
 }
 
@@ -73,12 +73,12 @@ fn render_without_source(diagnostic: &Diagnostic, color: bool) -> String {
     let (style, reset) = if color { (style, "\x1b[0m") } else { ("", "") };
     let (code, message) = (diagnostic.code().name(), filter_text(diagnostic.message()));
     let mut text = format!("{style}{name}[{code}]{reset}: {message}\n");
-    append_notes(&mut text, diagnostic);
+    append_causes_and_help(&mut text, diagnostic);
     text
 }
 
 /// Appends the causes and the help of a diagnostic to `text`, one per line.
-fn append_notes(text: &mut String, diagnostic: &Diagnostic) {
+fn append_causes_and_help(text: &mut String, diagnostic: &Diagnostic) {
     for cause in diagnostic.causes() {
         _ = writeln!(text, "  caused by: {}", filter_text(cause));
     }
@@ -97,7 +97,7 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
         Severity::Note => Level::NOTE,
     };
     let title = level.primary_title(filter_text(diagnostic.message())).id(diagnostic.code().name());
-    let location = filter_location_text(location);
+    let location = replace_unprintable_in_location(location);
     let mut group = match &location {
         Location::File { file } => title.element(Origin::path(file)),
         Location::Argument { text } if text.chars().count() > MAX_SHOWN_LINE_CHARS => {
@@ -141,7 +141,7 @@ fn render_with_source(diagnostic: &Diagnostic, location: &Location, color: bool)
 
 /// Returns a copy of a location in which unprintable characters of the file name and the source
 /// line are replaced, so that the location can be printed on a terminal. The columns stay the same.
-fn filter_location_text(location: &Location) -> Location {
+fn replace_unprintable_in_location(location: &Location) -> Location {
     match location {
         Location::File { file } => Location::File { file: filter_line(file) },
         Location::Line { file, line, column, width, text } => Location::Line {

@@ -22,8 +22,8 @@ fn a_summary_lists_its_details_first() {
             .with_location(Location::File { file: "a.yaml".into() })
     };
     let summary = Diagnostic::error(codes::job::JOB_INVALID, "a.yaml has 2 mistakes")
-        .with_detail(detail("one"))
-        .with_detail(detail("two"));
+        .with_detail_diagnostic(detail("one"))
+        .with_detail_diagnostic(detail("two"));
     insta::assert_snapshot!(render(&summary, false));
     assert_eq!(summary.to_string(), "a.yaml: one; a.yaml: two");
     assert_eq!(summary.category().exit_code(), 2);
@@ -45,7 +45,7 @@ fn the_json_form_has_code_fields_and_details() {
     let diagnostic = Diagnostic::warning(codes::run::INTERNAL, "late")
         .with_subject("rank 3")
         .with_field("seconds", 2)
-        .with_detail(Diagnostic::error(codes::job::JOB_INVALID, "x"));
+        .with_detail_diagnostic(Diagnostic::error(codes::job::JOB_INVALID, "x"));
     let json = diagnostic.to_json();
     assert_eq!(json["code"], "internal");
     assert_eq!(json["severity"], "warning");

@@ -16,7 +16,7 @@ pub(crate) const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 
 /// A function that a [`BackgroundThread`] calls. Unlike a job of a cluster, it is not described by
 /// job.yaml.
-type Job = Box<dyn FnOnce() + Send>;
+type QueuedFunction = Box<dyn FnOnce() + Send>;
 
 /// The handle of a thread that calls queued functions (jobs), one after the other. The thread ends
 /// after the last job once all clones of the handle are dropped.
@@ -53,7 +53,7 @@ struct JobQueue {
 /// that calls them.
 #[derive(Default)]
 struct QueueState {
-    jobs: VecDeque<(usize, Job)>,
+    jobs: VecDeque<(usize, QueuedFunction)>,
     /// The size of the waiting jobs, in bytes.
     bytes: usize,
     /// The time at which the running job began; `None` if no job runs.

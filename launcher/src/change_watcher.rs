@@ -117,7 +117,7 @@ impl ChangeWatcher {
     fn start_native_watcher(&self, path: &Path) -> Option<Box<dyn Watcher + Send>> {
         let changed = self.changed.clone();
         let handler = move |event: notify::Result<Event>| {
-            if event.is_ok_and(|event| is_change(&event)) {
+            if event.is_ok_and(|event| may_change_target(&event)) {
                 changed.notify_one();
             }
         };
@@ -150,7 +150,7 @@ impl ChangeWatcher {
 /// Returns whether an inotify event may be a change of the watched file or directory tree. Opening
 /// and reading a file are no changes. A write counts when the file is closed, so that a log file in
 /// the same directory causes no wake-ups.
-fn is_change(event: &Event) -> bool {
+fn may_change_target(event: &Event) -> bool {
     match event.kind {
         EventKind::Access(AccessKind::Close(AccessMode::Write)) => true,
         EventKind::Create(_) | EventKind::Remove(_) | EventKind::Modify(ModifyKind::Name(_)) => true,

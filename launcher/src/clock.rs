@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 /// The longest time by which [`RunningClock`] advances between two readings; a longer time counts
 /// as one in which the process was stopped. The event loops that use the clock call it more often
 /// than this.
-const MAX_STEP: Duration = Duration::from_secs(2);
+const MAX_CLOCK_ADVANCE: Duration = Duration::from_secs(2);
 
 /// A clock that measures the time since its start, without the time during which this process was
 /// stopped.
@@ -30,9 +30,9 @@ impl RunningClock {
     }
 
     /// Returns whether this process was probably stopped since the last reading of the clock,
-    /// because more than [`MAX_STEP`] has passed.
+    /// because more than [`MAX_CLOCK_ADVANCE`] has passed.
     pub(crate) fn has_paused(&self) -> bool {
-        self.last.elapsed() > MAX_STEP
+        self.last.elapsed() > MAX_CLOCK_ADVANCE
     }
 
     /// Makes the clock ignore the time since its last reading, in which this process was probably
@@ -41,10 +41,10 @@ impl RunningClock {
         self.last = Instant::now();
     }
 
-    /// Advances the clock to the time `now` of the system's clock, by at most [`MAX_STEP`], and
-    /// returns the time since the start.
+    /// Advances the clock to the time `now` of the system's clock, by at most
+    /// [`MAX_CLOCK_ADVANCE`], and returns the time since the start.
     fn advance_to(&mut self, now: Instant) -> Duration {
-        self.elapsed += now.saturating_duration_since(self.last).min(MAX_STEP);
+        self.elapsed += now.saturating_duration_since(self.last).min(MAX_CLOCK_ADVANCE);
         self.last = now;
         self.elapsed
     }

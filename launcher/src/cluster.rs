@@ -4,19 +4,19 @@
 //! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
 //! the hosts come from one provider. No other module of the launcher depends on a scheduler.
 mod batch_identity;
-mod batch_job;
+mod batch_scheduler_types;
 mod host_list;
 mod host_target;
 mod join;
 mod local;
-mod open_handshakes;
 mod pending_agent;
 mod provider;
 mod slurm;
 mod ssh;
 mod transport;
+mod unauthenticated_connections;
 
-pub(crate) use batch_job::{BatchJob, Preemption, Submission, SubmitRequest};
+pub(crate) use batch_scheduler_types::{BatchJob, Preemption, Submission, SubmitRequest};
 pub(crate) use host_list::{ClusterHost, parse_hostfile_entries, read_hostfile, resolve_hostfile_text};
 pub(crate) use host_target::HostTarget;
 pub(crate) use join::{NodeEnvironment, is_own_address, join_run};
@@ -74,7 +74,10 @@ fn select_first_matching_provider<'a>(
 /// Returns the batch job of a scheduler, such as Slurm, in which launch runs, so that `--requeue`
 /// can queue it again. Fails if launch does not run in a batch job.
 pub(crate) fn find_batch_job(job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
-    let found: Vec<_> = PROVIDERS.iter().filter_map(|provider| provider.requeue(job).transpose()).collect();
+    let found: Vec<_> = PROVIDERS
+        .iter()
+        .filter_map(|provider| provider.find_requeueable_batch_job(job).transpose())
+        .collect();
     let first = found.iter().position(Result::is_ok).unwrap_or(0);
     found.into_iter().nth(first).transpose()
 }
@@ -174,8 +177,11 @@ mod tests {
         assert_eq!(names(&job), ["pod-0.here", "pod-1.here", "pod-2.here"]);
         let pods =
             select_first_matching_provider(providers, &job).unwrap_or_else(|error| panic!("{error:?}"));
-        assert_eq!(pods.preflight().stages.len(), 1, "the defaults of the trait are enough");
-        assert!(pods.requeue(&job).expect("no queue").is_none() && pods.submit_command().is_none());
+        assert_eq!(pods.check_settings().stages.len(), 1, "the defaults of the trait are enough");
+        assert!(
+            pods.find_requeueable_batch_job(&job).expect("no queue").is_none()
+                && pods.submit_command().is_none()
+        );
         job.name = "pod-quota".to_owned();
         assert!(matches!(select_first_matching_provider(providers, &job), Err(ClusterError::Job(_))));
     }

@@ -12,6 +12,7 @@ pub(crate) mod exec;
 pub(crate) mod explain;
 pub(crate) mod gpu_check;
 pub(crate) mod import;
+mod job_preparation;
 pub(crate) mod logs;
 pub(crate) mod man;
 pub(crate) mod manifest;
@@ -19,7 +20,6 @@ pub(crate) mod node_role;
 pub(crate) mod option_value;
 pub(crate) mod output;
 pub(crate) mod plan;
-mod prepare;
 pub(crate) mod ps;
 pub(crate) mod quickstart;
 pub(crate) mod report;
@@ -29,7 +29,7 @@ pub(crate) mod schema;
 pub(crate) mod serve;
 pub(crate) mod shims;
 pub(crate) mod stop;
-mod terminal;
+mod terminal_check;
 pub(crate) mod top;
 
 use clap::Subcommand;
@@ -43,7 +43,7 @@ pub(crate) enum LaunchCommand {
     /// Run a job (the default command)
     Run(run::RunArgs),
     /// Show the ranks, environment and memory of a job without starting anything
-    Plan(prepare::JobArgs),
+    Plan(job_preparation::JobArgs),
     /// Check every host of a job: connection, GPUs, storage, ports, clocks, network
     Check(check::CheckArgs),
     /// Write a small job with its training text, to try launch

@@ -219,7 +219,7 @@ fn plan_workers(
             local_world,
             command: worker_command::build_worker_command(
                 &job.run,
-                worker_env::compute_local_rank_env(job, local_rank),
+                worker_env::compute_local_rank_value(job, local_rank),
             ),
             wrapper: worker_command::build_wrapper(
                 &job.run,

@@ -1,8 +1,9 @@
 //! A sample job for unit tests.
 use jobspec::{
     CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, HostSelection, JobSpec, JoinSpec,
-    LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSpec, SaveInterval, SignalAction,
-    Signals, SshClient, SshConfig, SshSpec, StoreHost, StragglerSpec, VisibleDevices, WorkersPerHost,
+    LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSignalActions, RunSpec,
+    SaveInterval, SignalAction, SshClient, SshConfig, SshSpec, StoreHost, StragglerSpec, VisibleDevices,
+    WorkersPerHost,
 };
 
 /// Returns a valid job named `sample` that runs the program `true` on this machine.
@@ -59,7 +60,7 @@ pub(crate) fn sample_job() -> JobSpec {
             controller_timeout_ms: 900_000,
             hang_timeout_ms: None,
             progress_pattern: None,
-            signals: Signals {
+            signals: RunSignalActions {
                 usr1: SignalAction::Save,
                 usr2: SignalAction::Ignore,
                 term: SignalAction::SaveAndStop,

@@ -235,7 +235,7 @@ pub fn parse_invitation(bytes: &[u8]) -> ParseResult {
 /// Parses untrusted bytes as what a peer that does not know the job's key sends to an agent's port,
 /// first as a handshake and then as encrypted records. Panics if the bytes are accepted.
 pub fn parse_encrypted_connection(bytes: &[u8]) -> ParseResult {
-    Ok(crate::connection::handshake::check_untrusted_connection(bytes)?)
+    Ok(crate::connection::handshake::fuzz_untrusted_connection(bytes)?)
 }
 
 /// Returns the first of several errors that a parser has returned.

@@ -1,11 +1,11 @@
-//! [`UsageSchedule`]: from time to time converts the newest usage of hosts and ranks to named
-//! metrics, for MLflow and TensorBoard.
+//! [`UsageMetricsSchedule`]: from time to time converts the newest usage of hosts and ranks to
+//! named metrics, for MLflow and TensorBoard.
 //!
 //! The names begin with `system/`, which MLflow shows on a separate page. The number of metrics is
 //! limited: a run on many hosts has only means and maxima over the hosts.
 use protocol::{
     control::{GpuUsage, HostUsage, WorkerUsage},
-    run_status::{HostStatus, RunStatus},
+    run_measurements::{HostUsageSample, RunMeasurements},
 };
 use std::{
     collections::BTreeMap,
@@ -33,16 +33,16 @@ const INTERVAL_PER_METRIC: Duration = Duration::from_millis(100);
 /// Decides when the usage metrics of a run (CPU, memory, GPUs, step times) are recorded the next
 /// time.
 #[derive(Debug)]
-pub(crate) struct UsageSchedule {
+pub(crate) struct UsageMetricsSchedule {
     next: Instant,
     /// The attempt and the time of the measurements that were recorded last.
     newest: Option<(u32, f64)>,
 }
 
-impl UsageSchedule {
+impl UsageMetricsSchedule {
     /// Creates a schedule whose first record of the usage metrics is due at once.
-    pub(crate) fn new() -> UsageSchedule {
-        UsageSchedule { next: Instant::now(), newest: None }
+    pub(crate) fn new() -> UsageMetricsSchedule {
+        UsageMetricsSchedule { next: Instant::now(), newest: None }
     }
 
     /// Returns whether the time has come to record the usage metrics of the run again.
@@ -53,7 +53,7 @@ impl UsageSchedule {
     /// Returns the usage metrics of the run if they are to be recorded now, as pairs of name and
     /// value. Returns `None` if no record is due: soon after the last one in the same attempt, or
     /// if there is no newer measurement.
-    pub(crate) fn list_due_metrics(&mut self, status: &RunStatus) -> Option<Vec<(String, f64)>> {
+    pub(crate) fn list_due_metrics(&mut self, status: &RunMeasurements) -> Option<Vec<(String, f64)>> {
         let has_restarted = self.newest.is_some_and(|(attempt, _)| attempt != status.attempt);
         let is_known = self.newest.is_some_and(|(_, time)| status.time <= time);
         if status.hosts.is_empty() || is_known || !(self.is_due() || has_restarted) {
@@ -70,7 +70,7 @@ impl UsageSchedule {
 
 /// Lists the usage of a run's hosts and GPUs and the step times of its ranks, as pairs of metric
 /// name and value.
-fn list_usage_metrics(status: &RunStatus) -> Vec<(String, f64)> {
+fn list_usage_metrics(status: &RunMeasurements) -> Vec<(String, f64)> {
     let mut metrics = Vec::new();
     if status.hosts.len() <= MAX_HOSTS_WITH_METRICS {
         for host in &status.hosts {
@@ -99,7 +99,7 @@ fn list_usage_metrics(status: &RunStatus) -> Vec<(String, f64)> {
 
 /// Lists how long the newest optimizer steps of each rank took, with and without waiting for other
 /// ranks, as pairs of metric name and value. Lists nothing if they are unknown.
-fn list_rank_step_times(status: &RunStatus) -> Vec<(String, f64)> {
+fn list_rank_step_times(status: &RunMeasurements) -> Vec<(String, f64)> {
     if status.step_times.steps == 0 {
         return Vec::new();
     }
@@ -145,7 +145,7 @@ fn list_gpu_values(gpus: &[GpuUsage]) -> Vec<(String, f64)> {
 }
 
 /// Computes the mean and the maximum of each usage metric over all hosts, and over all GPUs.
-fn summarize_hosts(hosts: &[HostStatus]) -> Vec<(String, f64)> {
+fn summarize_hosts(hosts: &[HostUsageSample]) -> Vec<(String, f64)> {
     let mut values: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for host in hosts {
         for (key, value) in list_host_values(&host.usage) {
@@ -176,8 +176,8 @@ mod tests {
     use super::*;
     use protocol::step_times::{RankTimes, StepTimes};
 
-    fn status(hosts: u32) -> RunStatus {
-        let host = |i: u32| HostStatus {
+    fn status(hosts: u32) -> RunMeasurements {
+        let host = |i: u32| HostUsageSample {
             host: format!("node {i}"),
             time: 1.0,
             usage: HostUsage {
@@ -197,10 +197,10 @@ mod tests {
             },
         };
         let times = RankTimes { step_us: 500_000, waiting_us: 200_000, ..RankTimes::default() };
-        RunStatus {
+        RunMeasurements {
             step_times: StepTimes { step: 7, steps: 2, ranks: vec![times; hosts as usize] },
             hosts: (0..hosts).map(host).collect(),
-            ..RunStatus::default()
+            ..RunMeasurements::default()
         }
     }
 
@@ -228,20 +228,20 @@ mod tests {
 
     #[test]
     fn metrics_are_recorded_after_an_interval_or_a_restart() {
-        let mut schedule = UsageSchedule::new();
-        assert_eq!(schedule.list_due_metrics(&RunStatus::default()), None, "nothing was measured");
-        let first = RunStatus { time: 5.0, ..status(2) };
+        let mut schedule = UsageMetricsSchedule::new();
+        assert_eq!(schedule.list_due_metrics(&RunMeasurements::default()), None, "nothing was measured");
+        let first = RunMeasurements { time: 5.0, ..status(2) };
         let metrics = schedule.list_due_metrics(&first).expect("the first record");
         assert_eq!(find(&metrics, "launch/restarts"), Some(0.0));
         assert!(!schedule.is_due());
-        assert_eq!(schedule.list_due_metrics(&RunStatus { time: 7.0, ..status(2) }), None);
-        let restarted = RunStatus { time: 9.0, attempt: 1, ..status(2) };
+        assert_eq!(schedule.list_due_metrics(&RunMeasurements { time: 7.0, ..status(2) }), None);
+        let restarted = RunMeasurements { time: 9.0, attempt: 1, ..status(2) };
         assert!(
             schedule.list_due_metrics(&restarted).is_some_and(|m| find(&m, "launch/restarts") == Some(1.0))
         );
         schedule.next = Instant::now();
         assert_eq!(schedule.list_due_metrics(&restarted), None, "nothing new was measured");
-        assert!(schedule.list_due_metrics(&RunStatus { time: 9.5, ..restarted }).is_some());
+        assert!(schedule.list_due_metrics(&RunMeasurements { time: 9.5, ..restarted }).is_some());
     }
 
     #[test]

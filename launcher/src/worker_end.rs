@@ -36,7 +36,7 @@ impl fmt::Display for WorkerEnd {
 
 /// A rank that did not cause the failure of the job, with its host and how its worker ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct PeerEnd {
+pub(crate) struct PeerWorkerEnd {
     pub(crate) rank: Rank,
     /// The host's name in the job.
     pub(crate) host: String,

@@ -205,7 +205,7 @@ const EXTERNAL_ITEM_RESTRICTIONS: &[ExternalItemRestriction] = &[
             "launcher/src/plan.rs",
             "launcher/src/controller/core.rs",
             "launcher/src/controller/core/",
-            "launcher/src/controller/policy.rs",
+            "launcher/src/controller/restart_policy.rs",
             "launcher/src/rendezvous/store/core.rs",
             "launcher/src/rendezvous/store/wire.rs",
             "launcher/src/agent/core.rs",

@@ -12,7 +12,9 @@ use nix::{
     unistd::Pid,
 };
 use protocol::{
-    control::{FromWorker, JobKey, PROTOCOL_VERSION, ToWorker, WorkerAddresses, WorkerInit, WorkerPeers},
+    control::{
+        FromWorker, JobSecretKey, PROTOCOL_VERSION, ToWorker, WorkerAddresses, WorkerInit, WorkerPeers,
+    },
     event::Event,
     exit::WorkerExit,
     frame,
@@ -231,7 +233,7 @@ impl TestAgents<'_> {
                 addresses: a.clone(),
             };
             let members = listening.iter().map(member).collect();
-            let peers = WorkerPeers { attempt: ATTEMPT, key: JobKey([3; 32]), members, nccl_id: None };
+            let peers = WorkerPeers { attempt: ATTEMPT, key: JobSecretKey([3; 32]), members, nccl_id: None };
             (0..self.hosts.len()).for_each(|r| self.send_to_worker(r, &ToWorker::Peers(peers.clone())));
         }
     }

@@ -130,7 +130,7 @@ pub(crate) fn combine_train_section_errors(mut mistakes: Vec<Diagnostic>) -> Err
     }
     let message = format!("the train section has {} mistakes", mistakes.len());
     let summary = Diagnostic::error(codes::training::TRAIN_INVALID, message);
-    mistakes.into_iter().fold(summary, Diagnostic::with_detail).into()
+    mistakes.into_iter().fold(summary, Diagnostic::with_detail_diagnostic).into()
 }
 
 /// Converts an error of reading pretrained LoRA adapters to one that names the key of job.yaml with

@@ -262,7 +262,7 @@ impl RecvPlan {
 
     /// Returns how many token rows this rank receives for each of its experts from each sender,
     /// ordered by expert, then by sender.
-    fn list_counts_by_expert(&self) -> Vec<usize> {
+    fn list_sender_counts_by_expert(&self) -> Vec<usize> {
         let of_expert = |e: usize| (0..self.count_senders()).map(move |s| self.counts[s * self.experts + e]);
         (0..self.experts).flat_map(of_expert).collect()
     }
@@ -270,7 +270,7 @@ impl RecvPlan {
     /// Computes where the token rows of each expert are in the received rows after these are sorted
     /// by expert and then by sender.
     pub fn compute_expert_ranges(&self) -> Vec<Range<usize>> {
-        let counts = self.list_counts_by_expert();
+        let counts = self.list_sender_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
         let senders = self.count_senders();
         let range = |e: usize| {
@@ -283,7 +283,7 @@ impl RecvPlan {
     /// Computes where each expert's token rows from the rank `sender` are in the received rows
     /// after these are sorted by expert and then by sender.
     pub fn compute_expert_ranges_from(&self, sender: usize) -> Vec<Range<usize>> {
-        let counts = self.list_counts_by_expert();
+        let counts = self.list_sender_counts_by_expert();
         let offsets = compute_start_offsets(&counts);
         let range = |e: usize| {
             let i = e * self.count_senders() + sender;
@@ -299,8 +299,10 @@ impl RecvPlan {
     /// expert), and the index of the block's first row after rows are sorted by expert, then by
     /// sender.
     pub fn list_row_blocks(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
-        let (received, sorted) =
-            (compute_start_offsets(&self.counts), compute_start_offsets(&self.list_counts_by_expert()));
+        let (received, sorted) = (
+            compute_start_offsets(&self.counts),
+            compute_start_offsets(&self.list_sender_counts_by_expert()),
+        );
         let senders = self.count_senders();
         self.counts.iter().enumerate().map(move |(i, &n)| {
             let (sender, expert) = (i / self.experts, i % self.experts);

@@ -211,7 +211,7 @@ fn train_as_rank(
         resume_or_start_from_model(session, init, ready, &dirs, &samples.digest, pretrained.as_mut())?;
     if let Some(resumed) = &resumed {
         (metadata.rng_generation, metadata.rng_decision) =
-            resumed.decide_rng_generation(job.resume.rng, init.world as usize);
+            resumed.count_reseeds_and_record_resume(job.resume.rng, init.world as usize);
     }
     let mut saver = create_checkpoint_saver(job, &root, layout.clone(), metadata, (memory, resumed));
     report_ready_to_train(session, &running, parameters, is_leader)?;

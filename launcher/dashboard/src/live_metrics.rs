@@ -2,7 +2,7 @@
 //! an active run.
 use protocol::{
     control::{GpuUsage, HostUsage, WorkerUsage},
-    run_status::RunStatus,
+    run_measurements::RunMeasurements,
     step_times::RankTimes,
 };
 
@@ -153,7 +153,7 @@ pub(crate) const LIVE_METRICS: [LiveMetric; 22] = [
 impl LiveMetric {
     /// Lists the values of the metric for all ranks, hosts or GPUs of a run, with labels such as
     /// the rank.
-    pub(crate) fn list_samples(&self, status: &RunStatus) -> Vec<LabeledValue> {
+    pub(crate) fn list_samples(&self, status: &RunMeasurements) -> Vec<LabeledValue> {
         let rank_label = |rank: u32| vec![("rank", rank.to_string())];
         let hosts = status
             .hosts
@@ -192,7 +192,7 @@ impl LiveMetric {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use protocol::{run_status::HostStatus, step_times::StepTimes};
+    use protocol::{run_measurements::HostUsageSample, step_times::StepTimes};
 
     #[test]
     fn ranks_hosts_and_gpus_have_samples() {
@@ -204,10 +204,10 @@ mod tests {
             workers: vec![WorkerUsage { rank: 1, throttled_us: 500_000, ..WorkerUsage::default() }],
             ..HostUsage::default()
         };
-        let status = RunStatus {
+        let status = RunMeasurements {
             step_times: StepTimes { step: 9, steps: 2, ranks: vec![times(600_000), times(200_000)] },
-            hosts: vec![HostStatus { host: "a".into(), time: 1.0, usage }],
-            ..RunStatus::default()
+            hosts: vec![HostUsageSample { host: "a".into(), time: 1.0, usage }],
+            ..RunMeasurements::default()
         };
         let list = |name: &str| {
             let metric = LIVE_METRICS.iter().find(|metric| metric.name == name).expect("a metric");

@@ -62,14 +62,14 @@ impl Request {
         };
         for header in parsed.headers.iter() {
             let value = std::str::from_utf8(header.value).map_err(|_| RequestError::Malformed)?.trim();
-            request.add_header(&header.name.to_ascii_lowercase(), value)?;
+            request.store_known_header(&header.name.to_ascii_lowercase(), value)?;
         }
         Ok(Some(request))
     }
 
     /// Stores the value of an HTTP header if the dashboard uses this header. `name` is in lower
     /// case.
-    fn add_header(&mut self, name: &str, value: &str) -> Result<(), RequestError> {
+    fn store_known_header(&mut self, name: &str, value: &str) -> Result<(), RequestError> {
         let single = match name {
             "host" => &mut self.host,
             "origin" => &mut self.origin,

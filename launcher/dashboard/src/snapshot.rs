@@ -6,7 +6,7 @@ use crate::{
     run_source::RunInfo,
     status_reader::is_recent,
 };
-use protocol::run_status::RunStatus;
+use protocol::run_measurements::RunMeasurements;
 use serde_json::Value;
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ pub struct RunSnapshot {
     /// The state of each rank.
     pub states: Vec<RankState>,
     /// The newest measurements; `None` if there are none, or if they are old.
-    pub status: Option<RunStatus>,
+    pub status: Option<RunMeasurements>,
     /// The newest events, oldest first, as JSON objects. Steps are left out.
     pub events: Vec<Value>,
     /// The loss over the steps, as pairs of step and loss.

@@ -1,8 +1,8 @@
-//! [`StatusJson`]: the newest measurements of a run (step times, usage of hosts, slow ranks), in
-//! the JSON form that the page receives.
+//! [`RunMeasurementsJson`]: the newest measurements of a run (step times, usage of hosts, slow
+//! ranks), in the JSON form that the page receives.
 use protocol::{
     event::StragglerReport,
-    run_status::{HostStatus, RunStatus},
+    run_measurements::{HostUsageSample, RunMeasurements},
     step_times::RankTimes,
 };
 use serde::Serialize;
@@ -14,7 +14,7 @@ const MAX_RANKS: usize = 16 << 10;
 /// the page of the dashboard receives. The times of the ranks are lists by rank, which are shorter
 /// than a list of objects.
 #[derive(Debug, Serialize)]
-pub(crate) struct StatusJson<'a> {
+pub(crate) struct RunMeasurementsJson<'a> {
     time: f64,
     attempt: u32,
     /// The number of optimizer steps that were done.
@@ -27,20 +27,20 @@ pub(crate) struct StatusJson<'a> {
     waiting_ms: Vec<f64>,
     /// The mean time per step for which collectives of each rank ran, in milliseconds.
     collective_ms: Vec<f64>,
-    hosts: &'a [HostStatus],
+    hosts: &'a [HostUsageSample],
     stragglers: &'a [StragglerReport],
 }
 
-impl StatusJson<'_> {
+impl RunMeasurementsJson<'_> {
     /// Converts the measurements in a run's status file to the JSON form that the page receives.
-    pub(crate) fn new(status: &RunStatus) -> StatusJson<'_> {
+    pub(crate) fn new(status: &RunMeasurements) -> RunMeasurementsJson<'_> {
         let times = &status.step_times;
         let steps = times.steps.max(1) as f64;
         let list = |time: fn(&RankTimes) -> u64| {
             let ranks = times.ranks.iter().take(MAX_RANKS);
             ranks.map(|rank| (time(rank) as f64 / 10.0 / steps).round() / 100.0).collect()
         };
-        StatusJson {
+        RunMeasurementsJson {
             time: status.time,
             attempt: status.attempt,
             step: times.step,

@@ -1,7 +1,7 @@
 //! Reads the newest measurements of a run (step times, usage of hosts, slow ranks) from its status
 //! file, within limits.
 use crate::{journal_line::truncate_text, run_source::RunSource};
-use protocol::run_status::{RunStatus, STATUS_FILE, STATUS_VERSION};
+use protocol::run_measurements::{RunMeasurements, STATUS_FILE, STATUS_VERSION};
 use std::{
     io::Read,
     path::Path,
@@ -22,20 +22,20 @@ const MAX_STATUS_AGE_S: f64 = 60.0;
 
 /// Reads the newest measurements of a run from the status file in its run directory. Returns `None`
 /// if the file is missing, too long or damaged.
-pub(crate) fn read_status(source: &dyn RunSource, run_dir: &Path) -> Option<RunStatus> {
+pub(crate) fn read_run_measurements(source: &dyn RunSource, run_dir: &Path) -> Option<RunMeasurements> {
     let mut bytes = Vec::new();
     let file = source.open_file(&run_dir.join(STATUS_FILE)).ok()?;
     file.take(MAX_STATUS_BYTES + 1).read_to_end(&mut bytes).ok()?;
     if bytes.len() as u64 > MAX_STATUS_BYTES {
         return None;
     }
-    parse_status(&bytes)
+    parse_run_measurements(&bytes)
 }
 
 /// Parses the content of a run's status file, which contains its newest measurements. Shortens its
 /// lists and texts. Returns `None` for another version or damaged content.
-pub(crate) fn parse_status(bytes: &[u8]) -> Option<RunStatus> {
-    let mut status: RunStatus = serde_json::from_slice(bytes).ok()?;
+pub(crate) fn parse_run_measurements(bytes: &[u8]) -> Option<RunMeasurements> {
+    let mut status: RunMeasurements = serde_json::from_slice(bytes).ok()?;
     if status.version != STATUS_VERSION {
         return None;
     }
@@ -55,7 +55,7 @@ pub(crate) fn parse_status(bytes: &[u8]) -> Option<RunStatus> {
 
 /// Returns whether measurements of a run are at most a minute old, so that they describe its
 /// present state.
-pub(crate) fn is_recent(status: &RunStatus) -> bool {
+pub(crate) fn is_recent(status: &RunMeasurements) -> bool {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
     (now - status.time).abs() < MAX_STATUS_AGE_S
 }
@@ -69,7 +69,7 @@ mod tests {
     fn a_damaged_or_long_status_is_not_shown() {
         let directory = tempfile::tempdir().expect("a directory");
         let write = |text: &str| std::fs::write(directory.path().join(STATUS_FILE), text).expect("written");
-        let read = || read_status(&AnyFileSource, directory.path());
+        let read = || read_run_measurements(&AnyFileSource, directory.path());
         assert_eq!(read(), None);
         for text in ["", "[]", "{", r#"{"hosts":7}"#, "\0"] {
             write(text);

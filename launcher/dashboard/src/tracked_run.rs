@@ -8,10 +8,10 @@ use crate::{
     run_source::{RunInfo, RunSource},
     run_view::{RunView, SERIES_COUNT, SERIES_NAMES},
     series::{SeriesReadPosition, SeriesUpdate},
-    status_json::StatusJson,
-    status_reader::read_status,
+    status_json::RunMeasurementsJson,
+    status_reader::read_run_measurements,
 };
-use protocol::run_status::RunStatus;
+use protocol::run_measurements::RunMeasurements;
 use serde::Serialize;
 use serde_json::Value;
 use std::{
@@ -51,7 +51,7 @@ pub(crate) struct TrackedRun {
     version: u64,
     output_ages: BTreeMap<u32, Duration>,
     /// The newest measurements; `None` if there are none.
-    pub(crate) status: Option<RunStatus>,
+    pub(crate) status: Option<RunMeasurements>,
     next_state: Instant,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct RunUpdate<'a> {
     ranks: GridJson<'a>,
     /// The newest measurements; absent if there are none.
     #[serde(skip_serializing_if = "Option::is_none")]
-    status: Option<StatusJson<'a>>,
+    status: Option<RunMeasurementsJson<'a>>,
     series: BTreeMap<&'static str, SeriesUpdate>,
     events: Vec<Value>,
     /// All marks; absent if no mark was added.
@@ -142,7 +142,7 @@ impl TrackedRun {
             self.info = info;
             self.version += 1;
         }
-        let status = read_status(source, &self.info.run_dir);
+        let status = read_run_measurements(source, &self.info.run_dir);
         if status != self.status {
             self.status = status;
             self.version += 1;
@@ -181,7 +181,7 @@ impl TrackedRun {
             numbers: serde_json::to_value(&self.view.numbers).unwrap_or_default(),
             share: self.share,
             ranks: self.view.grid.to_json(&self.output_ages),
-            status: self.status.as_ref().map(StatusJson::new),
+            status: self.status.as_ref().map(RunMeasurementsJson::new),
             series,
             events,
             marks,

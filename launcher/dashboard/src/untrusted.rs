@@ -1,5 +1,7 @@
 //! Calls every parser of untrusted input in this crate, for fuzz targets and robustness tests.
-use crate::{log_files::to_printable_line, request::Request, run_view::RunView, status_reader::parse_status};
+use crate::{
+    log_files::to_printable_line, request::Request, run_view::RunView, status_reader::parse_run_measurements,
+};
 
 /// The result of a parser: success, or its first error.
 pub type ParseResult = Result<(), Box<dyn std::error::Error + Send + Sync>>;
@@ -15,7 +17,7 @@ pub fn parse_journal(bytes: &[u8]) -> ParseResult {
 /// Calls the parser of a run's status file, which contains its newest measurements, with arbitrary
 /// bytes, for fuzzing. Fails if the file would not be shown.
 pub fn parse_run_status(bytes: &[u8]) -> ParseResult {
-    parse_status(bytes).map(drop).ok_or_else(|| "the measurements are not valid".into())
+    parse_run_measurements(bytes).map(drop).ok_or_else(|| "the measurements are not valid".into())
 }
 
 /// Calls the parser of the head of an HTTP request with arbitrary bytes, for fuzzing. Fails if a

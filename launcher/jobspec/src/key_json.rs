@@ -34,15 +34,15 @@ impl JobSpec {
 fn rename_field(fields: &mut Map<String, Value>, name: &DeprecatedName) {
     for suffix in FIELD_SUFFIXES {
         let Some(value) = fields.remove(&format!("{}{suffix}", name.old)) else { continue };
-        let renamed = name.values.iter().find(|(old, _)| serialize_value(old) == value);
-        let value = renamed.map_or(value, |(_, new)| serialize_value(new));
+        let renamed = name.values.iter().find(|(old, _)| serialize_keyword(old) == value);
+        let value = renamed.map_or(value, |(_, new)| serialize_keyword(new));
         fields.insert(format!("{}{suffix}", name.new), value);
     }
 }
 
 /// Converts a keyword or boolean from its form in job.yaml to its form in the serialized job:
 /// `true` to a boolean, `host` to the name `Host` of an enum variant.
-fn serialize_value(value: &str) -> Value {
+fn serialize_keyword(value: &str) -> Value {
     match value {
         "true" => Value::Bool(true),
         "false" => Value::Bool(false),

@@ -57,7 +57,7 @@ pub use spec::{
     ports::PortSelection,
     run::{ControllerLossAction, CpuBind, LogsSpec, MinHosts, RunSpec, VisibleDevices},
     schedule::{ScheduleName, ScheduleSpec},
-    signals::{SignalAction, Signals},
+    signals::{RunSignalActions, SignalAction},
     slurm::SlurmSpec,
     ssh::{KnownHosts, SshClient, SshConfig, SshSpec},
     straggler::StragglerSpec,

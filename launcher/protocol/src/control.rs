@@ -10,7 +10,7 @@ mod host_network;
 mod host_plan;
 mod host_usage;
 mod inventory;
-mod join;
+mod node_join;
 mod peers;
 mod supervision;
 
@@ -21,8 +21,8 @@ pub use host_network::{is_routable, select_host_address};
 pub use host_plan::{HostPlan, WorkerPlan};
 pub use host_usage::{GpuUsage, HostUsage, WorkerUsage};
 pub use inventory::{HostInventory, InterfaceAddress};
-pub use join::{JobSettingHash, JoinAnswer, JoinRequest};
-pub use peers::{JobKey, MAX_ADDRESSES, WorkerAddresses, WorkerPeers};
+pub use node_join::{JobSettingHash, JoinAnswer, JoinRequest};
+pub use peers::{JobSecretKey, MAX_ADDRESSES, WorkerAddresses, WorkerPeers};
 pub use supervision::{
     AdoptedAgent, AttachPurpose, AttachRejection, AttachRequest, ControllerToken, SupervisionTerms,
 };

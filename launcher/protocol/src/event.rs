@@ -12,4 +12,6 @@ mod straggler_report;
 pub use event_json::TimedEvent;
 pub use event_schema::EventSchema;
 pub use run_event::{Event, FailureReport, ResumeSource, WorkerPhase};
-pub use straggler_report::{StepTimesReport, StragglerReason, StragglerReport, StragglerState, TimeRange};
+pub use straggler_report::{
+    StepTimesReport, StragglerReason, StragglerReport, StragglerState, TimeStatistics,
+};

@@ -14,7 +14,7 @@ pub mod host_name;
 pub mod network_probe;
 pub mod preflight;
 pub mod probe;
-pub mod run_status;
+pub mod run_measurements;
 pub mod step_times;
 pub mod straggler;
 pub mod worker_status;

@@ -1,6 +1,6 @@
 //! The requests of `launch check --network` to agents, and their answers about network interfaces,
 //! RDMA devices, and the connections between two hosts.
-use crate::control::JobKey;
+use crate::control::JobSecretKey;
 use diagnostic::Diagnostic;
 use jobspec::{InterfaceSelector, PortSelection};
 use serde::{Deserialize, Serialize};
@@ -23,7 +23,7 @@ pub const MAX_STREAMS: u32 = 4;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NetworkRequest {
     /// The secret with which the agents prove to each other that they belong to the job.
-    pub key: JobKey,
+    pub key: JobSecretKey,
     /// `cluster.interface`, which selects the address at which the agent listens.
     pub interface: InterfaceSelector,
     /// Whether the address at which the controller reached the host is preferred, as for workers.

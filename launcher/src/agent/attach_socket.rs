@@ -22,8 +22,8 @@ use nix::{
     },
 };
 use protocol::control::{
-    AttachPurpose, AttachRejection, AttachRequest, ControllerToken, FromAgent, JobKey, PROTOCOL_VERSION,
-    SupervisionTerms, ToAgent,
+    AttachPurpose, AttachRejection, AttachRequest, ControllerToken, FromAgent, JobSecretKey,
+    PROTOCOL_VERSION, SupervisionTerms, ToAgent,
 };
 use std::{
     io,
@@ -75,7 +75,7 @@ pub(super) struct AttachConnection {
 
 /// Derives the names that the Unix socket of an agent may have from the run `run` and the host
 /// `host`, in the order in which agents try them.
-fn derive_socket_names(key: &JobKey, run: &str, host: &str) -> impl Iterator<Item = String> {
+fn derive_socket_names(key: &JobSecretKey, run: &str, host: &str) -> impl Iterator<Item = String> {
     let mut hasher = blake3::Hasher::new_keyed(&key.0);
     for part in ["launch agent socket", run, host] {
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
@@ -95,7 +95,7 @@ fn is_peer_of_user_or_root(socket: &impl AsFd) -> bool {
 
 /// Connects to the Unix socket of the agent of the run `run` that is already alive on this host.
 /// Returns `None` if there is none. Fails on a system without abstract sockets. Never blocks.
-fn connect_to_agent_socket(key: &JobKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
+fn connect_to_agent_socket(key: &JobSecretKey, run: &str, host: &str) -> io::Result<Option<StdStream>> {
     for name in derive_socket_names(key, run, host) {
         let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
         let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
@@ -145,7 +145,7 @@ pub(super) enum HostLockError {
 /// on a system without abstract sockets. Fails if the older agent does not end.
 pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdListener>, HostLockError> {
     let deadline = Instant::now() + EVICTION_TIMEOUT;
-    let mut eviction = Box::pin(request_eviction(terms));
+    let mut eviction = Box::pin(request_agent_eviction(terms));
     let mut has_answered = false;
     loop {
         match bind_unless_in_use(terms) {
@@ -164,7 +164,7 @@ pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdList
                     // The older agent has accepted no connection yet.
                     Some(Err(_)) => {
                         sleep(EXIT_CHECK_INTERVAL).await;
-                        eviction = Box::pin(request_eviction(terms));
+                        eviction = Box::pin(request_agent_eviction(terms));
                     }
                     Some(Ok(_)) => has_answered = true,
                     None => {}
@@ -185,7 +185,7 @@ pub(super) async fn lock_host(terms: &SupervisionTerms) -> Result<Option<StdList
 
 /// Asks the older agent of the run on this host to end, and waits for that agent's answer. Returns
 /// `None` if the agent has ended without an answer.
-async fn request_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>, AttachRejection> {
+async fn request_agent_eviction(terms: &SupervisionTerms) -> Result<Option<FromAgent>, AttachRejection> {
     let request = AttachRequest {
         version: PROTOCOL_VERSION,
         run: terms.run.clone(),
@@ -321,7 +321,7 @@ mod tests {
         SupervisionTerms {
             run: run.to_owned(),
             host: "h0".into(),
-            key: JobKey([7; 32]),
+            key: JobSecretKey([7; 32]),
             token: ControllerToken { epoch: 1, id: 5 },
             number,
             host_lease_ms: 5000,
@@ -383,7 +383,7 @@ mod tests {
                 version: PROTOCOL_VERSION,
                 run: run.clone(),
                 host: "h0".into(),
-                key: JobKey([7; 32]),
+                key: JobSecretKey([7; 32]),
                 token: ControllerToken::default(),
                 host_lease_ms: 5000,
                 purpose: AttachPurpose::Adopt,
@@ -394,14 +394,14 @@ mod tests {
             );
             let listener = lock_host(&build_terms(&run, 1)).await.expect("free").expect("a socket");
             let mut other = build_terms(&run, 1);
-            other.key = JobKey([8; 32]);
+            other.key = JobSecretKey([8; 32]);
             let (sender, mut requests) = mpsc::channel(1);
             tokio::spawn(accept_connections(listener, other, sender));
             let rejection = send_request_to_agent(&request).await.map(drop).expect_err("another key");
             assert!(matches!(rejection, AttachRejection::Failed(_)), "{rejection:?}");
             assert!(requests.try_recv().is_err());
             // Another key leads to another socket.
-            request.key = JobKey([9; 32]);
+            request.key = JobSecretKey([9; 32]);
             assert_eq!(
                 send_request_to_agent(&request).await.map(drop).expect_err("no agent"),
                 AttachRejection::NoAgent

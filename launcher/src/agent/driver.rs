@@ -33,7 +33,7 @@ use crate::{
 };
 use controller_connection::{ConnectionNumber, ControllerConnection};
 use diagnostic::Diagnostic;
-use exec_state::ExecCommands;
+use exec_state::LaunchExecCommands;
 use jobspec::ids::Rank;
 use nix::sys::signal::Signal;
 use opened_logs::OpenedLogs;
@@ -166,7 +166,7 @@ pub(super) struct AgentDriver {
     /// The number of such commands that have not ended.
     running_removals: usize,
     /// The commands of `launch exec`.
-    exec: ExecCommands,
+    exec: LaunchExecCommands,
     /// The directory with the hook by which programs report their collectives; `None` without
     /// `run.hang_timeout`, and if the directory cannot be created.
     hang_hook: Option<HookDirectory>,
@@ -236,7 +236,7 @@ impl AgentDriver {
             spawner: WorkerSpawner::start()?,
             container_removals: HashMap::new(),
             running_removals: 0,
-            exec: ExecCommands::new(),
+            exec: LaunchExecCommands::new(),
             activation: None,
             copy_memory: None,
             status_memory: None,

@@ -20,7 +20,7 @@ use std::{
 const MIN_RECORD_INTERVAL: Duration = Duration::from_secs(1);
 /// The size in bytes of one entry of the file `rank-N.log.times`: a time and the size of the log at
 /// that time.
-const PAIR_BYTES: usize = 16;
+const TIME_ENTRY_BYTES: usize = 16;
 /// The largest size, in bytes, of the file `rank-N.log.times`, which records at which times the log
 /// of a rank had which sizes. It is reached after twelve days with output every second. After that,
 /// no more times are recorded.
@@ -43,7 +43,7 @@ impl LogTimesWriter {
         let file = open_private_file_for_appending(&log_times_path(log)).ok();
         let size = file.as_ref().and_then(|f| f.metadata().ok()).map_or(0, |m| m.len());
         // A pair that a crash truncated would misalign all later ones.
-        let whole = size - size % PAIR_BYTES as u64;
+        let whole = size - size % TIME_ENTRY_BYTES as u64;
         let size = file.as_ref().filter(|f| f.set_len(whole).is_ok()).map_or(size, |_| whole);
         LogTimesWriter { file, size, last: None }
     }
@@ -58,10 +58,10 @@ impl LogTimesWriter {
             return;
         }
         self.last = Some(Instant::now());
-        let mut pair = [0; PAIR_BYTES];
+        let mut pair = [0; TIME_ENTRY_BYTES];
         pair[..8].copy_from_slice(&read_unix_time_ms().to_le_bytes());
         pair[8..].copy_from_slice(&bytes.to_le_bytes());
-        self.size += PAIR_BYTES as u64;
+        self.size += TIME_ENTRY_BYTES as u64;
         let written = self.file.as_mut().map_or(Ok(()), |file| file.write_all(&pair));
         if written.is_err() {
             self.file = None;
@@ -78,10 +78,10 @@ pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     let mut bytes = Vec::new();
     let read =
         open_regular_file(&log_times_path(log)).and_then(|f| f.take(MAX_FILE_BYTES).read_to_end(&mut bytes));
-    if read.is_err() || bytes.len() < PAIR_BYTES {
+    if read.is_err() || bytes.len() < TIME_ENTRY_BYTES {
         return 0;
     }
-    let pairs = bytes.chunks_exact(PAIR_BYTES).map(|pair| {
+    let pairs = bytes.chunks_exact(TIME_ENTRY_BYTES).map(|pair| {
         let number =
             |start: usize| pair[start..start + 8].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b));
         (number(0), number(8))
@@ -101,7 +101,7 @@ pub(crate) fn find_offset_at(log: &Path, since_ms: u64, end: u64) -> u64 {
     if newest < since_ms {
         end
     } else {
-        bytes.chunks_exact(PAIR_BYTES).next_back().map_or(0, decode_log_size).min(end)
+        bytes.chunks_exact(TIME_ENTRY_BYTES).next_back().map_or(0, decode_log_size).min(end)
     }
 }
 
@@ -151,7 +151,11 @@ mod tests {
         let before = read_unix_time_ms();
         (0..1000).for_each(|n| times.record_size(n));
         let bytes = fs::read(log_times_path(&log)).expect("times");
-        assert!(bytes.len() >= PAIR_BYTES && bytes.len() <= 5 * PAIR_BYTES, "{} bytes", bytes.len());
+        assert!(
+            bytes.len() >= TIME_ENTRY_BYTES && bytes.len() <= 5 * TIME_ENTRY_BYTES,
+            "{} bytes",
+            bytes.len()
+        );
         assert_eq!(find_offset_at(&log, before, 1000), 0);
         let mut unwritable = LogTimesWriter::open(Path::new("/proc/nowhere/x.log"));
         unwritable.record_size(1);

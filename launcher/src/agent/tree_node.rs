@@ -315,7 +315,7 @@ impl TreeNode {
     /// were closed because their queues were full.
     fn execute_actions(&mut self) {
         loop {
-            let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
+            let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed_links());
             if actions.is_empty() && overflowed.is_empty() {
                 return;
             }

@@ -1,6 +1,6 @@
 //! The trait [`Cluster`]: a provider of hosts for jobs, such as this machine, SSH or a scheduler.
 use super::{
-    batch_job::{BatchJob, Preemption, Submission, SubmitRequest},
+    batch_scheduler_types::{BatchJob, Preemption, Submission, SubmitRequest},
     host_target::HostTarget,
     transport::{ConnectionStage, Transport},
 };
@@ -26,14 +26,14 @@ pub(crate) trait Cluster: Sync {
 
     /// Returns settings by which `launch check` checks the hosts of this provider, such as the
     /// names of the checks for the stages of a connection.
-    fn preflight(&self) -> ClusterCheckSettings {
+    fn check_settings(&self) -> ClusterCheckSettings {
         ClusterCheckSettings { stages: &[(ConnectionStage::Agent, "agent")], declares_slots: false }
     }
 
     /// Returns the batch job in which launch runs, with the function by which `--requeue` queues it
     /// again. Returns `None` if the provider has no queue. Fails if launch does not run in a batch
     /// job.
-    fn requeue(&self, _job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
+    fn find_requeueable_batch_job(&self, _job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
         Ok(None)
     }
 
@@ -59,7 +59,7 @@ pub(crate) trait Cluster: Sync {
 
     /// Returns what agents do by default when the controller of a run on hosts of this provider is
     /// lost, such as to continue without it.
-    fn on_controller_loss(&self) -> ControllerLossAction {
+    fn default_controller_loss_action(&self) -> ControllerLossAction {
         ControllerLossAction::Stop
     }
 

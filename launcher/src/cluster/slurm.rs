@@ -6,7 +6,7 @@ mod batch_script;
 mod slurm_commands;
 mod slurm_transport;
 mod srun;
-mod step;
+mod srun_process;
 mod step_connection;
 mod step_listener;
 mod step_variables;
@@ -16,7 +16,7 @@ pub(crate) use allocation::parse_untrusted_variables;
 pub(super) use step_variables::read_slurm_variables;
 
 use super::{
-    batch_job::{BatchJob, Preemption, Submission, SubmitRequest},
+    batch_scheduler_types::{BatchJob, Preemption, Submission, SubmitRequest},
     host_target::HostTarget,
     provider::{Cluster, ClusterError},
     transport::Transport,
@@ -55,7 +55,7 @@ impl Cluster for SlurmCluster {
         Ok(Box::new(SlurmTransport::new(require_allocation()?, job)))
     }
 
-    fn requeue(&self, job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
+    fn find_requeueable_batch_job(&self, job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
         match read_current_allocation() {
             Ok(Some(found)) => Ok(Some(BatchJob {
                 label: format!("Slurm job {}", found.job),
@@ -91,7 +91,7 @@ impl Cluster for SlurmCluster {
         Ok(batch_script::submit_script(&script, options)?)
     }
 
-    fn on_controller_loss(&self) -> ControllerLossAction {
+    fn default_controller_loss_action(&self) -> ControllerLossAction {
         ControllerLossAction::Continue
     }
 

@@ -63,7 +63,7 @@ impl Cluster for SshCluster {
         Ok(Box::new(SshTransport::new(job, &hosts)?))
     }
 
-    fn preflight(&self) -> ClusterCheckSettings {
+    fn check_settings(&self) -> ClusterCheckSettings {
         ClusterCheckSettings { stages: STAGE_CHECK_NAMES, declares_slots: true }
     }
 }

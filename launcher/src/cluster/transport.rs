@@ -168,7 +168,7 @@ pub(crate) trait RemoteConnection: Send + fmt::Debug {
 
     /// Describes the external SSH client (OpenSSH) that carries the connection, and why that client
     /// was chosen. Returns `None` without such a program.
-    fn client(&self) -> Option<String> {
+    fn external_client_description(&self) -> Option<String> {
         None
     }
 

@@ -1,8 +1,8 @@
 //! `launch attach`: starts another controller for a run whose controller was lost.
 use super::{
     context::CommandContext,
+    job_preparation::discover_inventory,
     output,
-    prepare::discover_inventory,
     ps::resolve_run,
     run::{PREPARE_PROGRAM_RESUME_FN, build_hosts_error, find_cluster, parse_detached_option},
 };

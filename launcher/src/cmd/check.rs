@@ -11,9 +11,9 @@ mod render;
 
 use super::{
     context::CommandContext,
+    job_preparation::{JobArgs, JobLoadRequest, LoadedJob},
     node_role::{NodeArgs, NodeRole, choose_role},
     output::{print_json, print_text},
-    prepare::{JobArgs, JobRequest, LoadedJob},
 };
 use crate::cluster::{find_host_provider, join_run};
 use check_report::CheckReport;
@@ -45,7 +45,7 @@ pub(crate) struct CheckArgs {
 /// Runs `launch check`: checks every host of the job and prints the results. Returns exit code 3 if
 /// a check failed. A node that joins, other than node 0, only answers node 0.
 pub(crate) fn run(args: CheckArgs, context: &CommandContext) -> diagnostic::Result<u8> {
-    let check = |request: &JobRequest| {
+    let check = |request: &JobLoadRequest| {
         let report = check_hosts(request, args.network)?;
         let code = match context.format.json {
             true => print_json(&render::render_json(&report)),
@@ -53,22 +53,22 @@ pub(crate) fn run(args: CheckArgs, context: &CommandContext) -> diagnostic::Resu
         }?;
         Ok(find_failure_exit_code(&report).unwrap_or(code))
     };
-    match choose_role(&args.node, args.job.to_request())? {
+    match choose_role(&args.node, args.job.to_job_load_request())? {
         NodeRole::Alone(request) => check(&request),
         NodeRole::Controller { request, fallback } => match (check(&request), fallback) {
             (Err(error), Some(address)) if error.code() == host::JOIN_ADDRESS_IN_USE => {
-                join_check(&request, &address, None)
+                join_check_as_node(&request, &address, None)
             }
             (result, _) => result,
         },
-        NodeRole::Member { request, address, node_rank } => join_check(&request, &address, node_rank),
+        NodeRole::Member { request, address, node_rank } => join_check_as_node(&request, &address, node_rank),
     }
 }
 
 /// Connects this node to node 0 at `address`, whose `launch check` inspects all nodes of the job,
 /// and lets this node be inspected. Returns the exit code of the check.
-fn join_check(
-    request: &JobRequest,
+fn join_check_as_node(
+    request: &JobLoadRequest,
     address: &RendezvousAddress,
     node_rank: Option<u32>,
 ) -> diagnostic::Result<u8> {
@@ -77,7 +77,7 @@ fn join_check(
 
 /// Loads the job whose hosts `launch check` inspects, and marks the job so that node 0 and the
 /// nodes that join it agree on a check instead of a run.
-fn load_job(request: &JobRequest) -> diagnostic::Result<LoadedJob> {
+fn load_job(request: &JobLoadRequest) -> diagnostic::Result<LoadedJob> {
     let mut loaded = LoadedJob::load(request)?;
     loaded.job.cluster.join.checks_hosts = true;
     Ok(loaded)
@@ -91,7 +91,7 @@ fn find_failure_exit_code(report: &CheckReport) -> Option<u8> {
 /// Starts an agent on every host of the job, requests an inspection from each agent, and evaluates
 /// the answers. With `network`, also measures the connections between the hosts. Blocks until all
 /// hosts have answered or timed out. Fails if the job is invalid or the hosts cannot be determined.
-fn check_hosts(request: &JobRequest, network: bool) -> diagnostic::Result<CheckReport> {
+fn check_hosts(request: &JobLoadRequest, network: bool) -> diagnostic::Result<CheckReport> {
     let loaded = load_job(request)?;
     let job = &loaded.job;
     let located = |error| loaded.convert_cluster_error(error);
@@ -108,15 +108,15 @@ fn check_hosts(request: &JobRequest, network: bool) -> diagnostic::Result<CheckR
         let transport = cluster.transport(job).map_err(located)?;
         let names = hosts.iter().map(|host| host.name.clone()).collect();
         let (agents, reaper) = agents::start_agents(transport, names);
-        let (targets, nonce) = (collect_probe_targets(job), create_nonce());
+        let (targets, nonce) = (collect_probe_targets(job), create_probe_file_nonce());
         let mut sessions = probe::probe_hosts(agents, &targets, &nonce, compute_peer_timeout_ms(job)).await;
         let mut measured = None;
         if let Some(targets) = &network {
             let (measured_sessions, found) = measure_network(sessions, targets).await;
             (sessions, measured) = (measured_sessions, Some(found));
         }
-        let (probes, agents) = probe::split_sessions(sessions);
-        let mut report = evaluate::evaluate_probes(job, &hosts, cluster.preflight(), probes);
+        let (probes, agents) = probe::separate_results_from_agents(sessions);
+        let mut report = evaluate::evaluate_probes(job, &hosts, cluster.check_settings(), probes);
         if let Some(measured) = measured {
             network::add_network_checks(&mut report, &measured);
         }
@@ -155,7 +155,7 @@ fn compute_peer_timeout_ms(job: &JobSpec) -> u64 {
 
 /// Creates a text that is unique for each run of `launch check`, for the names of the files by
 /// which the check finds out which hosts share a directory.
-fn create_nonce() -> String {
+fn create_probe_file_nonce() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{:x}-{:x}", std::process::id(), now.as_nanos())
 }

@@ -10,9 +10,9 @@ pub(crate) use other_launcher::OtherLauncher;
 
 use super::{
     context::CommandContext,
+    job_preparation::discover_inventory,
     node_role::NodeArgs,
     output::{combine_mistakes, print_text},
-    prepare::discover_inventory,
     run::run_command_line_job,
 };
 use crate::{

@@ -5,8 +5,8 @@ mod yaml_text;
 
 use super::{
     context::CommandContext,
+    job_preparation::{JobArgs, JobLoadRequest, LoadedJob},
     output::{print_file_text, print_json},
-    prepare::{JobArgs, JobRequest, LoadedJob},
 };
 use crate::cluster::{self, Submission, SubmitRequest};
 use clap::{Args, Subcommand};
@@ -40,7 +40,7 @@ pub(crate) fn run(args: ManifestArgs, context: &CommandContext) -> diagnostic::R
         Scheduler::Slurm(args) => print_batch_script(&args),
         Scheduler::Kubernetes(args) => {
             let source = JobSource::File(args.job.job.clone());
-            let loaded = LoadedJob::load(&JobRequest { source, set: args.job.set.clone() })?;
+            let loaded = LoadedJob::load(&JobLoadRequest { source, set: args.job.set.clone() })?;
             let objects = kubernetes::build_objects(&args, &loaded.job)?;
             match context.format.json {
                 true => print_json(&json!({"apiVersion": "v1", "kind": "List", "items": objects})),
@@ -53,7 +53,7 @@ pub(crate) fn run(args: ManifestArgs, context: &CommandContext) -> diagnostic::R
 /// Prints the Slurm batch script that `launch sbatch` would submit for a job, and returns the exit
 /// code.
 fn print_batch_script(args: &JobArgs) -> diagnostic::Result<u8> {
-    let loaded = LoadedJob::load(&args.to_request())?;
+    let loaded = LoadedJob::load(&args.to_job_load_request())?;
     let job = loaded.job.clone();
     let request = SubmitRequest { job, job_file: &args.job, set: &args.set, options: &[], print: true };
     match cluster::submit_job("sbatch", request).map_err(|error| loaded.convert_cluster_error(error))? {

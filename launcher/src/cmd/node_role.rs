@@ -1,7 +1,7 @@
 //! [`NodeRole`]: whether this process runs a job alone, controls other nodes on which the user also
 //! starts launch (nodes that join), or is one of these nodes. The options and the environment
 //! variables of the process decide.
-use super::prepare::{JobRequest, LoadedJob};
+use super::job_preparation::{JobLoadRequest, LoadedJob};
 use crate::cluster::{NodeEnvironment, detect_node_environment, find_host_provider, is_own_address};
 use clap::Args;
 use diagnostic::{Diagnostic, codes::host};
@@ -57,11 +57,11 @@ impl NodeArgs {
 #[derive(Debug)]
 pub(super) enum NodeRole {
     /// This process controls the job, on the hosts that the job names.
-    Alone(JobRequest),
+    Alone(JobLoadRequest),
     /// This process is node 0, which controls the job and the other nodes.
     Controller {
         /// The request for the job, to which the settings of the nodes were added.
-        request: JobRequest,
+        request: JobLoadRequest,
         /// The address at which to join as another node if another process of this machine already
         /// is node 0; `None` if this process must be node 0.
         fallback: Option<RendezvousAddress>,
@@ -69,7 +69,7 @@ pub(super) enum NodeRole {
     /// This process is another node than node 0, and joins the run that node 0 controls.
     Member {
         /// The request for the job, to which the settings of the nodes were added.
-        request: JobRequest,
+        request: JobLoadRequest,
         /// The address of node 0.
         address: RendezvousAddress,
         /// The number of this node; `None` to let node 0 choose the number.
@@ -80,7 +80,7 @@ pub(super) enum NodeRole {
 /// Chooses whether this process runs the requested job alone, controls the nodes that join its run,
 /// or is itself a node that joins the run of node 0. Fails if this process is one node of several,
 /// but cannot join the others.
-pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::Result<NodeRole> {
+pub(super) fn choose_role(args: &NodeArgs, request: JobLoadRequest) -> diagnostic::Result<NodeRole> {
     let option = args.find_given_node_option();
     let loaded = LoadedJob::load(&request)?;
     let job = &loaded.job;
@@ -122,7 +122,7 @@ pub(super) fn choose_role(args: &NodeArgs, request: JobRequest) -> diagnostic::R
 
 /// Returns the role of a process that runs a job without other nodes. Replaces `cluster.hosts:
 /// join` in the job by `local`.
-fn build_standalone_role(mut request: JobRequest, job: &JobSpec) -> NodeRole {
+fn build_standalone_role(mut request: JobLoadRequest, job: &JobSpec) -> NodeRole {
     if job.cluster.hosts == HostSelection::Join {
         request.set.push("cluster.hosts=local".to_owned());
     }
@@ -190,7 +190,7 @@ impl NodeSettings {
 
     /// Determines from the settings whether this process controls the nodes that join or is one of
     /// these nodes, and adds the settings as job keys to the request to load the job.
-    fn into_role(self, mut request: JobRequest) -> diagnostic::Result<NodeRole> {
+    fn into_role(self, mut request: JobLoadRequest) -> diagnostic::Result<NodeRole> {
         let NodeSettings { nodes, node_rank, rendezvous, key_file } = self;
         let mut set = |key: &str, value: String| request.set.push(format!("{key}={value}"));
         set("cluster.hosts", "join".to_owned());
@@ -328,7 +328,7 @@ mod tests {
     #[test]
     fn the_settings_of_a_node_become_keys_of_its_job() {
         let source = JobSource::Text { name: "a.yaml".to_owned(), text: "run: {command: [a]}".to_owned() };
-        let request = JobRequest { source, set: Vec::new() };
+        let request = JobLoadRequest { source, set: Vec::new() };
         let args = NodeArgs {
             nodes: Some(NodeCount { min: 2, max: 4 }),
             node_rank: Some(3),

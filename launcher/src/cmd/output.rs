@@ -101,7 +101,7 @@ pub(super) fn combine_mistakes(
     let summary = Diagnostic::error(code, format!("{file} has {count}; {consequence}"))
         .with_subject(file)
         .with_field("mistakes", mistakes.len());
-    mistakes.into_iter().fold(summary, Diagnostic::with_detail)
+    mistakes.into_iter().fold(summary, Diagnostic::with_detail_diagnostic)
 }
 
 /// Returns the error that a command reports if an operation on the file or directory `path` failed.
@@ -135,7 +135,7 @@ mod tests {
     fn an_invalid_job_lists_its_mistakes() {
         let mistake = |text: &str| Diagnostic::error(job::JOB_VALUE_TYPE, text);
         let error = invalid_job_error("a.yaml", vec![mistake("one"), mistake("two")]);
-        assert_eq!((error.code(), error.details().len()), (job::JOB_INVALID, 2));
+        assert_eq!((error.code(), error.detail_diagnostics().len()), (job::JOB_INVALID, 2));
         assert_eq!(error.category().exit_code(), protocol::exit::USAGE);
     }
 }

@@ -3,8 +3,8 @@ mod activated_environment;
 
 use super::{
     context::CommandContext,
+    job_preparation::{JobArgs, JobLoadRequest, PreparedJob, prepare_job},
     output,
-    prepare::{JobArgs, JobRequest, PreparedJob, prepare_job},
 };
 use crate::{
     agent::{environment_activation::activate_environments, environment_changes::EnvironmentChanges},
@@ -28,13 +28,16 @@ use std::fmt::Write;
 /// Runs `launch plan`: prints which worker of a job would run where, with which CPUs, GPUs and
 /// environment, and returns the exit code.
 pub(crate) fn run(args: JobArgs, context: &CommandContext) -> diagnostic::Result<u8> {
-    let prepared = prepare_job(&args.to_request(), &placeholder_run_id(), context.preflight)?;
+    let prepared = prepare_job(&args.to_job_load_request(), &placeholder_run_id(), context.preflight)?;
     print_plan(&prepared, context, false)
 }
 
 /// Runs `launch run --dry-run`: prints the plan of a job and the job with all defaults. Returns the
 /// exit code.
-pub(crate) fn print_dry_run_plan(request: &JobRequest, context: &CommandContext) -> diagnostic::Result<u8> {
+pub(crate) fn print_dry_run_plan(
+    request: &JobLoadRequest,
+    context: &CommandContext,
+) -> diagnostic::Result<u8> {
     print_plan(&prepare_job(request, &placeholder_run_id(), context.preflight)?, context, true)
 }
 
@@ -211,7 +214,7 @@ fn list_workers_with_hosts(p: &PreparedJob) -> impl Iterator<Item = (&str, &Work
 /// Returns the name of each rank's device, such as `cpu`, in the order of ranks.
 fn collect_device_names(p: &PreparedJob) -> Vec<String> {
     let host_devices = |(target, plan): (&HostTarget, &HostPlan)| {
-        let inventory = super::prepare::build_planning_host(target, &p.inventory).inventory;
+        let inventory = super::job_preparation::build_planning_host(target, &p.inventory).inventory;
         crate::plan::list_device_labels(&p.job, &inventory, plan.workers.len() as u32)
     };
     p.hosts.iter().zip(&p.plan.host_plans).flat_map(host_devices).collect()
@@ -337,7 +340,7 @@ mod tests {
             .and_then(|c| c.hosts(&job, &inventory.host))
             .expect("hosts");
         let planning: Vec<_> =
-            hosts.iter().map(|h| super::super::prepare::build_planning_host(h, &inventory)).collect();
+            hosts.iter().map(|h| super::super::job_preparation::build_planning_host(h, &inventory)).collect();
         let attempt = crate::plan::Attempt::default();
         let plan =
             crate::plan::plan_attempt(&job, &planning, &placeholder_run_id(), &attempt).expect("a plan");

@@ -1,9 +1,9 @@
 //! `launch run`: prepares a job and runs the job's controller.
 use super::{
     context::CommandContext,
+    job_preparation::{JobLoadRequest, LoadedJob, PreparedJob, prepare_job},
     node_role::{NodeArgs, NodeRole, choose_role},
     output::{self, OutputFormat},
-    prepare::{JobRequest, LoadedJob, PreparedJob, prepare_job},
 };
 use crate::{
     cluster::{self, Cluster, ClusterError},
@@ -38,7 +38,7 @@ use std::{
 /// The function that the controller calls to prepare the checkpoint from which the program of a job
 /// resumes (`resume.from`).
 pub(super) const PREPARE_PROGRAM_RESUME_FN: controller::ResumePreparer =
-    super::ckpt::resume::prepare_program_resume;
+    super::ckpt::program_resume::prepare_program_resume;
 
 /// Arguments of `launch run`.
 #[derive(Debug, Default, Args)]
@@ -95,7 +95,7 @@ pub(crate) struct RunArgs {
 pub(crate) fn run(args: RunArgs, context: &CommandContext) -> diagnostic::Result<u8> {
     let began = Instant::now();
     let args = RunArgs { set: read_overrides_from_stdin(&args)?, ..args };
-    let request = build_job_request(&args);
+    let request = build_job_load_request(&args);
     run_or_detach_job(&args, request, context, began)
 }
 
@@ -108,7 +108,7 @@ pub(super) fn run_command_line_job(
     context: &CommandContext,
 ) -> diagnostic::Result<u8> {
     let source = JobSource::CommandLine { text, arguments: Vec::new() };
-    let request = JobRequest { source, set: Vec::new() };
+    let request = JobLoadRequest { source, set: Vec::new() };
     run_or_detach_job(&RunArgs { node, ..RunArgs::default() }, Ok(request), context, Instant::now())
 }
 
@@ -116,7 +116,7 @@ pub(super) fn run_command_line_job(
 /// `args` require. `began` is the time at which the command started.
 fn run_or_detach_job(
     args: &RunArgs,
-    request: diagnostic::Result<JobRequest>,
+    request: diagnostic::Result<JobLoadRequest>,
     context: &CommandContext,
     began: Instant,
 ) -> diagnostic::Result<u8> {
@@ -157,7 +157,7 @@ fn run_or_detach_job(
 /// Joins the run that node 0 at `address` controls, with this machine as another node. Returns the
 /// exit code of the run.
 fn join_run_as_node(
-    request: &JobRequest,
+    request: &JobLoadRequest,
     address: &RendezvousAddress,
     node_rank: Option<u32>,
 ) -> diagnostic::Result<u8> {
@@ -174,18 +174,18 @@ fn build_detach_error() -> Diagnostic {
 
 /// Returns a request to load the job file or, without a job file, a job that runs the program of
 /// the command line.
-fn build_job_request(args: &RunArgs) -> diagnostic::Result<JobRequest> {
+fn build_job_load_request(args: &RunArgs) -> diagnostic::Result<JobLoadRequest> {
     let mut set = args.set.clone();
     set.extend(args.pdb.then(|| "run.terminal=0".to_owned()));
     if let Some(job) = &args.job {
-        return Ok(JobRequest { source: JobSource::File(job.clone()), set });
+        return Ok(JobLoadRequest { source: JobSource::File(job.clone()), set });
     }
     let words = args.command.iter().map(|word| word.to_str()).collect::<Option<Vec<_>>>();
     let words = words.ok_or_else(|| {
         let message = "an argument of the program is not UTF-8 text";
         Diagnostic::error(command::ARGUMENT_NOT_UTF8, message)
     })?;
-    Ok(JobRequest { source: build_program_job(&words, &choose_worker_count(args)), set })
+    Ok(JobLoadRequest { source: build_program_job(&words, &choose_worker_count(args)), set })
 }
 
 /// Returns the number of workers per host of a program: `--workers`, the default of torchrun's
@@ -260,7 +260,7 @@ fn derive_job_name(words: &[&str]) -> String {
 /// prints the output of the controller and, with `--json`, the events of the run.
 fn start_detached_run(
     args: &RunArgs,
-    request: &JobRequest,
+    request: &JobLoadRequest,
     context: &CommandContext,
     began: Instant,
 ) -> diagnostic::Result<u8> {
@@ -369,7 +369,11 @@ pub(super) fn parse_detached_option(text: &str) -> diagnostic::Result<(RunId, St
 
 /// Prepares the job and runs the controller of the job in this process. Blocks until the run ends
 /// and returns the exit code of the run.
-fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext) -> diagnostic::Result<u8> {
+fn run_controller(
+    args: &RunArgs,
+    request: &JobLoadRequest,
+    context: &CommandContext,
+) -> diagnostic::Result<u8> {
     let CommandContext { format, preflight, .. } = *context;
     let mut command_line = context.command_line.clone();
     let (run, starter) = match args.detached.as_deref().map(parse_detached_option).transpose()? {
@@ -385,7 +389,7 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
     }
     let PreparedJob { job, inventory, hosts, mut plan, warnings, secrets, mlflow, .. } =
         prepare_job(request, &run, preflight)?;
-    super::terminal::check_terminal(&job, &plan, &hosts, starter.is_some())?;
+    super::terminal_check::check_terminal(&job, &plan, &hosts, starter.is_some())?;
     // The controller reports the warnings, so that the journal contains them too.
     plan.warnings = warnings;
     let prepare_resume = PREPARE_PROGRAM_RESUME_FN;
@@ -393,8 +397,11 @@ fn run_controller(args: &RunArgs, request: &JobRequest, context: &CommandContext
     let cluster = find_cluster(&job)?;
     let transport = cluster.transport(&job).map_err(build_hosts_error)?;
     // A run without a terminal outlives its controller.
-    let default =
-        if starter.is_some() { ControllerLossAction::Continue } else { cluster.on_controller_loss() };
+    let default = if starter.is_some() {
+        ControllerLossAction::Continue
+    } else {
+        cluster.default_controller_loss_action()
+    };
     let on_controller_loss = job.run.on_controller_loss.unwrap_or(default);
     let requeue = if args.requeue { cluster::find_batch_job(&job)? } else { None };
     let batch_job = cluster::identify_batch_job(&command_line)?;

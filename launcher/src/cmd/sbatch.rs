@@ -1,8 +1,8 @@
 //! `launch sbatch`: submits a job to the batch system, or prints its batch script.
 use super::{
     context::CommandContext,
+    job_preparation::{JobLoadRequest, LoadedJob},
     output::{print_file_text, print_json, print_line},
-    prepare::{JobRequest, LoadedJob},
 };
 use crate::{
     cluster::{self, Submission, SubmitRequest},
@@ -34,8 +34,10 @@ pub(crate) struct SbatchArgs {
 ///
 /// Prints the ID of the batch job or, with `--json`, an object with the ID and the output file.
 pub(crate) fn run(args: SbatchArgs, context: &CommandContext) -> diagnostic::Result<u8> {
-    let loaded =
-        LoadedJob::load(&JobRequest { source: JobSource::File(args.job.clone()), set: args.set.clone() })?;
+    let loaded = LoadedJob::load(&JobLoadRequest {
+        source: JobSource::File(args.job.clone()),
+        set: args.set.clone(),
+    })?;
     let (job, name) = (loaded.job.clone(), &loaded.job.name);
     let request =
         SubmitRequest { job, job_file: &args.job, set: &args.set, options: &args.options, print: args.print };

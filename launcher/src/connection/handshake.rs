@@ -14,7 +14,7 @@
 //! and someone who records the connection and later learns the key cannot decrypt the record.
 use super::encrypted_stream::EncryptedStream;
 use diagnostic::{Code, Diagnostic, codes};
-use protocol::control::{JobKey, MAX_ADDRESSES};
+use protocol::control::{JobSecretKey, MAX_ADDRESSES};
 use snow::{Builder, HandshakeState};
 use std::{
     fmt, io,
@@ -68,7 +68,7 @@ impl HandshakeKey {
     }
 
     /// Converts the key of a run, by which its processes recognize each other, to a handshake key.
-    pub(crate) fn from_job_key(key: &JobKey) -> HandshakeKey {
+    pub(crate) fn from_job_key(key: &JobSecretKey) -> HandshakeKey {
         HandshakeKey(key.0)
     }
 
@@ -385,7 +385,7 @@ where
 /// Checks, for fuzzing, that the controller rejects the bytes of a peer without the key. The bytes
 /// are read as a handshake, and as records after a handshake. Returns the error of the handshake.
 /// Panics if the handshake succeeds or a record is decrypted.
-pub(crate) fn check_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
+pub(crate) fn fuzz_untrusted_connection(bytes: &[u8]) -> Result<(), HandshakeError> {
     /// Runs a future over streams in memory, which are always ready, to its end without an async
     /// runtime.
     fn poll_to_completion<F: Future>(future: F) -> F::Output {

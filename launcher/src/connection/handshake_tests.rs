@@ -197,7 +197,7 @@ proptest! {
             near.shutdown().await.unwrap();
             assert!(authenticate_agent(far, &key_from_byte(5)).await.is_err());
         });
-        assert!(check_untrusted_connection(&bytes).is_err());
+        assert!(fuzz_untrusted_connection(&bytes).is_err());
         _ = Invitation::read(&mut &bytes[..]);
     }
 

@@ -7,7 +7,7 @@ use crate::{
 };
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::{JobSpec, hosts::HostAddress};
-use protocol::control::JobKey;
+use protocol::control::JobSecretKey;
 use serde::{Deserialize, Serialize};
 use std::{io, path::Path};
 
@@ -49,7 +49,7 @@ impl ControlFile {
     /// Creates the content of `control.json` for a run from its hosts, their addresses and the key
     /// of the run.
     pub(crate) fn new(
-        key: &JobKey,
+        key: &JobSecretKey,
         epoch: u64,
         hosts: Vec<HostTarget>,
         addresses: Vec<HostAddress>,
@@ -61,11 +61,11 @@ impl ControlFile {
 
     /// Returns the key with which the controller and the agents of the run authenticate each other,
     /// or `None` if the file contains no valid key.
-    pub(crate) fn key(&self) -> Option<JobKey> {
+    pub(crate) fn key(&self) -> Option<JobSecretKey> {
         let digits = self.key.as_bytes();
         let byte = |i: usize| u8::from_str_radix(self.key.get(2 * i..2 * i + 2)?, 16).ok();
         let bytes: Option<Vec<u8>> = (0..32).map(byte).collect();
-        Some(JobKey(bytes.filter(|_| digits.len() == 64)?.try_into().ok()?))
+        Some(JobSecretKey(bytes.filter(|_| digits.len() == 64)?.try_into().ok()?))
     }
 
     /// Writes `control.json`, with which a later controller reaches the agents, to the run
@@ -125,7 +125,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         assert_eq!(ControlFile::read(dir.path()).expect_err("missing").code(), run::RUN_NOT_ATTACHABLE);
         let host = HostTarget { name: "h0".into(), slots: Some(2), selected_slots: None, local: true };
-        let key = JobKey(std::array::from_fn(|i| i as u8 * 7));
+        let key = JobSecretKey(std::array::from_fn(|i| i as u8 * 7));
         let file = ControlFile::new(&key, 3, vec![host.clone()], Vec::new(), false);
         file.write(dir.path()).expect("written");
         let path = dir.path().join(FILE_NAME);

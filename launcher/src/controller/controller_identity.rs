@@ -3,7 +3,7 @@
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::{ControllerLossAction, RunSpec};
 use protocol::control::{
-    AttachPurpose, AttachRequest, ControllerToken, JobKey, PROTOCOL_VERSION, SupervisionTerms,
+    AttachPurpose, AttachRequest, ControllerToken, JobSecretKey, PROTOCOL_VERSION, SupervisionTerms,
 };
 
 /// What identifies a controller to agents: the key of the run, the token by which agents recognize
@@ -11,7 +11,7 @@ use protocol::control::{
 #[derive(Clone, Debug)]
 pub(super) struct ControllerIdentity {
     run: String,
-    key: JobKey,
+    key: JobSecretKey,
     token: ControllerToken,
     on_controller_loss: ControllerLossAction,
     host_lease_ms: u64,
@@ -27,7 +27,7 @@ impl ControllerIdentity {
         settings: &RunSpec,
         on_controller_loss: ControllerLossAction,
     ) -> diagnostic::Result<ControllerIdentity> {
-        let key = JobKey(draw_random_bytes()?);
+        let key = JobSecretKey(draw_random_bytes()?);
         Ok(ControllerIdentity {
             run: run.to_owned(),
             key,
@@ -45,7 +45,7 @@ impl ControllerIdentity {
     pub(super) fn create_for_takeover(
         run: &str,
         settings: &RunSpec,
-        key: JobKey,
+        key: JobSecretKey,
         epoch: u64,
     ) -> diagnostic::Result<ControllerIdentity> {
         let identity = ControllerIdentity::create(run, settings, ControllerLossAction::Continue)?;
@@ -59,7 +59,7 @@ impl ControllerIdentity {
     }
 
     /// Returns the key with which the controller and the agents of the run authenticate each other.
-    pub(super) fn key(&self) -> &JobKey {
+    pub(super) fn key(&self) -> &JobSecretKey {
         &self.key
     }
 

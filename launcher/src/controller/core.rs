@@ -14,24 +14,24 @@ mod attach_failure;
 mod ending;
 mod hang_evidence;
 mod host_list_changes;
-mod host_return;
+mod host_reconnection;
 mod host_selection;
 pub(super) mod host_state;
 mod hosts;
 mod memo;
 mod orphans;
 mod replay;
-mod resumption;
 mod run_memo;
 mod setup;
 mod stop_request;
 mod taken_over_journal;
+mod takeover_continuation;
 mod workers;
 
 use super::{
     peer_exchange::PeerExchange,
-    policy::{AttemptEnd, NoRestartReason, RestartHistory},
     report_id::ReportId,
+    restart_policy::{AttemptEnd, NoRestartReason, RestartHistory},
     root_cause::{AgentEnd, RootCause},
 };
 use crate::leases::HEARTBEAT_INTERVAL;
@@ -318,7 +318,7 @@ impl ControllerCore {
             _ => None,
         };
         let heartbeat = self.any_remote.then_some(self.next_heartbeat);
-        let (lease, eviction) = (self.leases.find_next_check(), self.find_next_eviction());
+        let (lease, eviction) = (self.leases.find_next_check(), self.find_next_eviction_time());
         let deadlines =
             [suspect, tail, backoff, heartbeat, self.phase_deadline, lease, eviction, self.next_return];
         deadlines.into_iter().flatten().min()

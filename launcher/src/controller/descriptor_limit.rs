@@ -1,5 +1,5 @@
-//! [`reserve_descriptors`]: raises the limit of open files of the controller, if the hosts of a job
-//! need more.
+//! [`raise_descriptor_limit`]: raises the limit of open files of the controller, if the hosts of a
+//! job need more.
 use diagnostic::{
     Diagnostic,
     codes::run::{CONTROLLER_SETUP_FAILED, DESCRIPTORS_TOO_FEW},
@@ -12,7 +12,7 @@ const BASE_DESCRIPTORS: u64 = 96;
 
 /// Raises this process's soft limit of open files to the hard limit if a job on `hosts` hosts,
 /// whose connections need `connections` descriptors, would exceed it.
-pub(super) fn reserve_descriptors(hosts: usize, connections: u64) -> diagnostic::Result<()> {
+pub(super) fn raise_descriptor_limit(hosts: usize, connections: u64) -> diagnostic::Result<()> {
     let failed = |message: &str, error: nix::Error| {
         Diagnostic::error(CONTROLLER_SETUP_FAILED, message.to_owned()).with_cause(&error)
     };

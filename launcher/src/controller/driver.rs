@@ -12,7 +12,7 @@ mod job_changes;
 mod loop_event;
 mod memo;
 mod mlflow;
-mod pause;
+mod pause_recovery;
 mod start_attempt;
 mod status;
 mod takeover;
@@ -25,7 +25,7 @@ use super::{
         AttachFailure, ControllerCore, ControllerInput, CoreSetup, HostIndex, HostSetup, RunOutcome,
         StoredMemo,
     },
-    descriptor_limit::reserve_descriptors,
+    descriptor_limit::raise_descriptor_limit,
     exec_socket::{ExecClient, ExecSocket},
     hostfile::FilteredHostfile,
     job_file::JobFile,
@@ -49,7 +49,7 @@ use crate::{
     report::{self, Reporter},
     runs,
     secrets::SecretVariables,
-    usage_metrics::UsageSchedule,
+    usage_metrics::UsageMetricsSchedule,
 };
 use diagnostic::{Diagnostic, codes};
 use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
@@ -231,7 +231,7 @@ struct ControllerDriver {
     status: StatusKeeper,
     status_file: StatusFile,
     /// When the measurements of a program are written to the event file of TensorBoard.
-    tensorboard_usage: UsageSchedule,
+    tensorboard_usage: UsageMetricsSchedule,
     agents: HashMap<HostIndex, SupervisedAgent>,
     /// The agents on other hosts that were asked to end and whose control streams have not ended.
     released: HashSet<AgentId>,
@@ -328,7 +328,7 @@ impl ControllerDriver {
             report: Reporter::start(config).map_err(no_threads)?,
             streamed_logs,
             status_file: StatusFile::start(plan.world).map_err(no_threads)?,
-            tensorboard_usage: UsageSchedule::new(),
+            tensorboard_usage: UsageMetricsSchedule::new(),
             inventories: HostInventories::new(local_inventory.inherited_env, hosts.len()),
             job,
             plan,
@@ -456,7 +456,7 @@ impl ControllerDriver {
     /// Prepares this process for starting child processes and catching signals.
     fn prepare_process(&mut self) -> diagnostic::Result<SignalReceiver> {
         let remote_hosts = self.hosts.iter().filter(|host| !host.local).count();
-        reserve_descriptors(remote_hosts, self.transport.count_descriptors(remote_hosts))?;
+        raise_descriptor_limit(remote_hosts, self.transport.count_descriptors(remote_hosts))?;
         match ExecSocket::open(&self.plan.run.0) {
             Ok(socket) => self.exec_socket = Some(socket),
             Err(error) => {

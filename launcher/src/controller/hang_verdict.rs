@@ -263,7 +263,7 @@ fn build_hang_verdict(
     ranks: &BTreeMap<Rank, &RankEvidence>,
 ) -> HangVerdict {
     let locate = |set: &BTreeSet<Rank>| -> Vec<RankPosition> {
-        set.iter().map(|rank| locate_rank(*rank, ranks.get(rank).copied())).collect()
+        set.iter().map(|rank| find_rank_activity(*rank, ranks.get(rank).copied())).collect()
     };
     let all_ranks: BTreeSet<Rank> = ranks.keys().copied().collect();
     let undetermined = match (kind, pending) {
@@ -317,7 +317,7 @@ fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
 }
 
 /// Finds out what a rank of a job that hangs does, and at which place in its program.
-fn locate_rank(rank: Rank, evidence: Option<&RankEvidence>) -> RankPosition {
+fn find_rank_activity(rank: Rank, evidence: Option<&RankEvidence>) -> RankPosition {
     let Some(evidence) = evidence else {
         return RankPosition { rank, activity: RankActivity::Unknown, frame: None, file: None, task: None };
     };

@@ -55,7 +55,7 @@ const STALL_REPORT_DELAY: Duration = Duration::from_secs(5);
 const JOURNAL_CLOSE_TIMEOUT: Duration = Duration::from_secs(600);
 /// The largest number of messages of the thread that writes the journal (the run's file of events)
 /// that may wait for the controller.
-const STATUS_CHANNEL_CAPACITY: usize = 16;
+const STORED_REPORT_CHANNEL_CAPACITY: usize = 16;
 
 /// The content of `job.json`: the job of a run, without secrets, and the command that started it.
 #[derive(Serialize)]
@@ -150,7 +150,7 @@ impl Journal {
     /// Creates a journal and starts its thread; the files are set afterwards, after a takeover only
     /// once they are taken over.
     fn start_without_files(run_dir: &Path) -> io::Result<(Journal, StoredReportReceiver)> {
-        let (stored, receiver) = mpsc::channel(STATUS_CHANNEL_CAPACITY);
+        let (stored, receiver) = mpsc::channel(STORED_REPORT_CHANNEL_CAPACITY);
         let journal = Journal {
             run_dir: run_dir.to_owned(),
             // Events are never dropped, so they have no size in the queue.

@@ -69,7 +69,7 @@ impl RootCause {
 
 /// Returns the help texts of a diagnostic and of its details, recursively.
 fn collect_diagnostic_help(diagnostic: &Diagnostic) -> Vec<String> {
-    let details = diagnostic.details().iter().flat_map(collect_diagnostic_help);
+    let details = diagnostic.detail_diagnostics().iter().flat_map(collect_diagnostic_help);
     diagnostic.help().iter().cloned().chain(details).collect()
 }
 

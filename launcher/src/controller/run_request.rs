@@ -10,7 +10,7 @@ use crate::{
 };
 use jobspec::{ControllerLossAction, JobSpec, hosts::HostAddress};
 use protocol::{
-    control::{BatchJobRecord, HostInventory, JobKey},
+    control::{BatchJobRecord, HostInventory, JobSecretKey},
     event::EventSchema,
 };
 
@@ -72,7 +72,7 @@ pub(crate) struct RunOptions {
 #[derive(Clone, Debug)]
 pub(crate) struct AttachOptions {
     /// The key of the run.
-    pub(crate) key: JobKey,
+    pub(crate) key: JobSecretKey,
     /// The number of this controller in the order in which controllers took over the run. It is
     /// greater than that of earlier controllers.
     pub(crate) epoch: u64,

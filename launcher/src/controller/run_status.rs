@@ -9,7 +9,7 @@ use jobspec::{StragglerSpec, ids::Rank};
 use protocol::{
     control::{HostUsage, WorkerUsage},
     event::{Event, StragglerReason, StragglerReport, StragglerState},
-    run_status::{HostStatus, RunStatus, STATUS_VERSION},
+    run_measurements::{HostUsageSample, RunMeasurements, STATUS_VERSION},
     step_times::{MAX_TIMED_RANKS, RankTimes, StepTimes},
     straggler::{StragglerDetector, StragglerKind, StragglerRules},
 };
@@ -249,12 +249,12 @@ impl StatusKeeper {
 
     /// Builds the content of the run's status file from the newest measurements: step times, usage
     /// of the hosts, and slow ranks.
-    pub(super) fn to_status(&self, time: f64) -> RunStatus {
+    pub(super) fn to_status(&self, time: f64) -> RunMeasurements {
         let host = |kept: &HostUsageHistory| {
             let usage = kept.usages.back()?.clone();
-            Some(HostStatus { host: kept.host.clone(), time: kept.time, usage })
+            Some(HostUsageSample { host: kept.host.clone(), time: kept.time, usage })
         };
-        RunStatus {
+        RunMeasurements {
             version: STATUS_VERSION,
             time,
             attempt: self.attempt,
@@ -415,7 +415,8 @@ mod tests {
         );
         assert_eq!(keeper.hosts[&0].usages.len(), KEPT_USAGES_PER_HOST);
         keeper.begin_attempt(1);
-        let expected = RunStatus { version: STATUS_VERSION, time: 61.0, attempt: 1, ..RunStatus::default() };
+        let expected =
+            RunMeasurements { version: STATUS_VERSION, time: 61.0, attempt: 1, ..RunMeasurements::default() };
         assert_eq!(keeper.to_status(61.0), expected);
     }
 

@@ -1,7 +1,7 @@
 //! [`SignalReceiver`]: catches the signals that are sent to the controller, and translates each
 //! signal into a request to the controller's state machine.
 use super::core::{ControllerInput, StopRequest};
-use jobspec::{SignalAction, Signals as SignalActions};
+use jobspec::{RunSignalActions as SignalActions, SignalAction};
 use nix::sys::signal::Signal;
 use std::io;
 use tokio::signal::unix::{Signal as SignalStream, SignalKind, signal};

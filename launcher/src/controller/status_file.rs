@@ -1,7 +1,7 @@
 //! [`StatusFile`]: writes the newest measurements of a run to a file, for `launch serve` and
 //! `launch top`.
 use crate::{background_thread::BackgroundThread, runs::replace_file_without_sync};
-use protocol::run_status::{RunStatus, STATUS_FILE};
+use protocol::run_measurements::{RunMeasurements, STATUS_FILE};
 use std::{
     io,
     path::PathBuf,
@@ -44,7 +44,7 @@ impl StatusFile {
     /// Queues a replacement of the status file in the directory `run_dir` by `status`. Never
     /// blocks. A file that cannot be written is tried again with the next measurements, and the
     /// journal reports the state of the disk.
-    pub(super) fn write(&mut self, run_dir: PathBuf, status: &RunStatus) {
+    pub(super) fn write(&mut self, run_dir: PathBuf, status: &RunMeasurements) {
         self.next_write = Instant::now() + self.interval;
         let Ok(bytes) = serde_json::to_vec(status) else { return };
         let size = bytes.len();

@@ -68,7 +68,7 @@ impl CommandLine {
 
     /// Removes and returns all options that no earlier step has removed from the parsed command
     /// line. Returns the name and the last value of each option, in the order of the command line.
-    pub(super) fn take_remaining(&mut self) -> Vec<(&'static str, String)> {
+    pub(super) fn take_remaining_options(&mut self) -> Vec<(&'static str, String)> {
         let mut names: Vec<&'static str> = Vec::new();
         for (name, _) in &self.options {
             if !names.contains(name) {

@@ -43,7 +43,7 @@ pub(crate) struct DropInContext<'a> {
 
 impl<'a> DropInContext<'a> {
     /// Returns the value of the environment variable `name` in the user's environment.
-    pub(super) fn variable(&self, name: &str) -> Option<&'a str> {
+    pub(super) fn user_env_variable(&self, name: &str) -> Option<&'a str> {
         self.variables.get(name).map(String::as_str)
     }
 }
@@ -185,7 +185,7 @@ pub(super) fn build_env_command(
     let mut words = vec!["env".to_owned()];
     let mut assignments = Vec::new();
     for name in removed.iter().filter(|name| !set.iter().any(|(given, _)| given == *name)) {
-        match context.variable(name) {
+        match context.user_env_variable(name) {
             Some(value) => assignments.push(format!("{name}={value}")),
             None => words.extend(["-u".to_owned(), (*name).to_owned()]),
         }
@@ -265,7 +265,7 @@ fn parse_streams(text: &str, workers: i64) -> Option<Vec<u8>> {
 /// Sets `OMP_NUM_THREADS` in the environment of the workers to `threads`, unless the user has set
 /// the variable.
 pub(super) fn set_thread_count(draft: &mut JobDraft, context: &DropInContext<'_>, threads: i64) {
-    if context.variable(env::OMP_NUM_THREADS).is_none() {
+    if context.user_env_variable(env::OMP_NUM_THREADS).is_none() {
         draft.set_required_key(
             &format!("run.env.{}", env::OMP_NUM_THREADS),
             &quote_yaml(&threads.to_string()),

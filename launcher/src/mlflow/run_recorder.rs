@@ -10,11 +10,11 @@ use super::{
 use crate::{
     clock::read_unix_time,
     runs::{JOURNAL_FILE, read_private_file},
-    usage_metrics::UsageSchedule,
+    usage_metrics::UsageMetricsSchedule,
 };
 use protocol::{
     event::TimedEvent,
-    run_status::{RunStatus, STATUS_FILE, STATUS_VERSION},
+    run_measurements::{RunMeasurements, STATUS_FILE, STATUS_VERSION},
 };
 use serde_json::{Value, json};
 use std::{
@@ -83,7 +83,7 @@ pub(super) struct RunRecorder {
     journal: JournalReader,
     /// The client and the run of MLflow, once they exist.
     target: Option<(RestClient, StoredMlflowRun)>,
-    usage: UsageSchedule,
+    usage: UsageMetricsSchedule,
 }
 
 impl From<RequestError> for RecordError {
@@ -97,7 +97,7 @@ impl From<RequestError> for RecordError {
 
 /// Converts an error of reading a file of the run directory to [`RecordError::Unavailable`], after
 /// which the recorder tries again later.
-fn file_error(error: io::Error) -> RecordError {
+fn to_unavailable_file_error(error: io::Error) -> RecordError {
     RecordError::Unavailable(format!("a file of the run directory: {error}"))
 }
 
@@ -106,7 +106,7 @@ impl RunRecorder {
     /// part. Sends nothing.
     pub(super) fn new(settings: MlflowSettings, run: RecordedRun) -> RunRecorder {
         let journal = JournalReader::new(run.run_dir.join(JOURNAL_FILE));
-        RunRecorder { settings, run, journal, target: None, usage: UsageSchedule::new() }
+        RunRecorder { settings, run, journal, target: None, usage: UsageMetricsSchedule::new() }
     }
 
     /// Sends the next part of the run to MLflow: creates the run there, or sends parameters, events
@@ -124,7 +124,7 @@ impl RunRecorder {
                 rejected = send_part(client, &request)?.or(rejected);
             }
             stored.has_params = true;
-            stored.write_position(&self.run.run_dir).map_err(file_error)?;
+            stored.write_position(&self.run.run_dir).map_err(to_unavailable_file_error)?;
             return Ok(rejected.map_or(SendProgress::Sent, SendProgress::LeftOut));
         }
         let mut batch = Batch::default();
@@ -134,7 +134,7 @@ impl RunRecorder {
             }
             !batch.is_full() && batch.end.is_none()
         });
-        let position = position.map_err(file_error)?;
+        let position = position.map_err(to_unavailable_file_error)?;
         if self.usage.is_due()
             && let Some(status) = read_status(&self.run.run_dir)
             && let Some(metrics) = self.usage.list_due_metrics(&status)
@@ -156,7 +156,7 @@ impl RunRecorder {
             update_mlflow_run_state(client, &stored.run_id, state, Some(time))?;
         }
         stored.position = position;
-        stored.write_position(&self.run.run_dir).map_err(file_error)?;
+        stored.write_position(&self.run.run_dir).map_err(to_unavailable_file_error)?;
         Ok(match (rejected, batch.end) {
             (Some(reason), _) => SendProgress::LeftOut(reason),
             (None, Some(_)) => SendProgress::Complete,
@@ -168,7 +168,7 @@ impl RunRecorder {
     /// created for the same run of launch, or a new one.
     fn open_mlflow_run(&self) -> Result<(RestClient, StoredMlflowRun), RecordError> {
         let stored = match self.run.is_taken_over {
-            true => StoredMlflowRun::read(&self.run.run_dir).map_err(file_error)?,
+            true => StoredMlflowRun::read(&self.run.run_dir).map_err(to_unavailable_file_error)?,
             false => None,
         };
         let uri = stored.as_ref().map_or(&self.settings.uri, |stored| &stored.uri).clone();
@@ -178,7 +178,8 @@ impl RunRecorder {
         })?;
         if let Some(mut stored) = stored {
             update_mlflow_run_state(&client, &stored.run_id, "RUNNING", None)?;
-            stored.position = self.journal.resolve_position(stored.position).map_err(file_error)?;
+            stored.position =
+                self.journal.resolve_position(stored.position).map_err(to_unavailable_file_error)?;
             return Ok((client, stored));
         }
         let experiment = self.find_or_create_experiment(&client)?;
@@ -192,7 +193,7 @@ impl RunRecorder {
             None => self.create_mlflow_run(&client, &experiment)?,
         };
         let stored = StoredMlflowRun::new(&uri, &experiment, &run_id);
-        stored.write(&self.run.run_dir).map_err(file_error)?;
+        stored.write(&self.run.run_dir).map_err(to_unavailable_file_error)?;
         Ok((client, stored))
     }
 
@@ -292,9 +293,9 @@ fn check_mlflow_id(id: Option<&str>, kind: &str) -> Result<String, RecordError> 
 
 /// Reads the newest measurements of the hosts' resource usage from the run's status file. Returns
 /// `None` if there are none, or if they are too old.
-fn read_status(run_dir: &Path) -> Option<RunStatus> {
+fn read_status(run_dir: &Path) -> Option<RunMeasurements> {
     let bytes = read_private_file(&run_dir.join(STATUS_FILE), MAX_STATUS_BYTES).ok()?;
-    let status: RunStatus = serde_json::from_slice(&bytes).ok()?;
+    let status: RunMeasurements = serde_json::from_slice(&bytes).ok()?;
     let is_recent = read_unix_time() - status.time < MAX_STATUS_AGE_S;
     (status.version == STATUS_VERSION && is_recent).then_some(status)
 }

@@ -62,7 +62,7 @@ pub(super) fn build_worker_env(
     let (job, inventory) = (job_env.job, &host.inventory);
     let mut env = vec![
         (env::RANK, position.rank.to_string()),
-        (env::LOCAL_RANK, compute_local_rank_env(job, position.local_rank).to_string()),
+        (env::LOCAL_RANK, compute_local_rank_value(job, position.local_rank).to_string()),
         (env::WORLD_SIZE, job_env.world.to_string()),
         (env::LOCAL_WORLD_SIZE, position.local_world.to_string()),
     ];
@@ -178,7 +178,7 @@ pub(super) fn insert_rendezvous(env: &mut Vec<(String, String)>, address: String
 
 /// Returns the value of `LOCAL_RANK` for a worker: its local rank, or 0 if the worker's program
 /// sees only one GPU. By this variable, a program selects one of its visible GPUs.
-pub(super) fn compute_local_rank_env(job: &JobSpec, local_rank: Rank) -> Rank {
+pub(super) fn compute_local_rank_value(job: &JobSpec, local_rank: Rank) -> Rank {
     match job.run.visible_devices {
         VisibleDevices::All => local_rank,
         VisibleDevices::One => 0,

@@ -107,7 +107,7 @@ pub(super) fn format_restart(restart: u32, restarts_left: u32, pause_s: f64) -> 
 mod tests {
     use super::*;
     use protocol::{
-        event::{StepTimesReport, TimeRange},
+        event::{StepTimesReport, TimeStatistics},
         failure::FailureReason,
     };
 
@@ -160,9 +160,9 @@ mod tests {
                 step: 7,
                 steps: 5,
                 step_s: 0.5,
-                work_s: TimeRange { min: 0.3, median: 0.31, max: 0.45 },
-                waiting_s: TimeRange { min: 0.05, median: 0.19, max: 0.2 },
-                collective_s: TimeRange::default(),
+                work_s: TimeStatistics { min: 0.3, median: 0.31, max: 0.45 },
+                waiting_s: TimeStatistics { min: 0.05, median: 0.19, max: 0.2 },
+                collective_s: TimeStatistics::default(),
                 slowest_rank: 2,
             }),
             Event::Overflow { step: 7, loss: 3.25, loss_scale: 1024.0, skipped: 2 },

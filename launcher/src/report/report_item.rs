@@ -1,7 +1,7 @@
 //! [`ReportItem`]: what the controller passes to the thread that shows the run to the user, such as
 //! an event or an output line. Also defines the options and the summary of a run that the thread
 //! shows.
-use crate::worker_end::PeerEnd;
+use crate::worker_end::PeerWorkerEnd;
 use jobspec::ids::Rank;
 use protocol::event::{Event, EventSchema, WorkerPhase};
 use std::path::PathBuf;
@@ -39,7 +39,7 @@ pub(crate) struct RunSummary {
     /// Whether a stop request ended the run immediately, without saving a checkpoint.
     pub(crate) killed: bool,
     /// How those ranks ended that were not the root cause of a failure.
-    pub(crate) peers: Vec<PeerEnd>,
+    pub(crate) peers: Vec<PeerWorkerEnd>,
     pub(crate) run_dir: PathBuf,
     /// The command line of the run.
     pub(crate) command: String,

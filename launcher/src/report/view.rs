@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     format::{format_number, format_phases, format_rank_label, format_ranks, group_ranks_by_value},
-    worker_end::PeerEnd,
+    worker_end::PeerWorkerEnd,
 };
 use diagnostic::{
     quantity::{format_clock, format_count, format_duration},
@@ -368,7 +368,7 @@ impl RunView {
 
     /// Describes how a rank ended that was not the root cause of the failure. Names the host of the
     /// rank if the run has several hosts.
-    fn format_peer_end(&self, peer: &PeerEnd) -> String {
+    fn format_peer_end(&self, peer: &PeerWorkerEnd) -> String {
         if self.config.hosts > 1 { format!("{} (on {})", peer.end, peer.host) } else { peer.end.to_string() }
     }
 

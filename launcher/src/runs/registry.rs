@@ -323,7 +323,7 @@ fn resolve_run_end_path(run: &str) -> Option<PathBuf> {
 
 /// Writes the exit code and the duration of a run, in seconds, to this user's state directory,
 /// because they cannot be written to the run's own journal (file of events).
-pub(crate) fn record_run_end(run: &str, exit_code: u8, seconds: f64) -> io::Result<()> {
+pub(crate) fn record_run_end_outside_journal(run: &str, exit_code: u8, seconds: f64) -> io::Result<()> {
     let file = resolve_run_end_path(run).ok_or_else(|| io::Error::other("there is no state directory"))?;
     create_private_dir(file.parent().unwrap_or(Path::new("/")))?;
     create_or_truncate_private_file(&file)?.write_all(&serde_json::to_vec(&(exit_code, seconds))?)

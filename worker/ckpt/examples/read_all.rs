@@ -20,7 +20,7 @@ fn main() -> Result<(), Error> {
     for _ in 0..rounds {
         let began = Instant::now();
         let found = ckpt::open_checkpoint(Path::new(&dir))?;
-        let tensors = read_tensors(found.source())?;
+        let tensors = read_tensors(found.tensor_source())?;
         let seconds = began.elapsed().as_secs_f64();
         let bytes: usize = tensors.iter().map(|t| t.len()).sum();
         println!(

@@ -309,7 +309,7 @@ struct PairSpan {
 
 /// Divides the elements of all pairs of tensors into groups of at most [`WINDOW_ELEMENTS`]
 /// elements, in order. One thread compares a group at a time.
-fn divide_into_windows(pairs: &[TensorPair]) -> Vec<Vec<PairSpan>> {
+fn divide_pairs_into_windows(pairs: &[TensorPair]) -> Vec<Vec<PairSpan>> {
     let (mut windows, mut open, mut free) = (Vec::new(), Vec::new(), WINDOW_ELEMENTS);
     for (pair, info) in pairs.iter().map(|p| &p.a).enumerate() {
         let (mut start, total) = (0, info.element_count());
@@ -336,7 +336,7 @@ fn compare_elements(
     pairs: &[TensorPair],
     progress: impl FnMut(u64, u64) + Send,
 ) -> Result<Vec<DiffStats>> {
-    let windows = divide_into_windows(pairs);
+    let windows = divide_pairs_into_windows(pairs);
     let total: u64 = pairs.iter().map(|p| p.a.element_count()).sum();
     let progress = Mutex::new((progress, 0u64));
     let compare = |buffers: &mut [Vec<f32>; 2], i: usize| {

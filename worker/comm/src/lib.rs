@@ -8,7 +8,7 @@
 //!
 //! There are three transports between host memories:
 //!
-//! - [`local`]: the ranks are threads of one process. It serves jobs of one rank, and tests.
+//! - [`thread_comm`]: the ranks are threads of one process. It serves jobs of one rank, and tests.
 //! - [`shm`]: the ranks are processes of one host and share a memory segment.
 //! - [`tcp`]: the ranks are on several hosts. TCP connects the hosts, and the ranks of each host
 //!   share memory.
@@ -24,7 +24,6 @@ mod error;
 mod join_error;
 mod limits;
 mod link_delays;
-pub mod local;
 mod message_text;
 pub mod nccl;
 mod nccl_error;
@@ -33,6 +32,7 @@ mod shared_window;
 pub mod shm;
 pub mod staged;
 pub mod tcp;
+pub mod thread_comm;
 mod tree_sum;
 pub mod untrusted;
 

@@ -130,7 +130,7 @@ impl Comm for ObservedComm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{CommError, local};
+    use crate::{CommError, thread_comm};
     use std::sync::Mutex;
 
     /// The calls of a rank: `Some` for each entered collective, `None` for each return.
@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn entered_and_completed_collectives_are_reported() {
         let calls = Arc::new(RecordedCalls::default());
-        let comm = ObservedComm::new(Arc::new(local::create_group(1).remove(0)), calls.clone());
+        let comm = ObservedComm::new(Arc::new(thread_comm::create_thread_group(1).remove(0)), calls.clone());
         comm.barrier().unwrap();
         assert_eq!(comm.all_gather_u64(&[5]).unwrap(), [[5]]);
         comm.abort("over");

@@ -35,7 +35,7 @@ mod tests;
 mod tree_reduce;
 mod wait;
 
-pub(crate) use communicator::JobRanks;
+pub(crate) use communicator::JobRankMap;
 pub use communicator::ShmComm;
 pub(crate) use host_exchange::OutgoingMessage;
 pub use limits::ShmLimits;

@@ -113,7 +113,10 @@ pub(crate) fn complete_interrupted_commits(
 ) -> Result<()> {
     let rank = queue.comm().rank();
     let read = || {
-        Ok::<_, ckpt::CkptError>((host_local::list_manifests(root)?, host_local::list_prepared_saves(root)?))
+        Ok::<_, ckpt::CkptError>((
+            host_local::list_checkpoint_ids(root)?,
+            host_local::list_prepared_saves(root)?,
+        ))
     };
     let mine = match layout.is_directory_leader(rank) {
         true => read().map_err(to_unwritable_checkpoint_error),
@@ -141,7 +144,7 @@ pub(crate) fn list_candidates_of_all_hosts(
 ) -> Result<Vec<CheckpointCandidate>> {
     let rank = queue.comm().rank();
     let listed =
-        if layout.is_directory_leader(rank) { host_local::list_manifests(root) } else { Ok(Vec::new()) };
+        if layout.is_directory_leader(rank) { host_local::list_checkpoint_ids(root) } else { Ok(Vec::new()) };
     let listed = listed.map(|mut list| {
         list.retain(|l| accepts(&host_local::step_checkpoint_path(root, l.step)));
         list

@@ -30,7 +30,7 @@ use ckpt::{
 };
 use device::View;
 use diagnostic::{Diagnostic, codes, quantity::format_bytes};
-use host_map::HostMap;
+use host_map::RankHostMap;
 use jobspec::MemoryCopySpec;
 use memory_copy_exchange::exchange_memory_copies;
 use state_selection::{HostCopies, ReportedCopy, select_states};
@@ -47,7 +47,7 @@ use std::{
 /// the job keep in their memory.
 pub struct HostMemoryCopies {
     store: MemoryStore,
-    hosts: HostMap,
+    hosts: RankHostMap,
     spec: MemoryCopySpec,
     attempt: u32,
 }
@@ -63,7 +63,7 @@ impl HostMemoryCopies {
         (local_rank, attempt): (u32, u32),
     ) -> Result<Self> {
         let local_ranks = queue.run_and_wait(move |c| c.all_gather_u64(&[u64::from(local_rank)]))?;
-        let hosts = HostMap::from_local_ranks(local_ranks.into_iter().flatten());
+        let hosts = RankHostMap::from_local_ranks(local_ranks.into_iter().flatten());
         Ok(HostMemoryCopies { store: MemoryStore::new(file), hosts, spec: spec.clone(), attempt })
     }
 
@@ -167,7 +167,7 @@ fn build_invalid_copy_list_error() -> Diagnostic {
 /// The size of one copy of a rank's training state to the memory of hosts, and how long copying it
 /// and sending it to other hosts took.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct CopyCost {
+pub struct StateCopyCost {
     /// The size of this rank's copy in bytes.
     pub bytes: u64,
     /// The bytes that this rank sent to other hosts.
@@ -178,7 +178,7 @@ pub struct CopyCost {
     pub exchange_time: Duration,
 }
 
-impl fmt::Display for CopyCost {
+impl fmt::Display for StateCopyCost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let milliseconds = |time: Duration| time.as_secs_f64() * 1000.0;
         let (bytes, copy) = (format_bytes(self.bytes), milliseconds(self.copy_time));
@@ -229,7 +229,11 @@ impl MemoryCopier {
     /// # Errors
     ///
     /// Fails if a host has too little memory.
-    pub fn copy_state(&mut self, running: &mut RunningTrainer, facts: Option<RunFacts>) -> Result<CopyCost> {
+    pub fn copy_state(
+        &mut self,
+        running: &mut RunningTrainer,
+        facts: Option<RunFacts>,
+    ) -> Result<StateCopyCost> {
         let began = Instant::now();
         if self.count == 1 {
             self.free_unneeded_copies(running.trainer.engine.rank())?;
@@ -241,7 +245,7 @@ impl MemoryCopier {
         let sent_bytes = exchange_memory_copies(queue, store, hosts, spec.copies as usize, self.sequence)?;
         self.sequence += 1;
         self.count += 1;
-        Ok(CopyCost { bytes, sent_bytes, copy_time: copied - began, exchange_time: copied.elapsed() })
+        Ok(StateCopyCost { bytes, sent_bytes, copy_time: copied - began, exchange_time: copied.elapsed() })
     }
 
     /// Copies the training state of this rank to the memory of its host. Returns the size of the

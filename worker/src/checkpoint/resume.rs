@@ -26,7 +26,7 @@ use candidates::{NamedCheckpoint, find_named_checkpoint, list_candidates};
 use diagnostic::{Diagnostic, codes::training as codes};
 use external::load_external_state;
 use jobspec::{JobSpec, ResumeFrom};
-use memory::{MemorySearchOutcome, MemoryStepRange, resume_from_memory};
+use memory::{MemoryCopyStepRange, MemorySearchOutcome, resume_from_memory};
 use native::{LoadError, load_native_checkpoint};
 use protocol::{control::BatchJobRecord, event::Event};
 use std::path::{Path, PathBuf};
@@ -55,7 +55,7 @@ pub fn resume_from_checkpoint(
     let (listed, continued) = list_preferred_checkpoints(ready, job, dirs, batch_job, events)?;
     let newest_saved = listed.first().map(|newest| newest.path.clone());
     let from = listed.first().and_then(CheckpointCandidate::step);
-    let range = MemoryStepRange { from, below: None };
+    let range = MemoryCopyStepRange { from, below: None };
     let mut reason = match resume_from_memory(ready, dirs, range, data_digest, events)? {
         MemorySearchOutcome::Resumed(mut resumed) => {
             resumed.memory.newest_saved = newest_saved;
@@ -92,7 +92,7 @@ pub fn resume_from_checkpoint(
         }
         // States in memory that are older than this checkpoint, but newer than the next one.
         let from = candidates.peek().and_then(CheckpointCandidate::step);
-        let range = MemoryStepRange { from, below: candidate.step() };
+        let range = MemoryCopyStepRange { from, below: candidate.step() };
         match resume_from_memory(ready, dirs, range, data_digest, events)? {
             MemorySearchOutcome::Resumed(mut resumed) => {
                 resumed.memory.newest_saved = newest_saved;

@@ -3,7 +3,7 @@
 use crate::{
     checkpoint::{
         host_local,
-        memory_copies::{CopyCost, MemoryCopier},
+        memory_copies::{MemoryCopier, StateCopyCost},
         shard_write::{
             BackgroundWrite, RangeLabel, ShardWrite, join_thread, spawn_named_thread,
             write_shard_in_foreground,
@@ -164,7 +164,7 @@ impl CheckpointSaver {
 
     /// Copies the training state of this rank to the memory of hosts if the job requires a copy
     /// after the current step. Returns the cost of the copy. Collective: every rank must call it.
-    pub fn copy_to_memory_if_due(&mut self, running: &mut RunningTrainer) -> Result<Option<CopyCost>> {
+    pub fn copy_to_memory_if_due(&mut self, running: &mut RunningTrainer) -> Result<Option<StateCopyCost>> {
         let Some(mut memory) = self.memory.take_if(|m| m.is_due(running.position.step)) else {
             return Ok(None);
         };
@@ -369,7 +369,7 @@ impl CheckpointSaver {
     /// checkpoints. Returns `None` if no checkpoint was begun.
     ///
     /// Collective: every rank must call it.
-    pub fn finish_save(&mut self, running: &RunningTrainer) -> Result<Option<SavedCheckpoint>> {
+    pub fn finish_and_commit_save(&mut self, running: &RunningTrainer) -> Result<Option<SavedCheckpoint>> {
         let Some(PendingSave { facts, staging, directory, writer, began }) = self.pending.take() else {
             return Ok(None);
         };

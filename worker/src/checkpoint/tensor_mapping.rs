@@ -282,12 +282,12 @@ fn read_units(
             unit,
             TensorRole::Weight,
             unit.list_segments(own.clone()),
-            HostValues::new(ops.as_ref(), weights),
+            HostF32Values::new(ops.as_ref(), weights),
         ));
         for states in st.states_by_role_mut().iter_mut().filter(|_| reading.with_states) {
             let role = states.role();
             for (segments, values) in states.list_loaded_segments_mut(unit, own.clone()) {
-                vectors.push((unit, role, segments, HostValues::new(ops.as_ref(), values)));
+                vectors.push((unit, role, segments, HostF32Values::new(ops.as_ref(), values)));
             }
         }
     }
@@ -310,12 +310,12 @@ fn read_units(
 
 /// Gives host code access to the elements of a tensor as `f32`, in place or through a copy that is
 /// written back after changes.
-enum HostValues<'a> {
+enum HostF32Values<'a> {
     InPlace(&'a mut [f32]),
     Copy { values: Buf, target: ViewMut<'a> },
 }
 
-impl<'a> HostValues<'a> {
+impl<'a> HostF32Values<'a> {
     /// Makes the elements of the tensor `target` available as `f32` in host memory: in place if
     /// they are fp32 there, and otherwise in a copy.
     fn new(ops: &dyn Ops, target: ViewMut<'a>) -> Self {
@@ -324,19 +324,19 @@ impl<'a> HostValues<'a> {
             let mut wide = ops.zeroed(Dtype::F32, current.len());
             ops.cast(wide.view_mut(), current);
             let values = if current.is_on_host() { wide } else { ops.clone_to_host(wide.view()) };
-            return HostValues::Copy { values, target };
+            return HostF32Values::Copy { values, target };
         }
         match current.is_on_host() {
-            true => HostValues::InPlace(target.host_slice_mut()),
-            false => HostValues::Copy { values: ops.clone_to_host(current), target },
+            true => HostF32Values::InPlace(target.host_slice_mut()),
+            false => HostF32Values::Copy { values: ops.clone_to_host(current), target },
         }
     }
 
     /// Returns the elements of the tensor as `f32` in host memory, to read and change.
     fn values(&mut self) -> &mut [f32] {
         match self {
-            HostValues::InPlace(values) => values,
-            HostValues::Copy { values, .. } => values.host_slice_mut(),
+            HostF32Values::InPlace(values) => values,
+            HostF32Values::Copy { values, .. } => values.host_slice_mut(),
         }
     }
 
@@ -344,7 +344,7 @@ impl<'a> HostValues<'a> {
     /// element type of that memory. Unchanged elements keep their bits, because the copy represents
     /// 16-bit values exactly.
     fn write_back(self, ops: &dyn Ops) {
-        if let HostValues::Copy { values, target } = self {
+        if let HostF32Values::Copy { values, target } = self {
             copy_or_cast(ops, target, values.view());
         }
     }

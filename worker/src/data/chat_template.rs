@@ -2,7 +2,7 @@
 //! the chats of the source as text.
 use super::{
     error::{ChatTemplateProblem, DataError, InterpretationStep},
-    interpreter::{Interpreter, TemplateSource},
+    interpreter::{SandboxInterpreter, TemplateSource},
     tokenizer::{TextTokenizer, read_text_file, to_interpretation_error},
 };
 use jobspec::LossTargets;
@@ -51,7 +51,7 @@ impl ChatTemplate {
         path: PathBuf,
         template: TemplateSource,
         loss_on: LossTargets,
-        interpreter: &Interpreter,
+        interpreter: &SandboxInterpreter,
     ) -> Result<Self, DataError> {
         let digest = compute_digest(&template, loss_on);
         match interpreter.compile_template(template) {

@@ -356,7 +356,7 @@ fn errors_render_with_message_cause_and_help() {
     let errors = [
         DataError::NoFilesGiven,
         DataError::NoMatch { pattern: "*.txt".into(), directory: "/data".into() },
-        DataError::InvalidPattern { pattern: "{a".into(), problem: PatternProblem::UnclosedBrace },
+        DataError::InvalidPattern { pattern: "{a".into(), problem: FilePatternProblem::UnclosedBrace },
         DataError::NotAFile { pattern: "docs".into(), path: "/data/docs".into(), is_directory: true },
         DataError::Unreadable { path: path(), source: io() },
         DataError::NotUtf8 { path: path(), line: 3, offset: 99 },
@@ -404,8 +404,12 @@ fn errors_render_with_message_cause_and_help() {
             position: Some(RecordPosition::Line(3)),
             message: "unknown word".into(),
         },
-        DataError::CacheUnusable { path: "cache".into(), operation: CacheOperation::Create, source: io() },
-        DataError::CacheCorrupt { path: "cache/x.tokens".into(), damage: CacheDamage::DigestMismatch },
+        DataError::CacheUnusable {
+            path: "cache".into(),
+            operation: TokenCacheOperation::Create,
+            source: io(),
+        },
+        DataError::CacheCorrupt { path: "cache/x.tokens".into(), damage: TokenCacheDamage::DigestMismatch },
         DataError::InvalidSequenceLength,
         DataError::InvalidHeldOutShare { share: 1.5 },
         DataError::NoEvalData,

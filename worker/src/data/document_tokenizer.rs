@@ -8,7 +8,7 @@
 use super::{
     byte_tokenizer,
     document_reader::{DocumentPart, RecordReadOptions},
-    error::{CacheOperation, DataError, FailedRecord, InterpretationStep, RecordPosition},
+    error::{DataError, FailedRecord, InterpretationStep, RecordPosition, TokenCacheOperation},
     interpreter::{
         Document, DocumentOptions, DocumentResult, InterpreterFailure, MAX_RECORDS_PER_REPLY,
         MAX_REQUEST_TEXT_BYTES, OpenParquetReply, Request, RequestStream, RowsReply,
@@ -230,14 +230,14 @@ impl<'a> DocumentTokenizer<'a> {
             DocumentPart::Text(_) | DocumentPart::End => InterpretationStep::Tokenize,
         };
         let records = part.position.map(|first| FailedRecord { first, is_exact });
-        let rules = self.find_step_file(failure.step.unwrap_or(first_step));
+        let rules = self.find_tokenizer_or_template_file(failure.step.unwrap_or(first_step));
         to_interpretation_error(failure, first_step, &part.path, records, rules)
     }
 
     /// Returns the path of the file that the sandbox process uses in the step `step`, for error
     /// messages: the chat template for rendering, the tokenizer for tokenizing. Returns `None` if
     /// the step uses no file.
-    fn find_step_file(&self, step: InterpretationStep) -> Option<&Path> {
+    fn find_tokenizer_or_template_file(&self, step: InterpretationStep) -> Option<&Path> {
         match step {
             InterpretationStep::RenderChats => self.options.chat_template.map(|template| template.path()),
             InterpretationStep::Tokenize => self.tokenizer.path(),
@@ -317,7 +317,7 @@ impl<'a> DocumentTokenizer<'a> {
 
     /// Creates the error which reports that the token cache cannot be written, because of `source`.
     fn unwritable_cache_error(&self, source: io::Error) -> DataError {
-        DataError::cache_unusable(self.cache_path, CacheOperation::Write, source)
+        DataError::cache_unusable(self.cache_path, TokenCacheOperation::Write, source)
     }
 
     /// Tokenizes all rows of a Parquet file, and writes their tokens to the token cache. All
@@ -356,7 +356,7 @@ impl<'a> DocumentTokenizer<'a> {
     /// names the Parquet file.
     fn to_parquet_error(&self, failure: InterpreterFailure, path: &Path, first_row: u64) -> DataError {
         let range = FailedRecord { first: RecordPosition::Row(first_row), is_exact: false };
-        let rules = failure.step.and_then(|step| self.find_step_file(step));
+        let rules = failure.step.and_then(|step| self.find_tokenizer_or_template_file(step));
         to_interpretation_error(failure, InterpretationStep::ReadRows, path, Some(range), rules)
     }
 }

@@ -6,8 +6,8 @@ mod problems;
 pub use interpretation::{FailedRecord, InterpretationError, InterpretationStep};
 pub(crate) use keys::FILES_KEY;
 pub use problems::{
-    CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, ParquetProblem, PatternProblem,
-    RecordPosition, RecordProblem, TemplateFailure, TextFileError, TokenizerProblem,
+    ChatProblem, ChatTemplateProblem, FilePatternProblem, ParquetProblem, RecordPosition, RecordProblem,
+    TemplateFailure, TextFileError, TokenCacheDamage, TokenCacheOperation, TokenizerProblem,
 };
 
 use super::split::Split;
@@ -42,7 +42,7 @@ pub enum DataError {
         pattern: String,
         /// The rule that the pattern breaks.
         #[source]
-        problem: PatternProblem,
+        problem: FilePatternProblem,
     },
     /// A name without wildcards belongs to a directory, device or pipe.
     #[error(
@@ -175,7 +175,7 @@ pub enum DataError {
         /// Path of the cache file or of its directory.
         path: PathBuf,
         /// The operation that failed.
-        operation: CacheOperation,
+        operation: TokenCacheOperation,
         /// The error of the operating system.
         source: io::Error,
     },
@@ -186,7 +186,7 @@ pub enum DataError {
         path: PathBuf,
         /// The reason why the cache file cannot be used.
         #[source]
-        damage: CacheDamage,
+        damage: TokenCacheDamage,
     },
     /// `train.data.seq_len` is 0.
     #[error("`train.data.seq_len` is 0; it must be at least 1")]
@@ -250,7 +250,11 @@ impl DataError {
     }
 
     /// Creates the error which reports that the token cache at `path` cannot be read or written.
-    pub(super) fn cache_unusable(path: &Path, operation: CacheOperation, source: io::Error) -> DataError {
+    pub(super) fn cache_unusable(
+        path: &Path,
+        operation: TokenCacheOperation,
+        source: io::Error,
+    ) -> DataError {
         DataError::CacheUnusable { path: path.to_path_buf(), operation, source }
     }
 

@@ -6,7 +6,7 @@
 //! links are followed. A pattern enters each directory once, so that loops of links end. A file
 //! that several patterns or links reach is listed once. The files are sorted by the bytes of their
 //! paths, whatever the order of the patterns.
-use super::error::{DataError, PatternProblem};
+use super::error::{DataError, FilePatternProblem};
 use globset::{GlobBuilder, GlobMatcher};
 use std::{
     collections::HashSet,
@@ -96,7 +96,7 @@ pub(crate) fn expand_patterns(patterns: &[String], workdir: &Path) -> Result<Vec
 fn expand_pattern(pattern: &str, workdir: &Path, found: &mut Vec<DataFile>) -> Result<(), DataError> {
     let invalid = |problem| DataError::InvalidPattern { pattern: pattern.into(), problem };
     if pattern.is_empty() || pattern.contains('\0') {
-        return Err(invalid(PatternProblem::EmptyOrNul));
+        return Err(invalid(FilePatternProblem::EmptyOrNul));
     }
     // A file of exactly this name has precedence over the meaning of wildcards in the name.
     let exact = workdir.join(pattern);
@@ -134,7 +134,7 @@ fn read_metadata(path: &Path) -> Result<Option<fs::Metadata>, DataError> {
 
 /// Expands the braces of a pattern, such as `{a,b}`, to one pattern without braces for each
 /// combination of alternatives.
-fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
+fn expand_braces(pattern: &str) -> Result<Vec<String>, FilePatternProblem> {
     let mut done = Vec::new();
     let mut todo = vec![pattern.to_string()];
     while let Some(p) = todo.pop() {
@@ -149,7 +149,7 @@ fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
             todo.push(format!("{}{}{}", &p[..open], &p[pair[0] + 1..pair[1]], &p[close + 1..]));
         }
         if todo.len() + done.len() > MAX_BRACE_ALTERNATIVES {
-            return Err(PatternProblem::TooManyAlternatives { limit: MAX_BRACE_ALTERNATIVES });
+            return Err(FilePatternProblem::TooManyAlternatives { limit: MAX_BRACE_ALTERNATIVES });
         }
     }
     Ok(done)
@@ -158,14 +158,14 @@ fn expand_braces(pattern: &str) -> Result<Vec<String>, PatternProblem> {
 /// Finds in a file pattern the byte positions of the first `{`, the matching `}`, and the commas
 /// directly between these braces. Returns `None` if the pattern has no braces. Fails if braces are
 /// unpaired.
-fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, PatternProblem> {
+fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, FilePatternProblem> {
     let (mut open, mut depth, mut commas) = (None, 0, Vec::new());
     for (i, c) in p.bytes().enumerate() {
         match (c, open) {
             (b'{', None) => (open, depth) = (Some(i), 1),
             (b'{', Some(_)) => depth += 1,
             (b',', Some(_)) if depth == 1 => commas.push(i),
-            (b'}', None) => return Err(PatternProblem::UnopenedBrace),
+            (b'}', None) => return Err(FilePatternProblem::UnopenedBrace),
             (b'}', Some(o)) => {
                 depth -= 1;
                 if depth == 0 {
@@ -175,7 +175,7 @@ fn find_first_braces(p: &str) -> Result<Option<(usize, usize, Vec<usize>)>, Patt
             _ => {}
         }
     }
-    open.map_or(Ok(None), |_| Err(PatternProblem::UnclosedBrace))
+    open.map_or(Ok(None), |_| Err(FilePatternProblem::UnclosedBrace))
 }
 
 /// The part of a file pattern between two slashes: a plain name, a name with wildcards, or `**`. A
@@ -191,15 +191,15 @@ enum PatternPart {
 }
 
 /// Splits a file pattern without braces into its parts between slashes.
-fn parse_pattern_parts(pattern: &str) -> Result<Vec<PatternPart>, PatternProblem> {
+fn parse_pattern_parts(pattern: &str) -> Result<Vec<PatternPart>, FilePatternProblem> {
     let mut parts = Vec::new();
     for name in pattern.split('/').filter(|n| !n.is_empty() && *n != ".") {
         parts.push(match name {
             "**" => PatternPart::AnyDirectories,
-            _ if name.contains("**") => return Err(PatternProblem::RecursiveNotAlone),
+            _ if name.contains("**") => return Err(FilePatternProblem::RecursiveNotAlone),
             _ if name.contains(['*', '?', '[', '\\']) => {
                 let glob = GlobBuilder::new(name).literal_separator(true).backslash_escape(true).build();
-                let glob = glob.map_err(|e| PatternProblem::Wildcard(e.kind().clone()))?;
+                let glob = glob.map_err(|e| FilePatternProblem::Wildcard(e.kind().clone()))?;
                 PatternPart::Wildcards(glob.compile_matcher(), name.starts_with('.'))
             }
             _ => PatternPart::Name(name.into()),
@@ -422,12 +422,12 @@ mod tests {
             }
             other => panic!("{other}"),
         };
-        assert_eq!(problem("do[cs"), PatternProblem::Wildcard(globset::ErrorKind::UnclosedClass));
-        assert_eq!(problem("{a,b"), PatternProblem::UnclosedBrace);
-        assert_eq!(problem("a}b"), PatternProblem::UnopenedBrace);
-        assert_eq!(problem("a**b"), PatternProblem::RecursiveNotAlone);
-        assert_eq!(problem(&"{a,b}".repeat(11)), PatternProblem::TooManyAlternatives { limit: 1024 });
-        assert_eq!(problem(""), PatternProblem::EmptyOrNul);
+        assert_eq!(problem("do[cs"), FilePatternProblem::Wildcard(globset::ErrorKind::UnclosedClass));
+        assert_eq!(problem("{a,b"), FilePatternProblem::UnclosedBrace);
+        assert_eq!(problem("a}b"), FilePatternProblem::UnopenedBrace);
+        assert_eq!(problem("a**b"), FilePatternProblem::RecursiveNotAlone);
+        assert_eq!(problem(&"{a,b}".repeat(11)), FilePatternProblem::TooManyAlternatives { limit: 1024 });
+        assert_eq!(problem(""), FilePatternProblem::EmptyOrNul);
         assert!(matches!(expand_patterns(&[], dir.path()), Err(DataError::NoFilesGiven)));
     }
 }

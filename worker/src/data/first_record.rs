@@ -3,8 +3,8 @@ use super::{
     document_reader::{DataFileFormat, RecordReadOptions, check_first_text_piece, open_data_file},
     error::{DataError, FailedRecord, InterpretationStep, RecordPosition},
     interpreter::{
-        Document, DocumentOptions, DocumentResult, Interpreter, InterpreterFailure, OpenParquetReply,
-        Request, RowsReply, rows_request_limits,
+        Document, DocumentOptions, DocumentResult, InterpreterFailure, OpenParquetReply, Request, RowsReply,
+        SandboxInterpreter, rows_request_limits,
     },
     json_lines::{parse_text_record, read_json_lines},
     split::SplitFilter,
@@ -19,7 +19,7 @@ use std::{fs::File, path::Path};
 pub(crate) fn has_record(
     path: &Path,
     options: RecordReadOptions,
-    interpreter: &Interpreter,
+    interpreter: &SandboxInterpreter,
 ) -> Result<bool, DataError> {
     let mut data = open_data_file(path, options)?;
     match data.format {
@@ -34,7 +34,7 @@ fn jsonl_has_record(
     file: &mut File,
     path: &Path,
     options: RecordReadOptions,
-    interpreter: &Interpreter,
+    interpreter: &SandboxInterpreter,
 ) -> Result<bool, DataError> {
     let mut found = false;
     read_json_lines(file, path, 1, &mut |line, text| {
@@ -65,7 +65,7 @@ fn parquet_has_row(
     file: &File,
     path: &Path,
     options: RecordReadOptions,
-    interpreter: &Interpreter,
+    interpreter: &SandboxInterpreter,
 ) -> Result<bool, DataError> {
     let position = RecordPosition::Row(1);
     let range = FailedRecord { first: position, is_exact: true };

@@ -35,9 +35,9 @@ pub(crate) use json_lines::{parse_chat_record, parse_text_record};
 
 pub use dataset::Dataset;
 pub use error::{
-    CacheDamage, CacheOperation, ChatProblem, ChatTemplateProblem, DataError, FailedRecord,
-    InterpretationError, InterpretationStep, ParquetProblem, PatternProblem, RecordPosition, RecordProblem,
-    TemplateFailure, TextFileError, TokenizerProblem,
+    ChatProblem, ChatTemplateProblem, DataError, FailedRecord, FilePatternProblem, InterpretationError,
+    InterpretationStep, ParquetProblem, RecordPosition, RecordProblem, TemplateFailure, TextFileError,
+    TokenCacheDamage, TokenCacheOperation, TokenizerProblem,
 };
 pub use file_patterns::FilePatternCache;
 pub use interpreter::SANDBOX_ARGUMENT;

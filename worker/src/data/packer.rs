@@ -18,7 +18,7 @@
 //! before it is [`IGNORE_INDEX`].
 //!
 //! A binary search over the documents locates a sample; nothing is stored per epoch.
-use super::token_cache::{NO_LOSS_BIT, TokenStream};
+use super::token_cache::{NO_LOSS_BIT, TokenizedDocuments};
 
 /// The label of an input token that does not count for the loss. Corresponds to `ignore_index` of
 /// PyTorch's cross-entropy.
@@ -57,7 +57,7 @@ pub(crate) struct SampleBuffers<'a> {
 impl Packer {
     /// Creates the division of the token stream `stream` into samples of `seq_len` inputs, which
     /// contain several documents if `pack` is set.
-    pub(crate) fn new(stream: &impl TokenStream, seq_len: u32, pack: bool, eod: u32) -> Self {
+    pub(crate) fn new(stream: &impl TokenizedDocuments, seq_len: u32, pack: bool, eod: u32) -> Self {
         let (documents, seq_len) = (stream.document_count(), u64::from(seq_len));
         if pack {
             return Packer {
@@ -83,7 +83,7 @@ impl Packer {
     }
 
     /// Writes the tokens, labels and document starts of sample number `s` to the buffers `out`.
-    pub(crate) fn write_sample(&self, stream: &impl TokenStream, s: u64, out: SampleBuffers) {
+    pub(crate) fn write_sample(&self, stream: &impl TokenizedDocuments, s: u64, out: SampleBuffers) {
         let SampleBuffers { tokens, labels, starts } = out;
         let raw = SampleBuffers { tokens: &mut *tokens, labels: &mut *labels, starts };
         match &self.unpacked_index {
@@ -100,7 +100,7 @@ impl Packer {
 
     /// Counts the inputs of sample `s` that count for the loss, which have a label other than
     /// [`IGNORE_INDEX`].
-    pub(crate) fn count_targets(&self, stream: &impl TokenStream, s: u64) -> u64 {
+    pub(crate) fn count_targets(&self, stream: &impl TokenizedDocuments, s: u64) -> u64 {
         if stream.has_loss_mask() {
             let [mut tokens, mut labels, mut starts] = [0; 3].map(|_| vec![0; self.seq_len as usize]);
             let out = SampleBuffers { tokens: &mut tokens, labels: &mut labels, starts: &mut starts };
@@ -121,7 +121,7 @@ impl Packer {
 
     /// Writes the sample whose first input is token number `base` of the stream, and which may
     /// contain several documents.
-    fn write_packed_sample(&self, stream: &impl TokenStream, base: u64, out: SampleBuffers) {
+    fn write_packed_sample(&self, stream: &impl TokenizedDocuments, base: u64, out: SampleBuffers) {
         let length = out.tokens.len();
         stream.read_tokens(base, out.tokens);
         let mut document = count_documents_ended_by(stream, base);
@@ -139,7 +139,12 @@ impl Packer {
     }
 
     /// Writes a sample of a single document, whose inputs are the tokens `from..to` of the stream.
-    fn write_unpacked_sample(&self, stream: &impl TokenStream, (from, to): (u64, u64), out: SampleBuffers) {
+    fn write_unpacked_sample(
+        &self,
+        stream: &impl TokenizedDocuments,
+        (from, to): (u64, u64),
+        out: SampleBuffers,
+    ) {
         let n = (to - from) as usize;
         stream.read_tokens(from, &mut out.tokens[..n]);
         out.labels[..n - 1].copy_from_slice(&out.tokens[1..n]);
@@ -154,7 +159,7 @@ impl Packer {
 
     /// Returns the range of the token stream that contains the inputs of sample number `s`, if
     /// documents are not packed together. `index` is the content of `unpacked_index`.
-    fn locate_unpacked_sample(&self, stream: &impl TokenStream, index: &[u64], s: u64) -> (u64, u64) {
+    fn locate_unpacked_sample(&self, stream: &impl TokenizedDocuments, index: &[u64], s: u64) -> (u64, u64) {
         let entry = index.partition_point(|&before| before <= s) - 1;
         let mut document = entry as u64 * INDEX_STRIDE;
         let mut within = s - index[entry];
@@ -174,13 +179,13 @@ impl Packer {
 /// Returns the number of samples into which document `d` is divided if documents are not packed
 /// together: its length divided by `seq_len`, rounded up. The length does not include the
 /// end-of-document token, which is a label but not an input.
-fn count_samples_of_document(stream: &impl TokenStream, d: u64, seq_len: u64) -> u64 {
+fn count_samples_of_document(stream: &impl TokenizedDocuments, d: u64, seq_len: u64) -> u64 {
     (stream.document_offset(d + 1) - 1 - stream.document_offset(d)).div_ceil(seq_len)
 }
 
 /// Counts the documents that end at or before token number `at` of the stream. The count is also
 /// the number, from 0, of the document that contains the token.
-fn count_documents_ended_by(stream: &impl TokenStream, at: u64) -> u64 {
+fn count_documents_ended_by(stream: &impl TokenizedDocuments, at: u64) -> u64 {
     let (mut low, mut high) = (0, stream.document_count());
     while low < high {
         let middle = low + (high - low) / 2;
@@ -190,7 +195,7 @@ fn count_documents_ended_by(stream: &impl TokenStream, at: u64) -> u64 {
 }
 
 /// Reads token number `at` of the stream.
-fn read_token(stream: &impl TokenStream, at: u64) -> u32 {
+fn read_token(stream: &impl TokenizedDocuments, at: u64) -> u32 {
     let mut one = [0];
     stream.read_tokens(at, &mut one);
     one[0]
@@ -224,7 +229,7 @@ mod tests {
         }
     }
 
-    impl TokenStream for MemoryStream {
+    impl TokenizedDocuments for MemoryStream {
         fn has_loss_mask(&self) -> bool {
             false
         }

@@ -2,7 +2,7 @@
 //! data.
 use super::{
     dataset, document_reader::RecordReadOptions, error::DataError, file_patterns, first_record::has_record,
-    interpreter::Interpreter, tokenizer::TextTokenizer,
+    interpreter::SandboxInterpreter, tokenizer::TextTokenizer,
 };
 use jobspec::{DataSource, DataSpec, RecordFormat, TokenizerSpec};
 use sandbox::Confinement;
@@ -62,7 +62,7 @@ pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> Dat
         report.errors.push(error);
         return report;
     }
-    let interpreter = Interpreter::new(1);
+    let interpreter = SandboxInterpreter::new(1);
     let tokenizer = TextTokenizer::open_with_interpreter(&spec.tokenizer, workdir, Arc::clone(&interpreter));
     let tokenizer = tokenizer.map_err(|e| report.errors.push(e)).ok();
     let mut checker = SourceChecker {
@@ -100,7 +100,7 @@ pub fn check_data(spec: &DataSpec, eval_files: &[String], workdir: &Path) -> Dat
 struct SourceChecker<'a> {
     spec: &'a DataSpec,
     workdir: &'a Path,
-    interpreter: &'a Interpreter,
+    interpreter: &'a SandboxInterpreter,
     /// The tokenizer. Without one, chats are not checked.
     tokenizer: Option<&'a TextTokenizer>,
     /// The time after which no further records are checked.

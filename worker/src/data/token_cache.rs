@@ -14,7 +14,7 @@
 //! A file is either complete or absent, because it is renamed after it was written and synced.
 //! Opening checks the whole file: the sizes, both digests, that every token is below vocab_size,
 //! and that the offsets rise.
-use super::error::CacheDamage;
+use super::error::TokenCacheDamage;
 use memmap2::{Mmap, UncheckedAdvice};
 use rayon::prelude::*;
 use std::{
@@ -82,16 +82,16 @@ impl TokenCacheHeader {
     }
 
     /// Decodes the header of a token cache, and checks its version, digest and consistency.
-    fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, CacheDamage> {
+    fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, TokenCacheDamage> {
         if bytes[..8] != MAGIC {
-            return Err(CacheDamage::NotATokenCache);
+            return Err(TokenCacheDamage::NotATokenCache);
         }
         let word = |at: usize| parse_le_u32(&bytes[at..at + 4]);
         if word(8) != FORMAT_VERSION {
-            return Err(CacheDamage::Version { version: word(8), expected: FORMAT_VERSION });
+            return Err(TokenCacheDamage::Version { version: word(8), expected: FORMAT_VERSION });
         }
         if *blake3::hash(&bytes[..HEADER_BYTES - 32]).as_bytes() != bytes[HEADER_BYTES - 32..] {
-            return Err(CacheDamage::HeaderCorrupt);
+            return Err(TokenCacheDamage::HeaderCorrupt);
         }
         let digest = |at: usize| <[u8; 32]>::try_from(&bytes[at..at + 32]).unwrap_or_default();
         let header = TokenCacheHeader {
@@ -104,7 +104,7 @@ impl TokenCacheHeader {
             has_loss_mask: word(104) != 0,
         };
         if header.encode() != *bytes || header.eod >= header.vocab_size {
-            return Err(CacheDamage::HeaderInconsistent);
+            return Err(TokenCacheDamage::HeaderInconsistent);
         }
         Ok(header)
     }
@@ -152,7 +152,7 @@ pub(crate) struct TokenCache {
 #[derive(Debug)]
 pub(crate) enum CacheOpenError {
     /// The file exists but cannot be used.
-    Damaged(CacheDamage),
+    Damaged(TokenCacheDamage),
     /// The file does not exist, or the operating system reported another error.
     Io(io::Error),
 }
@@ -163,8 +163,8 @@ impl From<io::Error> for CacheOpenError {
     }
 }
 
-impl From<CacheDamage> for CacheOpenError {
-    fn from(damage: CacheDamage) -> Self {
+impl From<TokenCacheDamage> for CacheOpenError {
+    fn from(damage: TokenCacheDamage) -> Self {
         CacheOpenError::Damaged(damage)
     }
 }
@@ -176,18 +176,18 @@ impl TokenCache {
         let file = File::open(path)?;
         let length = file.metadata()?.len();
         if length < HEADER_BYTES as u64 {
-            return Err(CacheDamage::TooSmall { bytes: length }.into());
+            return Err(TokenCacheDamage::TooSmall { bytes: length }.into());
         }
         let mut head = [0; HEADER_BYTES];
         file.read_exact_at(&mut head, 0)?;
         let header = TokenCacheHeader::decode(&head)?;
         if header.key != *key {
-            return Err(CacheDamage::OtherKey.into());
+            return Err(TokenCacheDamage::OtherKey.into());
         }
-        let (offsets, body) = header.compute_body_layout().ok_or(CacheDamage::HeaderCorrupt)?;
+        let (offsets, body) = header.compute_body_layout().ok_or(TokenCacheDamage::HeaderCorrupt)?;
         let expected = HEADER_BYTES as u64 + body;
         if length != expected {
-            return Err(CacheDamage::Length { bytes: length, expected }.into());
+            return Err(TokenCacheDamage::Length { bytes: length, expected }.into());
         }
         check_body_digest_and_tokens(&file, &header, body)?;
         // SAFETY: a cache is never written in place. A new file replaces an old one by rename, so
@@ -213,7 +213,7 @@ impl TokenCache {
 
     /// Checks that the positions at which the documents of a token cache begin rise from 0 to the
     /// number of tokens.
-    fn check_document_offsets(&self) -> Result<(), CacheDamage> {
+    fn check_document_offsets(&self) -> Result<(), TokenCacheDamage> {
         let documents = self.header.documents;
         let rising = (0..documents).all(|d| {
             let (from, to) = (self.document_offset(d), self.document_offset(d + 1));
@@ -222,7 +222,7 @@ impl TokenCache {
         match self.document_offset(0) == 0 && rising && self.document_offset(documents) == self.header.tokens
         {
             true => Ok(()),
-            false => Err(CacheDamage::InvalidOffsets),
+            false => Err(TokenCacheDamage::InvalidOffsets),
         }
     }
 }
@@ -248,19 +248,19 @@ fn check_body_digest_and_tokens(
             let tokens = &block[..(token_bytes.saturating_sub(from) as usize).min(block.len())];
             match tokens.chunks_exact(width).all(|t| parse_le_u32(t) & !mask < header.vocab_size) {
                 true => Ok(*blake3::hash(&block).as_bytes()),
-                false => Err(CacheDamage::TokenOutOfVocabulary.into()),
+                false => Err(TokenCacheDamage::TokenOutOfVocabulary.into()),
             }
         })
         .collect();
     match *blake3::hash(digests?.as_flattened()).as_bytes() == header.body_digest {
         true => Ok(()),
-        false => Err(CacheDamage::DigestMismatch.into()),
+        false => Err(TokenCacheDamage::DigestMismatch.into()),
     }
 }
 
 /// A stream of tokens with boundaries of documents, which [`super::packer::Packer`] divides into
 /// samples.
-pub(crate) trait TokenStream {
+pub(crate) trait TokenizedDocuments {
     /// Returns the number of documents in the stream.
     fn document_count(&self) -> u64;
     /// Returns the position of the first token of document number `d`, or the end of the stream if
@@ -273,7 +273,7 @@ pub(crate) trait TokenStream {
     fn has_loss_mask(&self) -> bool;
 }
 
-impl TokenStream for TokenCache {
+impl TokenizedDocuments for TokenCache {
     fn document_count(&self) -> u64 {
         self.header.documents
     }
@@ -435,7 +435,7 @@ mod tests {
 
     /// Opens a damaged token cache, and returns what is wrong with it. Panics if the cache is
     /// intact.
-    fn expect_damage(path: &Path) -> CacheDamage {
+    fn expect_damage(path: &Path) -> TokenCacheDamage {
         match TokenCache::open(path, &KEY) {
             Err(CacheOpenError::Damaged(damage)) => damage,
             Err(other) => panic!("{other:?}"),
@@ -473,7 +473,7 @@ mod tests {
         let mut bytes = fs::read(&path).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         fs::write(&path, bytes).unwrap();
-        assert_eq!(expect_damage(&path), CacheDamage::DigestMismatch);
+        assert_eq!(expect_damage(&path), TokenCacheDamage::DigestMismatch);
     }
 
     #[test]
@@ -529,16 +529,16 @@ mod tests {
                 .concat()
         };
         let tokens = body([1, 300, 2, 299], [0, 2, 4]);
-        assert_eq!(forge(&header, &tokens), CacheDamage::TokenOutOfVocabulary);
+        assert_eq!(forge(&header, &tokens), TokenCacheDamage::TokenOutOfVocabulary);
         for offsets in [[0, 3, 4], [1, 2, 4], [0, 2, 5], [0, 5, 4], [0, u64::MAX, 4]] {
             let damage = forge(&header, &body([1, 299, 2, 299], offsets));
-            assert_eq!(damage, CacheDamage::InvalidOffsets, "{offsets:?}");
+            assert_eq!(damage, TokenCacheDamage::InvalidOffsets, "{offsets:?}");
         }
         for (tokens, documents) in [(u64::MAX, 2), (4, u64::MAX), (1 << 62, 1 << 60), (1 << 40, 2)] {
             forge(&TokenCacheHeader { tokens, documents, ..header.clone() }, &[]);
         }
         let damage = forge(&TokenCacheHeader { eod: 300, ..header }, &[]);
-        assert_eq!(damage, CacheDamage::HeaderInconsistent);
+        assert_eq!(damage, TokenCacheDamage::HeaderInconsistent);
     }
 
     #[test]

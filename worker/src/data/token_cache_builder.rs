@@ -9,7 +9,7 @@ use super::{
     content_digests::{self, ContentDigest},
     document_reader::{self, DataFileFormat, RecordReadOptions},
     document_tokenizer::DocumentTokenizer,
-    error::{CacheOperation, DataError},
+    error::{DataError, TokenCacheOperation},
     file_patterns::DataFile,
     split::{Split, SplitFilter},
     token_cache::{self, CacheOpenError, TokenCache, TokenCacheWriter},
@@ -123,7 +123,7 @@ pub(crate) fn open_or_build_cache(
     })?;
     drop(lock);
     TokenCache::open(&path, &key).map_err(|e| match e {
-        CacheOpenError::Io(source) => DataError::cache_unusable(&path, CacheOperation::Read, source),
+        CacheOpenError::Io(source) => DataError::cache_unusable(&path, TokenCacheOperation::Read, source),
         CacheOpenError::Damaged(damage) => DataError::CacheCorrupt { path, damage },
     })
 }
@@ -150,13 +150,15 @@ fn open_intact_cache(
             }
             Ok(None)
         }
-        Err(CacheOpenError::Io(source)) => Err(DataError::cache_unusable(path, CacheOperation::Read, source)),
+        Err(CacheOpenError::Io(source)) => {
+            Err(DataError::cache_unusable(path, TokenCacheOperation::Read, source))
+        }
     }
 }
 
 /// Creates the directory of the token caches, and a .gitignore in it that excludes all files.
 fn create_cache_directory(directory: &Path) -> Result<(), DataError> {
-    let error = |source| DataError::cache_unusable(directory, CacheOperation::Create, source);
+    let error = |source| DataError::cache_unusable(directory, TokenCacheOperation::Create, source);
     fs::create_dir_all(directory).map_err(error)?;
     let ignore = directory.join(".gitignore");
     if !ignore.exists() {
@@ -183,7 +185,7 @@ fn wait_for_build_lock(
     mut open: impl FnMut() -> Result<Option<TokenCache>, DataError>,
 ) -> Result<BuildLockOutcome, DataError> {
     let file = File::options().create(true).truncate(false).write(true).open(path);
-    let file = file.map_err(|source| DataError::cache_unusable(path, CacheOperation::Lock, source))?;
+    let file = file.map_err(|source| DataError::cache_unusable(path, TokenCacheOperation::Lock, source))?;
     let deadline = Instant::now() + LOCK_TIMEOUT;
     loop {
         match file.try_lock() {
@@ -250,7 +252,7 @@ fn build_cache(
     static TEMPORARY_FILE_COUNT: AtomicU32 = AtomicU32::new(0);
     let number = TEMPORARY_FILE_COUNT.fetch_add(1, Ordering::Relaxed);
     let temporary = TemporaryFile(directory.join(format!("{stem}.{}-{number}.tmp", std::process::id())));
-    let error = |source| DataError::cache_unusable(path, CacheOperation::Write, source);
+    let error = |source| DataError::cache_unusable(path, TokenCacheOperation::Write, source);
     let file = File::options().write(true).create(true).truncate(true).open(&temporary.0).map_err(error)?;
     let tokenizer = inputs.tokenizer;
     let writer =
@@ -315,7 +317,7 @@ fn tokenize_file(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::{content_digests, file_patterns, token_cache::TokenStream};
+    use crate::data::{content_digests, file_patterns, token_cache::TokenizedDocuments};
     use std::sync::Barrier;
 
     /// Opens or builds the token cache of all .txt files in `dir`. Returns the cache and the
@@ -458,7 +460,10 @@ mod tests {
         let dir = write_two_text_files();
         fs::write(dir.path().join("cache"), "a file").unwrap();
         let error = open_cache_of_text_files(dir.path(), SplitFilter::All).err().unwrap();
-        assert!(matches!(error, DataError::CacheUnusable { operation: CacheOperation::Read, .. }), "{error}");
+        assert!(
+            matches!(error, DataError::CacheUnusable { operation: TokenCacheOperation::Read, .. }),
+            "{error}"
+        );
         let diagnostic = Diagnostic::from(error);
         assert_eq!(diagnostic.code(), codes::TOKEN_CACHE_UNUSABLE);
         assert_eq!(diagnostic.subject(), Some("train.data.cache"));

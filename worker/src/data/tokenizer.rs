@@ -11,7 +11,7 @@ use super::{
         TokenizerProblem,
     },
     interpreter::{
-        DecodeTokensReply, Document, DocumentOptions, DocumentResult, Interpreter, InterpreterFailure,
+        DecodeTokensReply, Document, DocumentOptions, DocumentResult, InterpreterFailure, SandboxInterpreter,
         TokenizerFile, TokenizerInfo,
     },
     split::SplitFilter,
@@ -41,7 +41,7 @@ pub struct TextTokenizer {
     /// The Hugging Face tokenizer. Absent for the embedded tokenizer, whose tokens are 256 byte
     /// values and one end-of-document token.
     file: Option<FileTokenizer>,
-    interpreter: Arc<Interpreter>,
+    interpreter: Arc<SandboxInterpreter>,
 }
 
 /// An open Hugging Face tokenizer: tokenizer.json with its companion files.
@@ -55,12 +55,12 @@ struct FileTokenizer {
 impl TextTokenizer {
     /// Returns the built-in byte tokenizer.
     pub fn new_byte_tokenizer() -> Self {
-        Self::new_byte_tokenizer_with_interpreter(Interpreter::new(rayon::current_num_threads()))
+        Self::new_byte_tokenizer_with_interpreter(SandboxInterpreter::new(rayon::current_num_threads()))
     }
 
     /// Returns the built-in byte tokenizer, with `interpreter` as the client of the sandbox process
     /// that interprets chat templates and Parquet files.
-    fn new_byte_tokenizer_with_interpreter(interpreter: Arc<Interpreter>) -> Self {
+    fn new_byte_tokenizer_with_interpreter(interpreter: Arc<SandboxInterpreter>) -> Self {
         TextTokenizer { file: None, interpreter }
     }
 
@@ -71,14 +71,14 @@ impl TextTokenizer {
     /// otherwise the `eos_token` of special_tokens_map.json. If neither file names one, the first
     /// of a list of well-known tokens is used that is a special token of the tokenizer.
     pub fn open(spec: &TokenizerSpec, workdir: &Path) -> Result<Self, DataError> {
-        Self::open_with_interpreter(spec, workdir, Interpreter::new(rayon::current_num_threads()))
+        Self::open_with_interpreter(spec, workdir, SandboxInterpreter::new(rayon::current_num_threads()))
     }
 
     /// Loads the tokenizer that the job names, in the sandbox process of `interpreter`.
     pub(crate) fn open_with_interpreter(
         spec: &TokenizerSpec,
         workdir: &Path,
-        interpreter: Arc<Interpreter>,
+        interpreter: Arc<SandboxInterpreter>,
     ) -> Result<Self, DataError> {
         let TokenizerSpec::File(path) = spec else {
             return Ok(Self::new_byte_tokenizer_with_interpreter(interpreter));
@@ -95,7 +95,7 @@ impl TextTokenizer {
     }
 
     /// Returns the client of the sandbox process that has loaded the tokenizer.
-    pub(crate) fn interpreter(&self) -> &Interpreter {
+    pub(crate) fn interpreter(&self) -> &SandboxInterpreter {
         &self.interpreter
     }
 
@@ -208,7 +208,7 @@ impl TextTokenizer {
 
 impl FileTokenizer {
     /// Loads a tokenizer.json and the other files of the tokenizer in its directory.
-    fn open(path: PathBuf, interpreter: &Interpreter) -> Result<Self, DataError> {
+    fn open(path: PathBuf, interpreter: &SandboxInterpreter) -> Result<Self, DataError> {
         let text = read_tokenizer_file(&path, MAX_TOKENIZER_BYTES)?
             .ok_or_else(|| build_invalid_tokenizer_error(&path, TokenizerProblem::FileMissing))?;
         let mut files = vec![(TOKENIZER_FILE.to_owned(), text)];

@@ -48,7 +48,7 @@ pub(super) fn build_check_job(model: &str, rest: &str) -> diagnostic::Result<Job
     let loaded = jobspec::load_job(jobspec::JobSource::Text { name: "gpu-check".into(), text }, &set);
     let (mut job, ..) = loaded.map_err(|mistakes| {
         let summary = Diagnostic::error(codes::run::INTERNAL, "the job of the check is not valid");
-        mistakes.into_iter().fold(summary, Diagnostic::with_detail)
+        mistakes.into_iter().fold(summary, Diagnostic::with_detail_diagnostic)
     })?;
     job.checkpoint.keep = 1;
     Ok(job)

@@ -3,9 +3,10 @@
 use super::check_job::{GpuOpener, build_trainer, run_check, train_one_step};
 use crate::gpu::to_unusable_nccl_error;
 use comm::{
-    Comm, local,
+    Comm,
     nccl::{NcclComm, NcclLibrary},
     staged::StagedComm,
+    thread_comm,
 };
 use device::Ops;
 use diagnostic::{Diagnostic, codes};
@@ -67,8 +68,10 @@ pub(super) fn train_on_gpu_for_curve(
 ) -> diagnostic::Result<TrainingCurve> {
     let run_rank = |hosts| train_rank_for_curve(train, open, nccl, hosts, steps, drop);
     let results: Vec<diagnostic::Result<TrainingCurve>> = std::thread::scope(|s| {
-        let threads: Vec<_> =
-            local::create_group(world).into_iter().map(|comm| s.spawn(|| run_rank(Arc::new(comm)))).collect();
+        let threads: Vec<_> = thread_comm::create_thread_group(world)
+            .into_iter()
+            .map(|comm| s.spawn(|| run_rank(Arc::new(comm))))
+            .collect();
         threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
     });
     require_equal_curves(results.into_iter().collect::<Result<Vec<_>, _>>()?)

@@ -4,11 +4,11 @@ use super::{
     check_job::{GpuOpener, build_check_job, require_train_section},
     curve_cases::{CURVE_PRECISIONS, CurveRanks, select_curve_cases},
     curve_training::{TrainingCurve, train_for_curve, train_on_gpu_for_curve},
-    message::{PartOutput, Row, RowResult},
+    message::{PartOutput, ResultRow, RowResult},
     nccl_ranks::TwoRankTraining,
 };
 use crate::gpu::collect_library_search_paths;
-use comm::{Comm, local, nccl::NcclLibrary};
+use comm::{Comm, nccl::NcclLibrary, thread_comm};
 use device::{Cpu, cuda::CudaLibrary};
 use serde_json::json;
 use std::{path::Path, sync::Arc};
@@ -27,7 +27,7 @@ pub(super) fn compare_curves(
     let (case, (precision, tolerance)) = (&select_curve_cases(tiny)[case], CURVE_PRECISIONS[precision]);
     let subject = |ranks: &str| format!("{}, {precision}, {ranks}", case.name);
     if precision == "fp8" && !open()?.properties().has_fp8() {
-        output.send_row(Row::skipped(subject("all ranks"), "the GPU has no fp8"));
+        output.send_row(ResultRow::skipped(subject("all ranks"), "the GPU has no fp8"));
         return Ok(());
     }
     let nccl = match transport {
@@ -51,7 +51,7 @@ pub(super) fn compare_curves(
         return second_rank.train_as_rank_one(output, &spec, open, nccl.as_ref(), steps);
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let cpu_comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
+    let cpu_comm: Arc<dyn Comm> = Arc::new(thread_comm::create_thread_group(1).remove(0));
     let cpu = train_for_curve(&spec, cpu_comm, Arc::new(Cpu::new(threads)), steps)?;
     let compared: &[(&str, usize)] = match transport {
         CurveRanks::OneRank => &[("1 rank", 1)],
@@ -67,7 +67,7 @@ pub(super) fn compare_curves(
         output.send_row(match curve {
             Ok(gpu) => compare_losses(subject(ranks), tolerance, &gpu, &cpu, one_rank.as_ref()),
             Err(error) => {
-                Row::failed(subject(ranks), format!("{}: {}", error.code().name(), error.message()))
+                ResultRow::failed(subject(ranks), format!("{}: {}", error.code().name(), error.message()))
             }
         });
     }
@@ -85,7 +85,7 @@ fn open_nccl_or_skip(output: &PartOutput, subject: &str, transport: CurveRanks) 
         Ok(nccl) => return Some(nccl),
         Err(error) => error.to_string(),
     };
-    output.send_row(Row::skipped(subject, reason));
+    output.send_row(ResultRow::skipped(subject, reason));
     None
 }
 
@@ -97,7 +97,7 @@ fn compare_losses(
     gpu: &TrainingCurve,
     cpu: &TrainingCurve,
     one_rank: Option<&TrainingCurve>,
-) -> Row {
+) -> ResultRow {
     let error = compute_max_loss_difference(gpu, cpu);
     let cause = if error > tolerance || error.is_nan() {
         Some(format!("the losses differ from those of the CPU by {error:.1e}, more than {tolerance:.0e}"))
@@ -106,7 +106,7 @@ fn compare_losses(
     } else {
         None
     };
-    Row {
+    ResultRow {
         subject,
         values: format!("loss error {error:.1e}"),
         result: if cause.is_some() { RowResult::Failed } else { RowResult::Ok },

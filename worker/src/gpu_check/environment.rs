@@ -2,7 +2,7 @@
 //! and the kernels.
 use super::{
     check_job::GpuOpener,
-    message::{PartOutput, Row},
+    message::{PartOutput, ResultRow},
     part_process::query_nvidia_smi,
 };
 use crate::gpu::{collect_library_search_paths, probe_gpu_libraries};
@@ -32,10 +32,10 @@ pub(super) fn report_environment(output: &PartOutput, open: GpuOpener) -> diagno
         output.send_row(match library.result {
             Ok((version, path)) => {
                 let data = json!({"version": version, "path": path});
-                Row::measured(library.name, format!("{version} ({})", path.display()), data)
+                ResultRow::measured(library.name, format!("{version} ({})", path.display()), data)
             }
-            Err(error) if library.required => Row::failed(library.name, error.to_string()),
-            Err(error) => Row::skipped(library.name, format!("not available: {error}")),
+            Err(error) if library.required => ResultRow::failed(library.name, error.to_string()),
+            Err(error) => ResultRow::skipped(library.name, format!("not available: {error}")),
         });
     }
     let cuda = open()?;
@@ -56,7 +56,7 @@ pub(super) fn report_environment(output: &PartOutput, open: GpuOpener) -> diagno
         "l2_cache_bytes": gpu.l2_cache_bytes, "driver": gpu.driver_version,
         "attributes": attributes, "clocks": query_clocks(&cuda).1,
     });
-    output.send_row(Row::measured(format!("GPU {}", gpu.index), values, data));
+    output.send_row(ResultRow::measured(format!("GPU {}", gpu.index), values, data));
     Ok(())
 }
 
@@ -72,28 +72,28 @@ pub(super) fn report_kernel_loading(output: &PartOutput, cuda: &Cuda) -> diagnos
         count => format!("{seconds:.2} s, {} compiled", format_count(count, "source")),
     };
     let data = json!({"seconds": seconds, "compile_seconds": compiled});
-    output.send_row(Row::measured("loading all kernels", values, data));
+    output.send_row(ResultRow::measured("loading all kernels", values, data));
     for (file, seconds) in compiled {
-        output.send_row(Row::measured(format!("- {file}"), format!("{seconds:.2} s"), Value::Null));
+        output.send_row(ResultRow::measured(format!("- {file}"), format!("{seconds:.2} s"), Value::Null));
     }
     if let Some(why) = cuda.kernel_cache_error() {
-        output.send_row(Row::failed("writing the kernel cache", why.to_string()));
+        output.send_row(ResultRow::failed("writing the kernel cache", why.to_string()));
     }
-    let kernels = cuda.describe_kernels()?;
+    let kernels = cuda.report_kernel_resources()?;
     output.send_details("kernels", kernels.iter().map(to_kernel_json).collect());
     let spilling = kernels.iter().filter(|kernel| kernel.local_bytes > 0);
     let spilling: Vec<_> = spilling.map(|k| format!("{} {} B", k.name, k.local_bytes)).collect();
     let subject = format!("{} of {} use local memory", spilling.len(), format_count(kernels.len(), "kernel"));
-    output.send_row(Row::measured(subject, spilling.join(", "), Value::Null));
+    output.send_row(ResultRow::measured(subject, spilling.join(", "), Value::Null));
     Ok(())
 }
 
 /// Sends the list of GPU kernels that ran and of the algorithms that matmuls used to the parent
 /// process, which writes them to the JSON report.
 pub(super) fn report_used_kernels(output: &PartOutput, cuda: &Cuda) -> diagnostic::Result<()> {
-    let kernels = cuda.describe_launched_kernels()?;
+    let kernels = cuda.report_launched_kernel_resources()?;
     output.send_details("launched_kernels", kernels.iter().map(to_kernel_json).collect());
-    let plans = cuda.describe_matmul_plans().into_iter().map(|plan| {
+    let plans = cuda.report_matmul_plans().into_iter().map(|plan| {
         let algorithm: Option<Map<String, Value>> = plan.algorithm.map(|attributes| {
             attributes.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect()
         });

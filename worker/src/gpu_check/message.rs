@@ -14,7 +14,7 @@ pub(super) const MESSAGE_PREFIX: &str = "gpu-check-message ";
 #[serde(tag = "message", rename_all = "snake_case")]
 pub(super) enum PartMessage {
     /// A row of the table.
-    Row(Row),
+    Row(ResultRow),
     /// Values that only the JSON file contains, under this name.
     Details { name: String, value: Value },
     /// The part is complete. Without this message the process has failed, also with exit code 0.
@@ -25,7 +25,7 @@ pub(super) enum PartMessage {
 
 /// A row of the table that `launch gpu-check` prints.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Row {
+pub(super) struct ResultRow {
     /// What was checked or measured.
     pub(super) subject: String,
     /// The measured values, as text.
@@ -66,23 +66,23 @@ impl RowResult {
     }
 }
 
-impl Row {
+impl ResultRow {
     /// Creates a row of the result table that shows measured values and compares nothing.
-    pub(super) fn measured(subject: impl Into<String>, values: impl Into<String>, data: Value) -> Row {
+    pub(super) fn measured(subject: impl Into<String>, values: impl Into<String>, data: Value) -> ResultRow {
         let (subject, values) = (subject.into(), values.into());
-        Row { subject, values, result: RowResult::Measured, cause: None, data }
+        ResultRow { subject, values, result: RowResult::Measured, cause: None, data }
     }
 
     /// Creates a row of the result table that states why a check was skipped.
-    pub(super) fn skipped(subject: impl Into<String>, cause: impl Into<String>) -> Row {
+    pub(super) fn skipped(subject: impl Into<String>, cause: impl Into<String>) -> ResultRow {
         let (subject, cause) = (subject.into(), Some(cause.into()));
-        Row { subject, values: String::new(), result: RowResult::Skipped, cause, data: Value::Null }
+        ResultRow { subject, values: String::new(), result: RowResult::Skipped, cause, data: Value::Null }
     }
 
     /// Creates a row of the result table for a check that failed with the error `cause`.
-    pub(super) fn failed(subject: impl Into<String>, cause: impl Into<String>) -> Row {
+    pub(super) fn failed(subject: impl Into<String>, cause: impl Into<String>) -> ResultRow {
         let (subject, cause) = (subject.into(), Some(cause.into()));
-        Row { subject, values: String::new(), result: RowResult::Failed, cause, data: Value::Null }
+        ResultRow { subject, values: String::new(), result: RowResult::Failed, cause, data: Value::Null }
     }
 }
 
@@ -91,7 +91,7 @@ pub(super) struct PartOutput;
 
 impl PartOutput {
     /// Sends a row of the result table to the parent process.
-    pub(super) fn send_row(&self, row: Row) {
+    pub(super) fn send_row(&self, row: ResultRow) {
         self.print_message(&PartMessage::Row(row));
     }
 

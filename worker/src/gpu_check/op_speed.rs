@@ -1,5 +1,5 @@
 //! Measures the speed of single operations on a GPU, for `launch gpu-check`.
-use super::message::{PartOutput, Row};
+use super::message::{PartOutput, ResultRow};
 use device::{
     Buf, Cuda, Dtype, Storage,
     cuda::CudaError,
@@ -28,7 +28,7 @@ struct TimedOp<'a> {
 /// A group of GPU operations, such as matmuls, whose speed one process of `launch gpu-check`
 /// measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SpeedGroup {
+pub(super) enum TimedOpGroup {
     /// A copy within the GPU's memory and a large matmul: the highest rates that other operations
     /// can reach.
     Ceilings,
@@ -40,13 +40,13 @@ pub(super) enum SpeedGroup {
     Memory,
 }
 
-impl SpeedGroup {
+impl TimedOpGroup {
     /// The groups of operations that models consist of, each with the name of the part of `launch
     /// gpu-check` that measures their speed.
-    pub(super) const MODEL_OPERATION_GROUPS: [(&str, SpeedGroup); 3] = [
-        ("matmul", SpeedGroup::Matmul),
-        ("attention", SpeedGroup::Attention),
-        ("memory", SpeedGroup::Memory),
+    pub(super) const MODEL_OPERATION_GROUPS: [(&str, TimedOpGroup); 3] = [
+        ("matmul", TimedOpGroup::Matmul),
+        ("attention", TimedOpGroup::Attention),
+        ("memory", TimedOpGroup::Memory),
     ];
 }
 
@@ -54,21 +54,21 @@ impl SpeedGroup {
 /// for each operation. `cudnn` is the GPU opened with cuDNN, if cuDNN is available.
 pub(super) fn measure_op_speed(
     output: &PartOutput,
-    group: SpeedGroup,
+    group: TimedOpGroup,
     cuda: &Cuda,
     cudnn: Option<&Cuda>,
 ) -> diagnostic::Result<()> {
     match group {
-        SpeedGroup::Ceilings => {
+        TimedOpGroup::Ceilings => {
             measure_and_report_op(output, cuda, prepare_timed_copy(cuda)?)?;
             measure_and_report_op(output, cuda, prepare_timed_matmul(cuda, 8192, 8192, 8192)?)?;
         }
-        SpeedGroup::Matmul => {
+        TimedOpGroup::Matmul => {
             for (m, n, k) in [(4096, 4096, 4096), (8192, 2304, 768), (8192, 768, 3072), (8192, 50_304, 768)] {
                 measure_and_report_op(output, cuda, prepare_timed_matmul(cuda, m, n, k)?)?;
             }
         }
-        SpeedGroup::Attention => {
+        TimedOpGroup::Attention => {
             for shape in ATTENTION_SHAPES {
                 for (cuda, backend) in [(Some(cuda), ""), (cudnn, " by cuDNN")] {
                     let Some(cuda) = cuda else { continue };
@@ -78,7 +78,7 @@ pub(super) fn measure_op_speed(
                 }
             }
         }
-        SpeedGroup::Memory => {
+        TimedOpGroup::Memory => {
             for op in prepare_memory_bound_ops(cuda)? {
                 measure_and_report_op(output, cuda, op)?;
             }
@@ -104,7 +104,7 @@ fn measure_and_report_op(output: &PartOutput, cuda: &Cuda, mut op: TimedOp) -> R
     let rate = op.amount / seconds / 1e12;
     let values = format!("{:.1} µs, {rate:.2} {}", seconds * 1e6, op.unit);
     let data = json!({"seconds": seconds, "rate": rate, "unit": op.unit});
-    output.send_row(Row::measured(op.name, values, data));
+    output.send_row(ResultRow::measured(op.name, values, data));
     Ok(())
 }
 

@@ -2,7 +2,7 @@
 //! their rows and writes the JSON file. This process never opens the GPU.
 use super::{
     memory_file::MemoryFile,
-    message::{PartMessage, Row, RowResult},
+    message::{PartMessage, ResultRow, RowResult},
     part_filter::PartFilter,
     part_process::{PartCommand, PartEnd, PartOutcome, find_sanitizer, run_part_process},
     parts::{ENVIRONMENT_PART, Part},
@@ -98,7 +98,7 @@ pub(super) fn run_parts(options: CheckRunOptions, parts: &[Part]) -> diagnostic:
     for part in parts {
         let record = match earlier.as_ref().and_then(|report| report.find_passed_part(&part.name)) {
             Some(record) => {
-                runner.table.print_row(&part.name, &Row::skipped("all", "passed in the earlier check"));
+                runner.table.print_row(&part.name, &ResultRow::skipped("all", "passed in the earlier check"));
                 record.clone()
             }
             None => runner.run_or_skip_part(part),
@@ -129,7 +129,7 @@ impl PartRunner<'_> {
             None
         };
         if let Some(cause) = cause {
-            let row = Row::skipped("all", cause);
+            let row = ResultRow::skipped("all", cause);
             self.table.print_row(&part.name, &row);
             return PartRecord::new_skipped(&part.name, self.began.elapsed().as_secs_f64(), row);
         }
@@ -201,7 +201,7 @@ impl PartRunner<'_> {
         });
         let PartOutcome { end: process_end, seconds, output } = outcome;
         if let Some(cause) = self.find_failure_reason(part, end, &process_end, &rows) {
-            let row = Row::failed("all", cause);
+            let row = ResultRow::failed("all", cause);
             self.table.print_row(&name, &row);
             rows.push(row);
         }
@@ -224,7 +224,7 @@ impl PartRunner<'_> {
         part: &Part,
         end: Option<diagnostic::Result<()>>,
         process_end: &PartEnd,
-        rows: &[Row],
+        rows: &[ResultRow],
     ) -> Option<String> {
         match (end, process_end) {
             (Some(Ok(())), PartEnd::Exited(status)) if status.success() => None,

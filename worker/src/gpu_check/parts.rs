@@ -2,7 +2,7 @@
 //! parts, the most important ones first.
 use super::{
     curve_cases::{CURVE_PRECISIONS, CurveRanks, select_curve_cases},
-    op_speed::SpeedGroup,
+    op_speed::TimedOpGroup,
     part_filter::PartFilter,
     timed_models::select_timed_models,
 };
@@ -28,7 +28,7 @@ pub(super) enum PartWork {
     /// Compiles and loads every kernel.
     Kernels,
     /// Times a group of operations.
-    Speed(SpeedGroup),
+    Speed(TimedOpGroup),
     /// Compares the family of operations with this number with the CPU.
     Family(usize),
     /// Compares operations with the CPU on the realistic shape with this number.
@@ -89,7 +89,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
     add(ENVIRONMENT_PART.to_owned(), PartWork::Environment, 2, 30);
     add("kernels".to_owned(), PartWork::Kernels, 5, 180);
     if !filter.quick {
-        add("ceilings".to_owned(), PartWork::Speed(SpeedGroup::Ceilings), 3, 60);
+        add("ceilings".to_owned(), PartWork::Speed(TimedOpGroup::Ceilings), 3, 60);
     }
     for (number, family) in conformance::OP_FAMILY_NAMES.iter().enumerate() {
         add(format!("ops/{}", to_part_name(family)), PartWork::Family(number), 3, 60);
@@ -99,7 +99,7 @@ pub(super) fn list_parts(filter: PartFilter) -> Vec<Part> {
         for (number, shape) in conformance::REALISTIC_SHAPE_NAMES.iter().enumerate() {
             add(format!("shapes/{}", to_part_name(shape)), PartWork::Shape(number), 5, 90);
         }
-        for (name, group) in SpeedGroup::MODEL_OPERATION_GROUPS {
+        for (name, group) in TimedOpGroup::MODEL_OPERATION_GROUPS {
             add(format!("speed/{name}"), PartWork::Speed(group), 4, 60);
         }
     }

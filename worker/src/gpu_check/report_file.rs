@@ -1,6 +1,6 @@
 //! [`GpuCheckReport`]: all results of a run of `launch gpu-check`, in the form of the JSON file
 //! that the user requests by `--json`.
-use super::message::{Row, RowResult};
+use super::message::{ResultRow, RowResult};
 use diagnostic::{Diagnostic, codes};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -37,7 +37,7 @@ pub(super) struct PartRecord {
     /// When the part started, in seconds after the start of the check.
     pub(super) began_at: f64,
     pub(super) seconds: f64,
-    pub(super) rows: Vec<Row>,
+    pub(super) rows: Vec<ResultRow>,
     /// Values that the table does not contain, by name.
     #[serde(default)]
     pub(super) details: Map<String, Value>,
@@ -58,7 +58,7 @@ impl PartRecord {
         name: &str,
         began_at: f64,
         seconds: f64,
-        rows: Vec<Row>,
+        rows: Vec<ResultRow>,
         details: Map<String, Value>,
     ) -> PartRecord {
         let (name, result) = (name.to_owned(), combine_row_results(&rows));
@@ -67,14 +67,14 @@ impl PartRecord {
     }
 
     /// Creates the record of a part of the GPU check that was skipped. `row` contains the reason.
-    pub(super) fn new_skipped(name: &str, at: f64, row: Row) -> PartRecord {
+    pub(super) fn new_skipped(name: &str, at: f64, row: ResultRow) -> PartRecord {
         PartRecord::new(name, at, 0.0, vec![row], Map::new())
     }
 }
 
 /// Returns the result of a part of the GPU check from the results of its table rows: failed if any
 /// row failed, and skipped if all were skipped.
-fn combine_row_results(rows: &[Row]) -> RowResult {
+fn combine_row_results(rows: &[ResultRow]) -> RowResult {
     let has = |result| rows.iter().any(|row| row.result == result);
     match () {
         () if has(RowResult::Failed) => RowResult::Failed,
@@ -163,11 +163,11 @@ mod tests {
     /// Creates a report with a part that passed and one that failed.
     fn create_report() -> GpuCheckReport {
         let mut report = GpuCheckReport::new(true);
-        let passed = Row { result: RowResult::Ok, ..Row::measured("add", "", Value::Null) };
-        for (name, row) in [("ops/a", passed), ("ops/b", Row::failed("add", "a reason"))] {
+        let passed = ResultRow { result: RowResult::Ok, ..ResultRow::measured("add", "", Value::Null) };
+        for (name, row) in [("ops/a", passed), ("ops/b", ResultRow::failed("add", "a reason"))] {
             report.parts.push(PartRecord::new(name, 0.5, 1.0, vec![row], Map::new()));
         }
-        report.parts.push(PartRecord::new_skipped("ops/c", 2.0, Row::skipped("all", "no time")));
+        report.parts.push(PartRecord::new_skipped("ops/c", 2.0, ResultRow::skipped("all", "no time")));
         report
     }
 

@@ -4,7 +4,7 @@ use super::{
     curves::compare_curves,
     environment::{report_environment, report_kernel_loading, report_used_kernels},
     memory_file::open_memory_file,
-    message::{PartMessage, PartOutput, Row, RowResult},
+    message::{PartMessage, PartOutput, ResultRow, RowResult},
     nccl_ranks::TwoRankTraining,
     op_speed::measure_op_speed,
     part_filter::PartFilter,
@@ -92,7 +92,7 @@ fn do_part_work(
                 let (name, cuda) = (conformance::OP_FAMILY_NAMES[number], open()?);
                 output.send_row(match conformance::compare_family_with_cpu(&cuda, number, 1, rounds) {
                     Some(report) => to_family_row(&report),
-                    None => Row::skipped(name, format!("{} has no fp8", cuda.describe_gpu())),
+                    None => ResultRow::skipped(name, format!("{} has no fp8", cuda.describe_gpu())),
                 });
             }
             PartWork::Shape(number) => {
@@ -100,7 +100,7 @@ fn do_part_work(
                 let divisor = if filter.tiny { TINY_SHAPE_DIVISOR } else { 1 };
                 let report = conformance::compare_realistic_shape_with_cpu(&cuda, number, divisor, threads);
                 output.send_row(report.as_ref().map_or_else(
-                    || Row::skipped(conformance::REALISTIC_SHAPE_NAMES[number], "the GPU has no fp8"),
+                    || ResultRow::skipped(conformance::REALISTIC_SHAPE_NAMES[number], "the GPU has no fp8"),
                     to_family_row,
                 ));
                 report_used_kernels(output, &cuda)?;
@@ -108,7 +108,7 @@ fn do_part_work(
             PartWork::CudnnAttention => output.send_row(match open_gpu_with_cudnn(device) {
                 Ok(cudnn) => to_family_row(&conformance::compare_cudnn_attention_with_cpu(&cudnn, 1, rounds)),
                 Err(error @ CudaError::LibraryNotFound { .. }) => {
-                    Row::skipped(conformance::CUDNN_ATTENTION_FAMILY, error.to_string())
+                    ResultRow::skipped(conformance::CUDNN_ATTENTION_FAMILY, error.to_string())
                 }
                 Err(error) => return Err(error.into()),
             }),
@@ -134,10 +134,10 @@ fn open_gpu_with_cudnn(device: usize) -> Result<Cuda, CudaError> {
 
 /// Converts the result of comparing a family of operations between GPU and CPU to a row of the
 /// result table.
-fn to_family_row(report: &OpFamilyReport) -> Row {
+fn to_family_row(report: &OpFamilyReport) -> ResultRow {
     let MaxErrors { f32, bf16, f16 } = report.max_errors;
     let failure = report.failure.clone().map(Diagnostic::from);
-    Row {
+    ResultRow {
         subject: report.family.to_owned(),
         values: format!("{} shapes, errors: f32 {f32:.1e}, bf16 {bf16:.1e}, f16 {f16:.1e}", report.cases),
         result: if failure.is_some() { RowResult::Failed } else { RowResult::Ok },

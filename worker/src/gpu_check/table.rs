@@ -1,5 +1,5 @@
 //! The table that `launch gpu-check` prints, row by row.
-use super::message::Row;
+use super::message::ResultRow;
 use std::time::Instant;
 
 /// Prints the result table of `launch gpu-check` row by row, each with the time since the start of
@@ -17,7 +17,7 @@ impl ResultTable {
     }
 
     /// Prints a row of the result table, which belongs to the part `part` of the GPU check.
-    pub(super) fn print_row(&mut self, part: &str, row: &Row) {
+    pub(super) fn print_row(&mut self, part: &str, row: &ResultRow) {
         if std::mem::take(&mut self.needs_header) {
             println!("| at, s | part | subject | values | result |\n|---|---|---|---|---|");
         }

@@ -3,7 +3,7 @@
 use super::{
     check_job::{GpuOpener, build_trainer, run_check, train_one_step},
     environment::{query_clocks, report_used_kernels},
-    message::{PartOutput, Row},
+    message::{PartOutput, ResultRow},
     timed_models::{TimedModel, find_model_by_number, select_timed_models},
 };
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     gpu::{collect_library_search_paths, select_attention_backend},
     train::running_trainer::RunningTrainer,
 };
-use comm::{Comm, local, staged::StagedComm};
+use comm::{Comm, staged::StagedComm, thread_comm};
 use device::{Cuda, Storage, cuda::ProfileEntry};
 use diagnostic::{Diagnostic, codes, quantity::format_count};
 use jobspec::{CudaGraphMode, JobSpec, Precision, TrainSpec};
@@ -50,9 +50,9 @@ pub(super) fn report_model_speed(
     output.send_details("clocks", json!({"before": before, "after": after}));
     let values = [measured.to_text(), clocks].into_iter().filter(|text| !text.is_empty());
     let values = values.collect::<Vec<_>>().join(", ");
-    output.send_row(Row::measured(timed.name, values, measured.to_json(timed)));
+    output.send_row(ResultRow::measured(timed.name, values, measured.to_json(timed)));
     while let Some(notice) = model.cuda.record_step_duration(Duration::ZERO) {
-        output.send_row(Row::measured(format!("- {notice}"), "", Value::Null));
+        output.send_row(ResultRow::measured(format!("- {notice}"), "", Value::Null));
     }
     report_step_profile(output, timed, &mut model, MIN_PRINTED_TIME_SHARE)?;
     report_used_kernels(output, &model.cuda)
@@ -70,7 +70,7 @@ pub(super) fn report_model_profile(
     let Some(mut model) = warm_up_if_it_fits(output, timed, open()?)? else { return Ok(()) };
     let seconds = time_steps(&mut model.running, &mut |steps, _| steps >= 5)?;
     let values = format!("one step takes {:.2} ms", 1e3 * seconds);
-    output.send_row(Row::measured(timed.name, values, json!({"step_seconds": seconds})));
+    output.send_row(ResultRow::measured(timed.name, values, json!({"step_seconds": seconds})));
     report_step_profile(output, timed, &mut model, 0.0)
 }
 
@@ -95,7 +95,7 @@ pub(super) fn report_save_cost(
     let data = json!({
         "blocked_seconds": save.blocked_seconds, "seconds": save.seconds, "slowdown": save.slowdown,
     });
-    output.send_row(Row::measured(timed.name, values, data));
+    output.send_row(ResultRow::measured(timed.name, values, data));
     Ok(())
 }
 
@@ -109,7 +109,7 @@ fn warm_up_if_it_fits(
     let free_gib = cuda.query_memory_info()?.0 as f64 / f64::from(1 << 30);
     if free_gib < f64::from(timed.min_gib) {
         let cause = format!("needs {} GiB of GPU memory, and {free_gib:.1} GiB are free", timed.min_gib);
-        output.send_row(Row::skipped(timed.name, cause));
+        output.send_row(ResultRow::skipped(timed.name, cause));
         return Ok(None);
     }
     warm_up_model(timed, cuda).map(Some)
@@ -169,7 +169,7 @@ fn warm_up_model(timed: &TimedModel, cuda: Arc<Cuda>) -> diagnostic::Result<Warm
     // Only models that set `cuda_graphs=true` use CUDA graphs, so the other models stay
     // comparable.
     cuda.set_graphs_enabled(spec.cuda_graphs == CudaGraphMode::Always);
-    let comm: Arc<dyn Comm> = Arc::new(local::create_group(1).remove(0));
+    let comm: Arc<dyn Comm> = Arc::new(thread_comm::create_thread_group(1).remove(0));
     let comm = Arc::new(StagedComm::new(comm, cuda.clone()));
     let mut running = build_trainer(&spec, comm, cuda.clone())?.start_with_random_params();
     for _ in 0..3 {
@@ -203,13 +203,13 @@ fn report_step_profile(
     output.send_details("operations", profile.iter().map(entry).collect());
     let values = format!("{:.2} ms", 1e3 * sum);
     let subject = format!("{}: sum of all operations of a step", timed.name);
-    output.send_row(Row::measured(subject, values, json!({"seconds": sum})));
+    output.send_row(ResultRow::measured(subject, values, json!({"seconds": sum})));
     for spent in profile {
         let share = spent.seconds / sum.max(f64::MIN_POSITIVE);
         if share >= min_share {
             let calls = format_count(spent.calls, "call");
             let values = format!("{:.3} ms, {calls}, {:.1} %", 1e3 * spent.seconds, 100.0 * share);
-            output.send_row(Row::measured(format!("- {}", spent.name), values, Value::Null));
+            output.send_row(ResultRow::measured(format!("- {}", spent.name), values, Value::Null));
         }
     }
     Ok(())
@@ -286,7 +286,7 @@ fn measure_save_cost(
     saver.begin_save(running)?;
     let blocked = began.elapsed().as_secs_f64();
     let during = time_steps(running, &mut |steps, _| steps > 0 && !saver.is_writing_in_background())?;
-    let saved = saver.finish_save(running)?.ok_or_else(|| {
+    let saved = saver.finish_and_commit_save(running)?.ok_or_else(|| {
         Diagnostic::error(codes::training::CHECKPOINT_WRITER_FAILED, "no checkpoint was saved")
     })?;
     let slowdown = 1.0 - step_seconds / during;

@@ -15,8 +15,8 @@ mod norms;
 mod row_norm;
 
 pub(super) use decoder_config::{
-    Activation, DECODER_KEY_NAMES, DecoderConfig, DropoutConfig, LearnedPositions, NormKind, NormModuleNames,
-    QkNormExtent, TensorNames, build_decoder_config_json,
+    Activation, DecoderConfig, DropoutConfig, LLAMA_CONFIG_KEY_NAMES, LearnedPositions, NormKind,
+    NormModuleNames, QkNormExtent, TensorNames, build_decoder_config_json,
 };
 pub(super) use decoder_moe_config::{DecoderMoeConfig, ExpertTensorNames};
 pub use model::Model;

@@ -4,7 +4,7 @@ use super::{
     activation_buffers::BufferSpec,
     block_arguments::LayerInput,
     error::Result,
-    linear_layout::{LayerLinears, LinearLayout},
+    linear_layout::{AdaptableLayerMatmuls, LinearLayout},
     linear_precision::{LinearFormat, LinearPrecision, check_fp8_sizes},
     lora::{
         LayerAdapters, LoraConfig, LoraScratch, LoraScratchBuffers, create_layer_adapters,
@@ -42,7 +42,7 @@ impl LinearLayers {
     pub(super) fn add_adapters(
         &mut self,
         lora: &LoraConfig,
-        layers: &[LayerLinears],
+        layers: &[AdaptableLayerMatmuls],
         has_experts: bool,
     ) -> Result<()> {
         self.adapters = create_layer_adapters(lora, layers, has_experts)?;

@@ -35,7 +35,7 @@ impl LinearLayout {
 
 /// Those matmuls of one layer whose weight matrices can have LoRA adapters: qkv, o, gate_up and
 /// down.
-pub(super) struct LayerLinears {
+pub(super) struct AdaptableLayerMatmuls {
     /// The prefix of the matrices' names, with a trailing dot.
     pub(super) prefix: String,
     /// The number of elements of the layer's unit without adapters.
@@ -44,7 +44,7 @@ pub(super) struct LayerLinears {
     pub(super) linears: [LinearLayout; 4],
 }
 
-impl LayerLinears {
+impl AdaptableLayerMatmuls {
     /// Returns the full names of all matrices of the layer that can have LoRA adapters.
     pub(super) fn matrix_names(&self) -> impl Iterator<Item = String> {
         let modules = self.linears.iter().flat_map(|linear| &linear.modules);

@@ -12,7 +12,7 @@ use super::{
     block_arguments::LayerInput,
     error::{ModelError, Result},
     hf_config::shorten_text,
-    linear_layout::LayerLinears,
+    linear_layout::AdaptableLayerMatmuls,
     micro_batch::MicroBatch,
 };
 use crate::{
@@ -139,10 +139,10 @@ pub(super) type LoraScratch<'a> = LoraScratchBuffers<&'a mut Buf>;
 /// Fails with [`ModelError::LoraTargetUnknown`] if a target matches no matrix.
 pub(super) fn create_layer_adapters(
     lora: &LoraConfig,
-    layers: &[LayerLinears],
+    layers: &[AdaptableLayerMatmuls],
     has_experts: bool,
 ) -> Result<Vec<LayerAdapters>> {
-    let names: Vec<String> = layers.iter().flat_map(LayerLinears::matrix_names).collect();
+    let names: Vec<String> = layers.iter().flat_map(AdaptableLayerMatmuls::matrix_names).collect();
     lora.validate_targets(names.iter().map(String::as_str), has_experts)?;
     Ok(layers.iter().map(|layer| LayerAdapters::new(lora, layer)).collect())
 }
@@ -167,7 +167,7 @@ pub(super) fn declare_lora_scratch(layers: &[LayerAdapters], rows: usize) -> Lor
 impl LayerAdapters {
     /// Creates the LoRA adapters of one layer, and places their parameters after the layer's other
     /// tensors in the flat vector of its parameters.
-    fn new(lora: &LoraConfig, layer: &LayerLinears) -> Self {
+    fn new(lora: &LoraConfig, layer: &AdaptableLayerMatmuls) -> Self {
         let (spec, mut params, mut at) = (&lora.spec, Vec::new(), layer.unit_len);
         let rank = spec.rank as usize;
         let mut groups = Vec::with_capacity(layer.linears.len());
@@ -359,7 +359,7 @@ mod tests {
         let linear = |index, modules| LinearLayout { weight: 0..0, bias: None, inputs, modules, index };
         let first = linear(0, vec![("a", 5), ("b", 7), ("c", 3)]);
         let linears = [first, linear(1, Vec::new()), linear(2, Vec::new()), linear(3, Vec::new())];
-        let layer = LayerLinears { prefix: "x.".into(), unit_len: 100, linears };
+        let layer = AdaptableLayerMatmuls { prefix: "x.".into(), unit_len: 100, linears };
         let adapters = LayerAdapters::new(&LoraConfig { spec, seed: 3 }, &layer);
         let [only] = adapters.groups[0].adapters.as_slice() else { panic!("one target") };
         assert_eq!((only.columns.clone(), only.a.clone(), only.b.clone()), (5..12, 100..174, 174..188));

@@ -72,7 +72,7 @@ pub fn build_model_with_router_losses(
     seq_len: u32,
 ) -> Result<Model> {
     let mut model = build_model(spec, seq_len)?;
-    model.set_router_losses(experts);
+    model.set_router_loss_coefficients(experts);
     Ok(model)
 }
 

@@ -129,7 +129,7 @@ impl RouterOutput {
         &self,
         ops: &dyn Ops,
         dlogits: ViewMut,
-        grads: &ExpertOutputGrads,
+        grads: &RouterBackwardGrads,
         shape: ExpertShape,
     ) {
         let inputs = device::ops::RouterBackwardInputs {
@@ -145,7 +145,7 @@ impl RouterOutput {
 
 /// The gradients that the backward pass of a layer's router and attention reads: of the experts'
 /// inputs, of the factors that multiply the experts' outputs, and of the router losses.
-pub struct ExpertOutputGrads<'a> {
+pub struct RouterBackwardGrads<'a> {
     /// The gradients of the experts' inputs, one row for each token and each of its selected
     /// experts, `[dispatched rows, hidden]`.
     pub rows: View<'a>,
@@ -239,7 +239,7 @@ pub fn compute_expert_activation(ops: &dyn Ops, shape: ExpertShape, gate_up: Vie
 ///
 /// Does not compute gradients of parameters. The caller must then pass `b.act` and `b.dgate_up` to
 /// [`compute_expert_param_gradients`], which computes those of the experts' parameters.
-pub fn experts_backward(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: ExpertBackwardBuffers) {
+pub fn experts_backward_input(ops: &dyn Ops, shape: ExpertShape, e: &ExpertInputs, b: ExpertBackwardBuffers) {
     let (d, f) = (shape.hidden, shape.intermediate);
     let n = b.dweights.len();
     let (act, mut dact, mut dgate_up) = (b.act, b.dact, b.dgate_up);
@@ -274,8 +274,8 @@ pub struct ExpertGradInputs<'a> {
     /// The gradients of the layer's output for the token of each row, `[rows, hidden]`, as in
     /// [`ExpertBackwardBuffers::dy`].
     pub dy: View<'a>,
-    /// The input of the down projection, `[rows, intermediate]`, as [`experts_backward`] left it in
-    /// [`ExpertBackwardBuffers::act`].
+    /// The input of the down projection, `[rows, intermediate]`, as [`experts_backward_input`] left
+    /// it in [`ExpertBackwardBuffers::act`].
     pub act: View<'a>,
     /// The gradients of the outputs of the gate and up projections, `[rows, 2·intermediate]`, from
     /// [`ExpertBackwardBuffers::dgate_up`].

@@ -11,7 +11,7 @@ pub use rules::list_state_roles;
 pub(crate) use rules::select_update_methods;
 pub use state_storage::StateVector;
 pub use stochastic_bf16::compute_update_chunk_len;
-pub use unit_states::{RoleStates, UnitStates, count_state_elements};
+pub use unit_states::{SameKindStates, UnitStates, count_state_elements};
 pub(crate) use update_rule::UpdateMethod;
 
 use crate::{
@@ -68,7 +68,7 @@ pub struct Optimizer {
     groups: Vec<GroupHyperparams>,
     /// For each unit and parameter, how the parameter is updated. Meaningless for frozen
     /// parameters.
-    params: Vec<Vec<ParamUpdate>>,
+    params: Vec<Vec<ParamUpdateSettings>>,
     units: Vec<UnitStates>,
     /// Rounds updated bf16 weights stochastically. `None` unless bf16 weights have no master
     /// weights and are rounded stochastically.
@@ -80,7 +80,7 @@ pub struct Optimizer {
 
 /// By which method (such as Muon or AdamW) and with which settings the optimizer updates one
 /// parameter.
-struct ParamUpdate {
+struct ParamUpdateSettings {
     /// The index of the parameter's group.
     group: usize,
     method: UpdateMethod,
@@ -88,7 +88,7 @@ struct ParamUpdate {
     step_lag: u64,
 }
 
-impl ParamUpdate {
+impl ParamUpdateSettings {
     /// Returns the settings, the learning rate and the number of updates with which this parameter
     /// is updated in a step. `shape` is the parameter's shape.
     fn build_update_inputs<'a>(
@@ -132,7 +132,7 @@ impl Optimizer {
             states.collect::<io::Result<Vec<_>>>().map_err(|e| vec![build_offload_error(offload, &e)])?;
         let param_updates = |(groups, methods): (Vec<usize>, Vec<UpdateMethod>)| {
             let params = groups.into_iter().zip(methods);
-            params.map(|(group, method)| ParamUpdate { group, method, step_lag: 0 }).collect()
+            params.map(|(group, method)| ParamUpdateSettings { group, method, step_lag: 0 }).collect()
         };
         let params = group_indices.into_iter().zip(select_update_methods(spec, units)).map(param_updates);
         let rounding = rounding_seed.map(|seed| StochasticUpdate::new(ops, seed, units, &states));

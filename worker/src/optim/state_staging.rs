@@ -1,7 +1,7 @@
 //! [`StateStagingBuffers`]: device memory in which offloaded optimizer states (stored in host
 //! memory or files) are updated. While the states of one unit are updated, the states of the next
 //! unit are copied in and the states of the previous unit are copied out.
-use super::unit_states::{DeviceStates, RoleStates, UnitStates};
+use super::unit_states::{DeviceStates, SameKindStates, UnitStates};
 use device::{Buf, Dtype, Ops, storage::Event};
 
 /// Two buffers in device memory to which offloaded optimizer states are copied for an update: one
@@ -71,7 +71,7 @@ impl StateStagingBuffers {
             Some(buffer) => {
                 buffer.last_copy.make_stream_wait();
                 let vectors = st.roles.iter().zip(&mut buffer.vectors);
-                let view = |(states, vector): (&'a RoleStates, &'a mut Buf)| {
+                let view = |(states, vector): (&'a SameKindStates, &'a mut Buf)| {
                     (&states.layout, vector.view_mut().slice(0..states.vector.len()))
                 };
                 vectors.map(view).collect()

@@ -14,12 +14,12 @@ pub struct UnitStates {
     pub range: Range<usize>,
     /// The states of the unit, one item for each kind of state (role), in the order of the update
     /// rule.
-    pub(super) roles: Vec<RoleStates>,
+    pub(super) roles: Vec<SameKindStates>,
 }
 
 /// The optimizer states of one kind, such as the first moment, for all trained parameters of a
 /// parameter unit (tensors that are gathered together).
-pub struct RoleStates {
+pub struct SameKindStates {
     pub(super) layout: StateLayout,
     pub(super) vector: StateVector,
 }
@@ -104,7 +104,7 @@ impl UnitStates {
         let allocate = |&role: &TensorRole| {
             let layout = StateLayout::new(role, unit, range.clone());
             let vector = StateVector::zeroed(ops, layout.len(), offload)?;
-            Ok(RoleStates { layout, vector })
+            Ok(SameKindStates { layout, vector })
         };
         let roles = roles.iter().map(allocate).collect::<io::Result<_>>()?;
         Ok(UnitStates { range, roles })
@@ -112,13 +112,13 @@ impl UnitStates {
 
     /// Returns the optimizer states of the parameter unit, one item for each kind of state, such as
     /// first moments.
-    pub fn states_by_role(&self) -> &[RoleStates] {
+    pub fn states_by_role(&self) -> &[SameKindStates] {
         &self.roles
     }
 
     /// Returns the optimizer states of the parameter unit for modification, one item for each kind
     /// of state, such as first moments.
-    pub fn states_by_role_mut(&mut self) -> &mut [RoleStates] {
+    pub fn states_by_role_mut(&mut self) -> &mut [SameKindStates] {
         &mut self.roles
     }
 
@@ -129,7 +129,7 @@ impl UnitStates {
     }
 }
 
-impl RoleStates {
+impl SameKindStates {
     /// Returns which kind of optimizer states these are, such as the first moment.
     pub fn role(&self) -> TensorRole {
         self.layout.role

@@ -29,7 +29,7 @@ pub(super) trait UpdateRule {
 pub(crate) struct UpdateMethod {
     /// Computes the direction of the update from the gradient of the whole tensor. `None` if the
     /// update of an element depends only on this element, its gradient and its states.
-    pub direction: Option<&'static dyn TensorDirection>,
+    pub direction: Option<&'static dyn WholeTensorUpdate>,
     /// Updates consecutive elements with their gradient or, if `direction` is given, with their
     /// part of the direction.
     pub update: ElementwiseUpdate,
@@ -42,12 +42,12 @@ pub(super) type ElementwiseUpdate =
 
 /// The part of an optimizer's update that needs the gradient of a whole tensor, such as Muon's
 /// orthogonalization; it computes the direction of the update.
-pub(crate) trait TensorDirection: Sync {
+pub(crate) trait WholeTensorUpdate: Sync {
     /// Returns the purpose, such as `Muon matrices`, that out-of-memory errors state for the memory
     /// in which the directions of updates are computed.
     fn memory_label(&self) -> &'static str;
 
-    /// Returns how many elements [`TensorDirection::compute_direction`] allocates for a tensor of
+    /// Returns how many elements [`WholeTensorUpdate::compute_direction`] allocates for a tensor of
     /// the shape `shape`, for the memory estimate.
     fn count_allocated_elements(&self, shape: &[usize]) -> usize;
 

@@ -8,7 +8,7 @@ use crate::{
         ShardingPolicy,
         buffer_pool::BufferPoolEstimate,
         engine::REDUCTIONS_IN_FLIGHT,
-        micro_batch_sums::{MicroBatchRange, count_peak_buffers},
+        micro_batch_sums::{MicroBatchRange, count_peak_gradient_buffers},
         owner_collectives,
     },
 };
@@ -41,8 +41,10 @@ impl MemoryEstimator<'_> {
         // The backward pass of a partly frozen unit writes a complete gradient, which is then
         // packed.
         let mixed = self.count_written_gradient_elements(policy, rank, 0, |u| !u.is_all_trained());
-        full * count_peak_buffers((0..own_micro_batches).map(MicroBatchRange::from_index), true)
-            + finished
+        full * count_peak_gradient_buffers(
+            (0..own_micro_batches).map(MicroBatchRange::from_micro_batch),
+            true,
+        ) + finished
             + mixed
     }
 
@@ -86,7 +88,7 @@ impl MemoryEstimator<'_> {
             // The backward pass of the head also writes the gradient of a tied embedding.
             let tied = self.model.has_tied_embeddings() && is_trained(0);
             let mut of_embedding = if tied { take(&mut buffers, 0) } else { None };
-            buffers.release_gradient(of_head, is_trained(head));
+            buffers.finish_gradient_write(of_head, is_trained(head));
             for &u in
                 layers[find_first_backward_layer(self.units)..].iter().rev().flat_map(|l| l.iter().rev())
             {
@@ -95,20 +97,20 @@ impl MemoryEstimator<'_> {
                     // Frozen experts have no gradient.
                     let has_gradient = is_trained(u) || !unit.holds_experts();
                     let gradient = if has_gradient { take(&mut buffers, u) } else { None };
-                    buffers.release_gradient(gradient, is_trained(u));
+                    buffers.finish_gradient_write(gradient, is_trained(u));
                     continue;
                 }
                 let mixed =
                     if unit.is_all_trained() || !is_trained(u) { None } else { take(&mut buffers, u) };
-                buffers.release_gradient(mixed, false);
-                buffers.release_stack(
+                buffers.finish_gradient_write(mixed, false);
+                buffers.start_stack_reduction(
                     unit.trained_len()
                         * owner_collectives::count_peak_group_buffers(&schedule, unit.owners, rank),
                 );
             }
             if is_trained(0) {
                 let gradient = of_embedding.take().or_else(|| take(&mut buffers, 0));
-                buffers.release_gradient(gradient, true);
+                buffers.finish_gradient_write(gradient, true);
             }
         }
         buffers.pool.allocated + buffers.stacks
@@ -135,7 +137,7 @@ struct GradientBufferSimulation {
 impl GradientBufferSimulation {
     /// Simulates that a gradient in the buffer `gradient` is complete: its reduction starts, or its
     /// buffer is freed. Does nothing if there is no gradient.
-    fn release_gradient(&mut self, gradient: Option<usize>, is_reduced: bool) {
+    fn finish_gradient_write(&mut self, gradient: Option<usize>, is_reduced: bool) {
         let Some(len) = gradient else { return };
         match is_reduced {
             true => self.start_reduction(Some(len)),
@@ -145,7 +147,7 @@ impl GradientBufferSimulation {
 
     /// Simulates that a stack of `len` elements, the gradients of one rank's experts of a layer for
     /// several micro-batches, is complete and is now reduced.
-    fn release_stack(&mut self, len: usize) {
+    fn start_stack_reduction(&mut self, len: usize) {
         match self.free_stacks.checked_sub(1) {
             Some(left) => self.free_stacks = left,
             None => self.stacks += len,

@@ -3,8 +3,9 @@
 use super::{network, session::AgentSession};
 use crate::error::Result;
 use comm::{
-    Comm, local,
+    Comm,
     shm::{ShmComm, ShmLimits, abort_group},
+    thread_comm,
 };
 use diagnostic::{Diagnostic, codes};
 use jobspec::env;
@@ -33,7 +34,7 @@ pub(super) fn connect_to_other_ranks(
         return network::connect_ranks_of_hosts(session, init, memory, limits);
     }
     let comm: Arc<dyn Comm> = match init.world {
-        1 => Arc::new(local::create_group(1).remove(0)),
+        1 => Arc::new(thread_comm::create_thread_group(1).remove(0)),
         world => {
             let fd = memory.ok_or_else(|| {
                 let message =

@@ -2,7 +2,7 @@
 //! reads them.
 use super::{
     session::AgentSession,
-    training_loop::{DecodeGeneration, HeldOutEval},
+    training_loop::{DecodeGeneratedText, HeldOutEval},
 };
 use crate::{
     consensus::exchange_values_without_queue,
@@ -157,7 +157,7 @@ fn build_generation_request<'a>(
     spec: &'a GenerationSpec,
     seed: u64,
     tokenizer: &'a TextTokenizer,
-) -> Result<(GenerationRequest, DecodeGeneration<'a>)> {
+) -> Result<(GenerationRequest, DecodeGeneratedText<'a>)> {
     let mut prompt = Vec::new();
     tokenizer.encode(&spec.prompt, &mut prompt).map_err(Diagnostic::from)?;
     if prompt.is_empty() {

@@ -1,6 +1,6 @@
 //! Tests of stop requests before the first step. Tests of processes are in `tests/end_to_end/`.
 use super::*;
-use comm::{Comm, local};
+use comm::{Comm, thread_comm};
 
 /// Creates the session and the queue of each rank. The agents read nothing.
 fn create_ranks(world: usize) -> Vec<(AgentSession, Arc<CollectiveQueue>, UnixStream)> {
@@ -13,7 +13,7 @@ fn create_ranks(world: usize) -> Vec<(AgentSession, Arc<CollectiveQueue>, UnixSt
             agent,
         )
     };
-    local::create_group(world).into_iter().map(create).collect()
+    thread_comm::create_thread_group(world).into_iter().map(create).collect()
 }
 
 /// Lets every rank wait for its first step, and returns for each rank whether the step may begin.

@@ -33,12 +33,12 @@ pub(super) struct HeldOutEval<'a> {
     /// The number of steps between evaluations.
     pub(super) every: u64,
     /// The text to generate after each evaluation, and the decoder of its tokens.
-    pub(super) generation: Option<(GenerationRequest, DecodeGeneration<'a>)>,
+    pub(super) generation: Option<(GenerationRequest, DecodeGeneratedText<'a>)>,
 }
 
 /// A function that converts the tokens of a prompt and of its generated continuation to two texts
 /// for an event.
-pub(super) type DecodeGeneration<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
+pub(super) type DecodeGeneratedText<'a> = Box<dyn Fn(&[u32]) -> Result<(String, String)> + 'a>;
 
 /// What the training loop needs in addition to the trainer: the job, the connection to the agent
 /// (launch's process on the host), and the samples.
@@ -461,7 +461,7 @@ fn cancel_mostly_unwritten_save(
 /// Completes the save of a checkpoint that is in progress, and reports the saved checkpoint. Does
 /// nothing if no checkpoint is in progress. Collective: every rank must call it.
 fn finish_save(running: &RunningTrainer, run: &RunContext, saver: &mut CheckpointSaver) -> Result<()> {
-    match saver.finish_save(running)? {
+    match saver.finish_and_commit_save(running)? {
         Some(done) if run.is_leader => run.session.send_event(Event::Checkpoint {
             step: done.step,
             path: done.path,

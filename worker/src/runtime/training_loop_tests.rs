@@ -15,7 +15,7 @@ use crate::{
     train::{generation::GenerationRequest, step::SampleSource},
     trainer_stages::ResolvedSpec,
 };
-use comm::{Comm, local};
+use comm::{Comm, thread_comm};
 use device::Cpu;
 use jobspec::{JobSource, JobSpec, load_job};
 use protocol::{control::FromWorker, event::Event, exit::WorkerExit, frame};
@@ -199,7 +199,7 @@ fn run_job(root: &Path, settings: &RunSettings) -> RunResult {
                 (exit, evaluated, events.join().unwrap())
             })
         };
-        let ranks: Vec<_> = local::create_group(settings.world).into_iter().map(spawn).collect();
+        let ranks: Vec<_> = thread_comm::create_thread_group(settings.world).into_iter().map(spawn).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
     });
     RunResult {

@@ -21,7 +21,7 @@ type DispatchPlan<'a> = (&'a SendPlan, &'a RecvPlan);
 /// What the rows that are exchanged between ranks for experts contain: activations or their
 /// gradients, or factors of the router.
 #[derive(Clone, Copy)]
-pub(super) enum Payload {
+pub(super) enum ExchangedRowKind {
     /// A vector of the width of the residual stream for each token and expert: inputs, outputs or
     /// gradients.
     Rows,
@@ -116,10 +116,10 @@ impl TokenDispatcher {
 
     /// Returns the buffers for exchanging rows of the kind `payload` (activations or router
     /// factors), and the number of elements of such a row.
-    fn select_buffers(&mut self, payload: Payload) -> (&mut PayloadBuffers, usize) {
+    fn select_buffers(&mut self, payload: ExchangedRowKind) -> (&mut PayloadBuffers, usize) {
         match payload {
-            Payload::Rows => (&mut self.rows, self.width),
-            Payload::Weights => (&mut self.weights, 1),
+            ExchangedRowKind::Rows => (&mut self.rows, self.width),
+            ExchangedRowKind::Weights => (&mut self.weights, 1),
         }
     }
 
@@ -176,7 +176,7 @@ impl TokenDispatcher {
         &mut self,
         layer: &MoeLayerPlan,
         plan: DispatchPlan,
-        payload: Payload,
+        payload: ExchangedRowKind,
         to: &mut Buf,
         fill: impl FnOnce(ViewMut),
     ) {
@@ -198,7 +198,7 @@ impl TokenDispatcher {
     pub(super) fn wait_for_dispatched_rows(
         &mut self,
         (_, receiving): DispatchPlan,
-        payload: Payload,
+        payload: ExchangedRowKind,
         to: &mut Buf,
     ) -> Result<()> {
         if self.has_every_expert() {
@@ -224,7 +224,7 @@ impl TokenDispatcher {
         &mut self,
         layer: &MoeLayerPlan,
         plan: DispatchPlan,
-        payload: Payload,
+        payload: ExchangedRowKind,
         from: &Buf,
     ) {
         if self.has_every_expert() {
@@ -254,7 +254,7 @@ impl TokenDispatcher {
     pub(super) fn wait_for_combined_rows<'a>(
         &'a mut self,
         (sending, _): DispatchPlan,
-        payload: Payload,
+        payload: ExchangedRowKind,
         from: &'a Buf,
     ) -> Result<View<'a>> {
         let local = self.has_every_expert();
@@ -270,9 +270,9 @@ impl TokenDispatcher {
         &self,
         layer: &MoeLayerPlan,
         (s, r): DispatchPlan,
-        payload: Payload,
+        payload: ExchangedRowKind,
     ) -> (Vec<usize>, Vec<usize>) {
-        let width = if matches!(payload, Payload::Rows) { self.width } else { 1 };
+        let width = if matches!(payload, ExchangedRowKind::Rows) { self.width } else { 1 };
         let mut rest = &s.expert_rows[..];
         let sent = layer.per_rank.iter().map(|&n| {
             let (owned, after) = rest.split_at(n);

@@ -253,7 +253,7 @@ impl Trainer {
         let LayerActivations { x, y, mut buffers, .. } = self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
-            model.layer_forward(&input, output.then_some(y), &mut buffers);
+            model.dense_layer_forward(&input, output.then_some(y), &mut buffers);
         });
     }
 
@@ -314,7 +314,7 @@ impl Trainer {
         let LayerActivations { x, residual_grad, mut buffers, .. } = self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
-            model.layer_backward(&input, g, residual_grad, &mut buffers);
+            model.dense_layer_backward(&input, g, residual_grad, &mut buffers);
         });
     }
 

@@ -20,7 +20,7 @@ pub(super) fn initialise_unit(
     selects: impl Fn(&str) -> bool,
 ) {
     let (unit, resident, computed) =
-        (&engine.shards[u].unit, engine.resident_range(u), engine.compute_copy_range(u));
+        (&engine.shards[u].unit, engine.resident_range(u), engine.range_of_compute_copy(u));
     let longest = resident.len().max(computed.len());
     let mut buffer = ops.alloc_staging(Dtype::F32, INIT_BUFFER_ELEMENTS.min(longest));
     let is_selected = |seg: &Segment| selects(&unit.params[seg.param].name);

@@ -297,7 +297,7 @@ impl ZeroEngine {
 
     /// Returns which range of parameter unit `u` (concatenated tensors that are gathered together)
     /// this rank always stores in the precision of forward and backward passes.
-    pub fn compute_copy_range(&self, u: usize) -> Range<usize> {
+    pub fn range_of_compute_copy(&self, u: usize) -> Range<usize> {
         self.select_stored_range(u, self.policy.shard_parameters)
     }
 
@@ -348,7 +348,7 @@ impl ZeroEngine {
         self.shards[u].refresh_compute_copy(
             self.ops.as_ref(),
             self.resident_range(u),
-            self.compute_copy_range(u),
+            self.range_of_compute_copy(u),
         );
     }
 
@@ -529,7 +529,7 @@ impl ZeroEngine {
             return self.refresh_compute_copy(u);
         }
         let (shards, ops, owned) = (self.shards.clone(), self.ops.clone(), self.owned_range(u));
-        let (resident, computed) = (self.resident_range(u), self.compute_copy_range(u));
+        let (resident, computed) = (self.resident_range(u), self.range_of_compute_copy(u));
         let (stores_shard_only, buffers) =
             (self.policy.shards_updated_params(self.weights.has_master_weights()), self.exchange.clone());
         self.pending_param_gathers.push(self.queue.submit(move |comm: &dyn Comm| {
@@ -595,7 +595,7 @@ impl UnitShard {
         let (owners, lengths, mine) =
             (self.unit.owners, self.partition.shard_lengths(), copy.view().slice(0..owned.len()));
         let gathered = buffers.gather_from_owners(comm, ops, owners, lengths, whole.view_mut(), mine);
-        buffers.give_back_copy(copy);
+        buffers.give_back_shard_buffer(copy);
         gathered
     }
 }

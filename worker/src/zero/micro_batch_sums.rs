@@ -23,7 +23,7 @@ pub struct MicroBatchRange {
 
 impl MicroBatchRange {
     /// Creates the range that contains only one micro-batch, that with the number `start`.
-    pub fn from_index(start: usize) -> Self {
+    pub fn from_micro_batch(start: usize) -> Self {
         MicroBatchRange { start, len: 1 }
     }
 
@@ -48,7 +48,7 @@ impl MicroBatchRange {
 /// their gradients were added one by one in the fixed order.
 pub fn split_into_tree_ranges(range: std::ops::Range<usize>) -> Vec<MicroBatchRange> {
     let mut kept = Vec::new();
-    range.for_each(|s| push_and_merge_ranges(&mut kept, MicroBatchRange::from_index(s)));
+    range.for_each(|s| push_and_merge_ranges(&mut kept, MicroBatchRange::from_micro_batch(s)));
     kept
 }
 
@@ -181,7 +181,7 @@ impl MicroBatchSums {
 pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
     let mut stack: Vec<(MicroBatchRange, f64)> = Vec::new();
     for (s, &x) in micro_batches.iter().enumerate() {
-        let mut top = (MicroBatchRange::from_index(s), x);
+        let mut top = (MicroBatchRange::from_micro_batch(s), x);
         while let Some(merged) = stack.last().and_then(|(left, _)| left.join_with_sibling(top.0)) {
             let (_, left) = stack.pop().expect("just seen");
             top = (merged, left + top.1);
@@ -204,7 +204,7 @@ pub fn sum_in_fixed_order(micro_batches: &[f64]) -> f64 {
 /// If `owned` is set, ranges are added with [`MicroBatchSums::push_owned`] and each has a buffer.
 /// Otherwise they are added with [`MicroBatchSums::push_copy`], and a range whose left sibling is
 /// the last partial sum needs no buffer.
-pub fn count_peak_buffers(ranges: impl IntoIterator<Item = MicroBatchRange>, owned: bool) -> usize {
+pub fn count_peak_gradient_buffers(ranges: impl IntoIterator<Item = MicroBatchRange>, owned: bool) -> usize {
     let (mut kept, mut most) = (Vec::<MicroBatchRange>::new(), 0);
     for range in ranges {
         if owned || kept.last().and_then(|left| left.join_with_sibling(range)).is_none() {
@@ -241,7 +241,7 @@ mod tests {
             let one = |v: f32| Buf::from_slice(&[v]);
             let mut whole = MicroBatchSums::new(1);
             for (s, &v) in x.iter().enumerate() {
-                whole.push_copy(&ops, MicroBatchRange::from_index(s), one(v).view());
+                whole.push_copy(&ops, MicroBatchRange::from_micro_batch(s), one(v).view());
             }
             let expected = whole.finish_sum(&ops).unwrap().host_slice()[0];
             // Each rank sums a contiguous range and sends its partial sums.
@@ -251,7 +251,7 @@ mod tests {
             for w in cuts.windows(2) {
                 let mut rank = MicroBatchSums::new(1);
                 for (s, &v) in x.iter().enumerate().take(w[1]).skip(w[0]) {
-                    rank.push_owned(&ops, MicroBatchRange::from_index(s), one(v));
+                    rank.push_owned(&ops, MicroBatchRange::from_micro_batch(s), one(v));
                 }
                 let ranges: Vec<MicroBatchRange> = rank.partial_sums().map(|(r, _)| r).collect();
                 prop_assert_eq!(ranges, split_into_tree_ranges(w[0]..w[1]));
@@ -268,7 +268,7 @@ mod tests {
             let mut sum = MicroBatchSums::new_with_arrival_order(1);
             for (s, &v) in x.iter().enumerate() {
                 let one = Buf::from_slice(&[v]);
-                if s % 3 == 0 { sum.push_owned(&ops, MicroBatchRange::from_index(s), one) } else { sum.push_copy(&ops, MicroBatchRange::from_index(s), one.view()) }
+                if s % 3 == 0 { sum.push_owned(&ops, MicroBatchRange::from_micro_batch(s), one) } else { sum.push_copy(&ops, MicroBatchRange::from_micro_batch(s), one.view()) }
                 prop_assert_eq!(sum.partial_sums().map(|(range, _)| range).collect::<Vec<_>>(), [MicroBatchRange { start: 0, len: s + 1 }]);
             }
             let expected = x.iter().copied().reduce(|a, b| a + b).unwrap();
@@ -288,15 +288,17 @@ mod tests {
             let (mut pushed, mut owned) = (MicroBatchSums::new(1), MicroBatchSums::new(1));
             for _ in 0..3 {
                 for s in 0..micro_batches {
-                    pushed.push_copy(&ops, MicroBatchRange::from_index(s), Buf::zeroed(1).view());
+                    pushed.push_copy(&ops, MicroBatchRange::from_micro_batch(s), Buf::zeroed(1).view());
                     let leaf = owned.take_buffer(&ops);
-                    owned.push_owned(&ops, MicroBatchRange::from_index(s), leaf);
+                    owned.push_owned(&ops, MicroBatchRange::from_micro_batch(s), leaf);
                 }
                 for (stack, direct) in [(&mut pushed, false), (&mut owned, true)] {
                     let sum = stack.finish_sum(&ops).unwrap();
                     stack.recycle_buffer(sum);
-                    let estimate =
-                        count_peak_buffers((0..micro_batches).map(MicroBatchRange::from_index), direct);
+                    let estimate = count_peak_gradient_buffers(
+                        (0..micro_batches).map(MicroBatchRange::from_micro_batch),
+                        direct,
+                    );
                     assert_eq!(
                         stack.free_buffers.len(),
                         estimate,

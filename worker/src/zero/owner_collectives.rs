@@ -5,7 +5,9 @@
 use super::{
     MicroBatchSchedule,
     buffer_pool::resize_buffer,
-    micro_batch_sums::{MicroBatchRange, MicroBatchSums, count_peak_buffers, split_into_tree_ranges},
+    micro_batch_sums::{
+        MicroBatchRange, MicroBatchSums, count_peak_gradient_buffers, split_into_tree_ranges,
+    },
     partition::Partition,
 };
 use crate::params::{OwnerRanks, ParamUnit};
@@ -46,7 +48,7 @@ impl ExchangeBuffers {
 
     /// Copies `owned`, this rank's shard of a parameter unit (tensors that are gathered together),
     /// to a reusable buffer, from which it is sent to other ranks. Must be followed by
-    /// [`ExchangeBuffers::give_back_copy`].
+    /// [`ExchangeBuffers::give_back_shard_buffer`].
     ///
     /// The buffer is reused because the allocator would keep several buffers if each unit allocated
     /// one.
@@ -58,7 +60,7 @@ impl ExchangeBuffers {
     }
 
     /// Takes back the reusable buffer into which this rank's shard was copied.
-    pub(super) fn give_back_copy(&mut self, copy: Buf) {
+    pub(super) fn give_back_shard_buffer(&mut self, copy: Buf) {
         self.owned = copy;
     }
 
@@ -209,8 +211,8 @@ pub(super) fn list_group_tree_ranges(
 /// micro-batches of its expert-parallel group in one round. The memory estimate uses the result.
 pub fn count_peak_group_buffers(schedule: &MicroBatchSchedule, owners: OwnerRanks, rank: usize) -> usize {
     let buffers_in_round = |round| {
-        count_peak_buffers(
-            list_group_micro_batches(schedule, owners, rank, round).map(MicroBatchRange::from_index),
+        count_peak_gradient_buffers(
+            list_group_micro_batches(schedule, owners, rank, round).map(MicroBatchRange::from_micro_batch),
             true,
         )
     };
@@ -223,7 +225,7 @@ pub fn count_peak_owner_buffers(schedule: &MicroBatchSchedule, owners: OwnerRank
     let ranks = || (0..schedule.world).filter(|&r| owners.contains(r));
     let ranges = (0..schedule.count_rounds())
         .flat_map(|round| ranks().flat_map(move |r| list_group_tree_ranges(schedule, owners, r, round)));
-    count_peak_buffers(ranges, false)
+    count_peak_gradient_buffers(ranges, false)
 }
 
 #[cfg(test)]

@@ -74,7 +74,7 @@ impl TestDirectory {
             metadata.batch_job = batch_job.map(str::to_owned);
             let mut saver = CheckpointSaver::new(root, job.checkpoint.clone(), metadata, None, layout);
             saver.begin_save(&mut running).unwrap();
-            assert_eq!(saver.finish_save(&running).unwrap().unwrap().step, steps);
+            assert_eq!(saver.finish_and_commit_save(&running).unwrap().unwrap().step, steps);
         });
     }
 

@@ -297,7 +297,7 @@ fn the_planned_gpu_memory_is_within_5_percent_of_the_peak() {
         let mut train = job.train.unwrap();
         train.model.vocab_size = 257;
         for graphs in [false, true] {
-            let (cuda, comm) = (open_emulated_gpu(), comm::local::create_group(1).remove(0));
+            let (cuda, comm) = (open_emulated_gpu(), comm::thread_comm::create_thread_group(1).remove(0));
             cuda.set_graphs_enabled(graphs);
             let comm = Arc::new(StagedComm::new(Arc::new(comm), cuda.clone()));
             train_steps(&mut build_trainer_on(&train, comm, cuda.clone()).start_with_random_params(), 2);

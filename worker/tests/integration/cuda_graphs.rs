@@ -200,7 +200,7 @@ fn assert_graphs_save_calls(what: &str, spec: &TrainSpec, least_percent: i64) {
     let count_calls = |graphs: bool| {
         USE_CUDA_GRAPHS.store(graphs, Relaxed);
         let cuda: Arc<Cuda> = open_emulated_gpu();
-        let comm = Arc::new(comm::local::create_group(1).remove(0));
+        let comm = Arc::new(comm::thread_comm::create_thread_group(1).remove(0));
         let comm = Arc::new(comm::staged::StagedComm::new(comm, cuda.clone()));
         let mut running = build_trainer_on(spec, comm, cuda.clone()).start_with_random_params();
         train_learnable(&mut running, STEPS);

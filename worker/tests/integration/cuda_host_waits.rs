@@ -56,7 +56,7 @@ fn the_host_waits_once_per_step() {
         for graphs in [false, true] {
             USE_CUDA_GRAPHS.store(graphs, Relaxed);
             let cuda = open_emulated_gpu();
-            let comm = Arc::new(comm::local::create_group(1).remove(0));
+            let comm = Arc::new(comm::thread_comm::create_thread_group(1).remove(0));
             let comm = Arc::new(comm::staged::StagedComm::new(comm, cuda.clone()));
             let mut running = build_trainer_on(&spec, comm, cuda.clone()).start_with_random_params();
             // with these samples, the inputs of kernels have the same sizes in every step

@@ -29,7 +29,7 @@ fn logits_gradients_and_steps_match_transformers() {
     for name in list_family_cases() {
         println!("{name}");
         golden::assert_golden_case(&load_family_case(&name), |case| {
-            start_from_pretrained(&case.spec, Arc::new(comm::local::create_group(1).remove(0)))
+            start_from_pretrained(&case.spec, Arc::new(comm::thread_comm::create_thread_group(1).remove(0)))
         });
     }
 }
@@ -89,7 +89,7 @@ fn load_and_gather(directory: &Path, world: usize, out: &Path, dtype: Dtype) {
         let mut running = start_from_pretrained(&spec, c);
         let mut saver = create_checkpoint_saver(&running, &job, dir.path());
         saver.begin_save(&mut running).unwrap();
-        assert_eq!(saver.finish_save(&running).unwrap().unwrap().step, 0);
+        assert_eq!(saver.finish_and_commit_save(&running).unwrap().unwrap().step, 0);
     });
     let checkpoint = Checkpoint::open(&dir.path().join("step-00000000")).unwrap();
     let options = GatherOptions { dtype: Some(dtype), ..GatherOptions::default() };

@@ -61,7 +61,7 @@ fn resume_train_and_save(
         let losses = train_steps(&mut running, count);
         let mut saver = CheckpointSaver::new(root, job.checkpoint.clone(), metadata, None, layout);
         saver.begin_save(&mut running).unwrap();
-        saver.finish_save(&running).unwrap().unwrap();
+        saver.finish_and_commit_save(&running).unwrap().unwrap();
         Ok(losses)
     });
     by_rank.swap_remove(0)

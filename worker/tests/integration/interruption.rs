@@ -95,7 +95,7 @@ fn a_cancelled_save_leaves_no_checkpoint_and_the_next_save_is_complete() {
             if cancels {
                 return saver.cancel_mostly_unwritten_save(running).unwrap();
             }
-            saver.finish_save(running).unwrap().map(|saved| saved.step)
+            saver.finish_and_commit_save(running).unwrap().map(|saved| saved.step)
         };
         train_steps(&mut running, 1);
         assert_eq!(save(&mut running, false), Some(1));
@@ -123,5 +123,5 @@ fn the_first_save_is_not_cancelled() {
     assert_eq!(saver.cancel_mostly_unwritten_save(&running).unwrap(), None);
     saver.begin_save(&mut running).unwrap();
     assert_eq!(saver.cancel_mostly_unwritten_save(&running).unwrap(), None);
-    assert_eq!(saver.finish_save(&running).unwrap().map(|saved| saved.step), Some(0));
+    assert_eq!(saver.finish_and_commit_save(&running).unwrap().map(|saved| saved.step), Some(0));
 }

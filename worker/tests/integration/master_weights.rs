@@ -147,7 +147,7 @@ fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: boo
         if asynchronous {
             train_steps(&mut running, 1);
         }
-        saver.finish_save(&running).unwrap();
+        saver.finish_and_commit_save(&running).unwrap();
     });
 }
 

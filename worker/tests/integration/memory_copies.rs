@@ -92,7 +92,7 @@ fn run_attempt(
         }
         if saves {
             saver.begin_save(&mut running).unwrap();
-            saver.finish_save(&running).unwrap();
+            saver.finish_and_commit_save(&running).unwrap();
         }
         AttemptResult { resumed: event, losses }
     };

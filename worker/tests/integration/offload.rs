@@ -65,7 +65,7 @@ fn checkpoints_store_and_restore_optimizer_states_in_files() {
             create_checkpoint_saver(&running, &create_job_spec(&spec, dir.path(), true), dir.path());
         saver.begin_save(&mut running).unwrap();
         assert!(!saver.is_writing_in_background());
-        saver.finish_save(&running).unwrap();
+        saver.finish_and_commit_save(&running).unwrap();
     });
     for (stage, offload, world) in [(0, true, 2), (2, false, 2), (1, true, 4)] {
         let after = run_on_ranks(world, |c| {

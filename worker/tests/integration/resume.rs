@@ -26,7 +26,7 @@ fn train_and_save(spec: &TrainSpec, world: usize, root: &Path, asynchronous: boo
             // A further step must not change the state that is being saved.
             train_steps(&mut running, 1);
         }
-        assert_eq!(saver.finish_save(&running).unwrap().unwrap().step, STEPS_BEFORE_SAVE);
+        assert_eq!(saver.finish_and_commit_save(&running).unwrap().unwrap().step, STEPS_BEFORE_SAVE);
     });
 }
 

@@ -116,7 +116,7 @@ impl<S> FieldDeclaration<S> for EnvironmentValuesDeclaration {
     }
 
     fn print(&self, context: FieldContext, _owner: &S, value: &Self::Value, values: &mut JobValues) {
-        values.add(context.path(), print_environment(value, &[]));
+        values.add(context.path(), format_environment_yaml(value, &[]));
     }
 }
 
@@ -133,7 +133,7 @@ impl<S> FieldDeclaration<S> for EnvironmentSourcesDeclaration {
 
     fn print(&self, context: FieldContext, _owner: &S, value: &Self::Value, values: &mut JobValues) {
         // The key is `env`, whose value the entry of `env` has already added.
-        values.add_entries(&format!("{}.env", context.section), print_environment(&[], value));
+        values.add_entries(&format!("{}.env", context.section), format_environment_yaml(&[], value));
     }
 }
 
@@ -151,12 +151,12 @@ fn environment_type() -> ValueType<Environment> {
     });
     let accepts = "mapping of names to text, `{from_env: NAME}` or `{from_file: path}`";
     ValueType::new(accepts, schema, read_environment, |(env, env_from)| {
-        Some(print_environment(env, env_from))
+        Some(format_environment_yaml(env, env_from))
     })
 }
 
 /// Formats environment variables as the YAML value of `run.env`, one line for each.
-fn print_environment(env: &[(String, String)], env_from: &[(String, EnvSource)]) -> YamlText {
+fn format_environment_yaml(env: &[(String, String)], env_from: &[(String, EnvSource)]) -> YamlText {
     let from = |key: &str, value: String| format_map([(key.to_owned(), value)]);
     let sources = env_from.iter().map(|(name, source)| match source {
         EnvSource::FromEnv(of) => (name.clone(), from("from_env", text_type().print_line(of))),

@@ -67,11 +67,11 @@ fn placement_type() -> ValueType<ExpertPlacement> {
     ValueType::new(EXPECTED_PLACEMENT, schema, read_placement, |placement| {
         Some(match placement {
             ExpertPlacement::Balanced => YamlText::Line("balanced".to_owned()),
-            ExpertPlacement::Experts(ranks) => YamlText::Line(format_ranks(ranks)),
+            ExpertPlacement::Experts(ranks) => YamlText::Line(format_expert_ranks(ranks)),
             ExpertPlacement::Layers(layers) => YamlText::Block(
                 layers
                     .iter()
-                    .map(|(layer, of)| (layer.to_string(), YamlText::Line(format_ranks(of))))
+                    .map(|(layer, of)| (layer.to_string(), YamlText::Line(format_expert_ranks(of))))
                     .collect(),
             ),
         })
@@ -79,7 +79,7 @@ fn placement_type() -> ValueType<ExpertPlacement> {
 }
 
 /// Formats a mapping of expert numbers to ranks as YAML on one line.
-fn format_ranks(ranks: &BTreeMap<u32, u32>) -> String {
+fn format_expert_ranks(ranks: &BTreeMap<u32, u32>) -> String {
     format_map(ranks.iter().map(|(expert, rank)| (expert.to_string(), rank.to_string())))
 }
 

@@ -75,7 +75,7 @@ fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
     match &node.value {
         YamlValue::List(items) if items.is_empty() => Err(out_of_range_error(EXPECTED_HOSTS, node)),
         YamlValue::List(_) => {
-            let host = ValueType::new_single_line("host", json!({}), read_host, String::clone);
+            let host = ValueType::new_single_line("host", json!({}), read_host_pattern, String::clone);
             let hosts = described_list_type("list of hosts", EXPECTED_HOSTS, host).read(node)?;
             reject_duplicate_hosts(node, &hosts)?;
             Ok(HostSelection::List(hosts))
@@ -84,7 +84,7 @@ fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
             [only] if only.key == "file" => in_variant!(path_type(), HostSelection::File).read(&only.value),
             _ => Err(wrong_type_error(EXPECTED_HOSTS, node)),
         },
-        YamlValue::Text if host_keywords_type().read(node).is_err() && read_host(node).is_ok() => {
+        YamlValue::Text if host_keywords_type().read(node).is_err() && read_host_pattern(node).is_ok() => {
             let help = format!("write a list of one item as [\"{}\"]", node.raw);
             Err(wrong_type_error(EXPECTED_HOSTS, node).with_help(help))
         }
@@ -94,7 +94,7 @@ fn read_hosts(node: &YamlNode) -> ReadResult<HostSelection> {
 
 /// Reads an item of the list `cluster.hosts`: a text that names one or several hosts, such as
 /// `node-[01-16]`. Checks the text, but returns it unchanged.
-fn read_host(node: &YamlNode) -> ReadResult<String> {
+fn read_host_pattern(node: &YamlNode) -> ReadResult<String> {
     let text = match node.value {
         // A number may be the name of a host.
         YamlValue::Int(_) => node.raw.clone(),

@@ -5,7 +5,7 @@ use super::{
     container::ContainerSpec,
     environment::{EnvSource, declare_environment_sources, declare_environment_values},
     run_values::{command_type, variable_pattern_type},
-    signals::{Signals, signals_type},
+    signals::{RunSignalActions, signals_type},
     straggler::StragglerSpec,
     wrap::WrapSpec,
 };
@@ -125,7 +125,7 @@ section! {
     #[serde(rename = "progress")]
     pub progress_pattern: Option<String> = Key::new(text_type().or_none("off"), "off").with_deprecated_name("progress");
     /// The actions of launch on signals.
-    pub signals: Signals = Key::new(signals_type(), "{SIGUSR1: save, SIGUSR2: ignore, SIGTERM: save_and_stop}");
+    pub signals: RunSignalActions = Key::new(signals_type(), "{SIGUSR1: save, SIGUSR2: ignore, SIGTERM: save_and_stop}");
     /// When a rank that slows down the others is reported.
     #[serde(default)]
     pub straggler: StragglerSpec = inner_section();

@@ -16,7 +16,7 @@ use serde_json::json;
 
 /// `run.signals`: the action for each signal that launch receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Signals {
+pub struct RunSignalActions {
     /// The action when launch receives SIGUSR1.
     pub usr1: SignalAction,
     /// The action when launch receives SIGUSR2.
@@ -40,7 +40,7 @@ choices! {
 }
 
 /// Returns the value type ([`ValueType`]) of `run.signals`: a mapping of signals to actions.
-pub(crate) fn signals_type() -> ValueType<Signals> {
+pub(crate) fn signals_type() -> ValueType<RunSignalActions> {
     let action = choice_type::<SignalAction>().schema;
     let schema = json!({
         "type": "object",
@@ -48,7 +48,7 @@ pub(crate) fn signals_type() -> ValueType<Signals> {
         "additionalProperties": false,
     });
     let accepts = "mapping of SIGUSR1, SIGUSR2, SIGTERM to `save`, `save_and_stop` or `ignore`";
-    ValueType::new_single_line(accepts, schema, read_signals, |Signals { usr1, usr2, term }| {
+    ValueType::new_single_line(accepts, schema, read_signals, |RunSignalActions { usr1, usr2, term }| {
         let actions = [("SIGUSR1", usr1), ("SIGUSR2", usr2), ("SIGTERM", term)];
         format_map(actions.map(|(name, action)| (name.to_owned(), action.name().to_owned())))
     })
@@ -56,12 +56,15 @@ pub(crate) fn signals_type() -> ValueType<Signals> {
 
 /// Reads `run.signals`, a mapping of signals to actions. Signals that the mapping does not name
 /// keep their default actions.
-fn read_signals(node: &YamlNode) -> ReadResult<Signals> {
+fn read_signals(node: &YamlNode) -> ReadResult<RunSignalActions> {
     let YamlValue::Map(entries) = &node.value else {
         return Err(wrong_type_error("a mapping of signals to actions", node));
     };
-    let mut signals =
-        Signals { usr1: SignalAction::Save, usr2: SignalAction::Ignore, term: SignalAction::SaveAndStop };
+    let mut signals = RunSignalActions {
+        usr1: SignalAction::Save,
+        usr2: SignalAction::Ignore,
+        term: SignalAction::SaveAndStop,
+    };
     for entry in entries {
         let action = match entry.key.as_str() {
             "SIGUSR1" => &mut signals.usr1,

@@ -156,17 +156,19 @@ mod numerics {
     /// The value of the field `numerics` in a checkpoint manifest, by which `train.deterministic`
     /// is stored.
     #[derive(Serialize, Deserialize)]
-    enum Numerics {
+    enum StoredDeterminism {
         Reproducible,
         Fast,
     }
 
     pub(super) fn serialize<S: Serializer>(deterministic: &bool, serializer: S) -> Result<S::Ok, S::Error> {
-        if *deterministic { Numerics::Reproducible } else { Numerics::Fast }.serialize(serializer)
+        if *deterministic { StoredDeterminism::Reproducible } else { StoredDeterminism::Fast }
+            .serialize(serializer)
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
-        Numerics::deserialize(deserializer).map(|numerics| matches!(numerics, Numerics::Reproducible))
+        StoredDeterminism::deserialize(deserializer)
+            .map(|numerics| matches!(numerics, StoredDeterminism::Reproducible))
     }
 }
 

@@ -30,7 +30,7 @@ impl BatchJobRecord {
 
     /// Returns whether `id` belongs to the same batch job as this record, but to a run of another
     /// command line in that batch job.
-    pub fn is_other_command(&self, id: &str) -> bool {
+    pub fn is_other_command_of_same_job(&self, id: &str) -> bool {
         match (id.rsplit_once(':'), self.id.rsplit_once(':')) {
             (Some((job, command)), Some((own_job, own_command))) => job == own_job && command != own_command,
             _ => false,

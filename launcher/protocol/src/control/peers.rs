@@ -10,7 +10,7 @@ pub struct WorkerPeers {
     /// The attempt that the addresses belong to.
     pub attempt: u32,
     /// The secret with which the workers authenticate each other.
-    pub key: JobKey,
+    pub key: JobSecretKey,
     /// The addresses of each worker, ordered by rank.
     pub members: Vec<WorkerAddresses>,
     /// The id of the NCCL communicator, which rank 0 creates; `None` if workers do not use NCCL.
@@ -35,9 +35,9 @@ pub const MAX_ADDRESSES: usize = 16;
 /// A secret key with which the processes of a job authenticate each other: that of a run, or of one
 /// attempt (one start of all workers). `Debug` does not print the secret.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct JobKey(pub [u8; 32]);
+pub struct JobSecretKey(pub [u8; 32]);
 
-impl fmt::Debug for JobKey {
+impl fmt::Debug for JobSecretKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("JobKey(…)")
     }

@@ -5,7 +5,7 @@
 use super::{
     host_plan::HostPlan,
     inventory::HostInventory,
-    peers::{JobKey, WorkerPeers},
+    peers::{JobSecretKey, WorkerPeers},
 };
 use diagnostic::Diagnostic;
 use jobspec::ControllerLossAction;
@@ -32,7 +32,7 @@ pub struct SupervisionTerms {
     /// The name of the agent's host, as the job states it.
     pub host: String,
     /// The key of the run, which a later controller has to know.
-    pub key: JobKey,
+    pub key: JobSecretKey,
     /// The token of the controller.
     pub token: ControllerToken,
     /// The number of the agent among those that the controller has started.
@@ -61,7 +61,7 @@ pub struct AttachRequest {
     /// The name of the host, as the job states it.
     pub host: String,
     /// The key of the run.
-    pub key: JobKey,
+    pub key: JobSecretKey,
     /// The token of the new controller.
     pub token: ControllerToken,
     /// The silence of another controller after which the agent may obey this one, in milliseconds

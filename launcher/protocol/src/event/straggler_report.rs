@@ -96,19 +96,19 @@ pub struct StepTimesReport {
     /// The mean duration of a step, in seconds.
     pub step_s: f64,
     /// The mean time per step in which the ranks themselves worked, in seconds.
-    pub work_s: TimeRange,
+    pub work_s: TimeStatistics,
     /// The mean time per step for which the computation of the ranks waited for collectives, in
     /// seconds.
-    pub waiting_s: TimeRange,
+    pub waiting_s: TimeStatistics,
     /// The mean time per step for which collectives of the ranks ran, in seconds.
-    pub collective_s: TimeRange,
+    pub collective_s: TimeStatistics,
     /// The rank whose work took longest.
     pub slowest_rank: Rank,
 }
 
 /// The smallest, the median and the largest of a time that each rank has measured, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct TimeRange {
+pub struct TimeStatistics {
     /// The smallest time.
     pub min: f64,
     /// The median.
@@ -146,7 +146,7 @@ impl StepTimesReport {
             let seconds = |us: u64| us as f64 / 1e6 / steps as f64;
             let (first, last) = (sums.first()?, sums.last()?);
             let median = sums.get((sums.len() - 1) / 2)?;
-            Some(TimeRange { min: seconds(*first), median: seconds(*median), max: seconds(*last) })
+            Some(TimeStatistics { min: seconds(*first), median: seconds(*median), max: seconds(*last) })
         };
         let slowest = (0..).zip(&times.ranks).max_by_key(|(_, times)| times.work_us())?.0;
         Some(StepTimesReport {
@@ -174,8 +174,8 @@ mod tests {
         times.add_step(9, &[rank(100_000), rank(300_000), rank(200_000)]);
         let report = StepTimesReport::from_times(&times).expect("a report");
         assert_eq!((report.step, report.steps, report.step_s, report.slowest_rank), (9, 2, 0.5, 0));
-        assert_eq!(report.work_s, TimeRange { min: 0.2, median: 0.3, max: 0.4 });
-        assert_eq!(report.waiting_s, TimeRange { min: 0.1, median: 0.2, max: 0.3 });
+        assert_eq!(report.work_s, TimeStatistics { min: 0.2, median: 0.3, max: 0.4 });
+        assert_eq!(report.waiting_s, TimeStatistics { min: 0.1, median: 0.2, max: 0.3 });
         times.add_step(10, &[]);
         assert_eq!(StepTimesReport::from_times(&times), None);
     }

@@ -4,7 +4,7 @@ use jobspec::ReloadValues;
 use protocol::{
     event::{
         Event, EventSchema, FailureReport, ResumeSource, StepTimesReport, StragglerReason, StragglerReport,
-        StragglerState, TimeRange, TimedEvent,
+        StragglerState, TimeStatistics, TimedEvent,
     },
     failure::{FailureReason, GpuFault},
     hang::{HangKind, HangVerdict},
@@ -35,7 +35,7 @@ fn example_failure() -> Box<FailureReport> {
         .with_location(Location::File { file: "job.yaml".into() })
         .with_field("hosts", 3)
         .with_help("use fewer hosts")
-        .with_detail(detail);
+        .with_detail_diagnostic(detail);
     Box::new(FailureReport {
         rank: Some(1),
         host: "node-3".into(),
@@ -81,7 +81,7 @@ fn next_event(event: Option<&Event>) -> Option<Event> {
         },
         Some(Event::Step { .. }) => Event::Overflow { step: 6, loss: 2.0, loss_scale: 1024.0, skipped: 1 },
         Some(Event::Overflow { .. }) => {
-            let range = TimeRange { min: 0.1, median: 0.2, max: 0.3 };
+            let range = TimeStatistics { min: 0.1, median: 0.2, max: 0.3 };
             Event::StepTimes(StepTimesReport {
                 step: 6,
                 steps: 2,

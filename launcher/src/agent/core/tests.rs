@@ -2,7 +2,7 @@
 use super::*;
 use jobspec::ControllerLossAction;
 use protocol::{
-    control::{ControllerToken, FromWorker, JobKey, PROTOCOL_VERSION, ToAgent, WorkerPlan},
+    control::{ControllerToken, FromWorker, JobSecretKey, PROTOCOL_VERSION, ToAgent, WorkerPlan},
     event::WorkerPhase,
     exit::WorkerExit,
 };
@@ -51,7 +51,7 @@ fn make_terms(on_controller_loss: ControllerLossAction) -> SupervisionTerms {
     SupervisionTerms {
         run: "run".into(),
         host: "host".into(),
-        key: JobKey([1; 32]),
+        key: JobSecretKey([1; 32]),
         token: ControllerToken { epoch: 1, id: 5 },
         number: 1,
         host_lease_ms: 5000,
@@ -459,7 +459,7 @@ fn workers_get_the_addresses_of_their_attempt_only() {
     assert!(actions.iter().any(is_report), "{actions:?}");
     let peers = |attempt| WorkerPeers {
         attempt,
-        key: JobKey([1; 32]),
+        key: JobSecretKey([1; 32]),
         members: vec![WorkerAddresses { host_index: 0, addresses: addresses.clone() }],
         nccl_id: None,
     };

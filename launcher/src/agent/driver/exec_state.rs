@@ -1,5 +1,5 @@
-//! [`ExecCommands`]: the commands of `launch exec` that run on the host, and the readers of their
-//! output.
+//! [`LaunchExecCommands`]: the commands of `launch exec` that run on the host, and the readers of
+//! their output.
 use crate::agent::core::FINAL_OUTPUT_TIMEOUT;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use protocol::control::{EXEC_CHUNK_BYTES, ExecId, ExitStatus};
@@ -53,17 +53,17 @@ type ExecEventChannel = (mpsc::Sender<(ExecId, ExecEvent)>, mpsc::Receiver<(Exec
 
 /// The `launch exec` commands that run on this host next to workers, with the channel for their
 /// events.
-pub(super) struct ExecCommands {
+pub(super) struct LaunchExecCommands {
     pub(super) commands: HashMap<ExecId, ExecCommand>,
     /// The pids of the commands that have not been reaped.
     pub(super) leaders: HashMap<u32, ExecId>,
     pub(super) events: ExecEventChannel,
 }
 
-impl ExecCommands {
+impl LaunchExecCommands {
     /// Creates the state of `launch exec` on a host on which no such command runs yet.
-    pub(super) fn new() -> ExecCommands {
-        ExecCommands {
+    pub(super) fn new() -> LaunchExecCommands {
+        LaunchExecCommands {
             commands: HashMap::new(),
             leaders: HashMap::new(),
             events: mpsc::channel(EXEC_EVENT_QUEUE_CAPACITY),

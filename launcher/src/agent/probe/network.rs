@@ -110,14 +110,14 @@ fn build_address_error(addresses: &[InterfaceAddress]) -> Diagnostic {
 mod tests {
     use super::*;
     use jobspec::{InterfaceSelector, PortSelection};
-    use protocol::control::JobKey;
+    use protocol::control::JobSecretKey;
 
     /// Returns a prober that listens at the loopback, and where it listens. `secret` is the byte of
     /// which the key consists.
     fn start_prober(secret: u8) -> (NetworkProber, Vec<SocketAddr>) {
         let prober = NetworkProber::default();
         let request = NetworkRequest {
-            key: JobKey([secret; 32]),
+            key: JobSecretKey([secret; 32]),
             interface: InterfaceSelector::Named("lo".to_owned()),
             prefers_reached_address: false,
             ports: PortSelection::Any,

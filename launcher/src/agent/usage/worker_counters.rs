@@ -12,7 +12,7 @@ const MAX_THREADS: usize = 64;
 const MAX_PROCESSES: usize = 64;
 /// In every how many measurements of resource usage the agent searches for new child processes of a
 /// worker's program.
-const SAMPLES_PER_TREE_SEARCH: u32 = 5;
+const SAMPLES_PER_CHILD_SEARCH: u32 = 5;
 /// The number of clock ticks per second, which is fixed on Linux (`USER_HZ`).
 const TICKS_PER_SECOND: u64 = 100;
 
@@ -45,7 +45,7 @@ impl WorkerUsageMeter {
     /// since their start. Reads files below `root`.
     pub(super) fn measure(&mut self, root: &Path, workers: &[SampledWorker]) -> Vec<WorkerUsage> {
         let programs: Vec<u32> = workers.iter().filter(|w| w.is_program).map(|w| w.pid).collect();
-        if self.count.is_multiple_of(SAMPLES_PER_TREE_SEARCH)
+        if self.count.is_multiple_of(SAMPLES_PER_CHILD_SEARCH)
             || programs.iter().any(|pid| !self.trees.contains_key(pid))
         {
             let trees = if programs.is_empty() { Vec::new() } else { list_process_trees(&programs) };

@@ -85,7 +85,7 @@ struct MpiVariableNames {
 /// For each supported MPI launcher, such as Open MPI's `mpirun`, the names of the environment
 /// variables with which it describes a process to that process. They state its rank, the number of
 /// processes and its local rank. All of these launchers set the number of processes.
-const MPI_LAUNCHERS: &[MpiVariableNames] = &[
+const MPI_LAUNCHER_VARIABLES: &[MpiVariableNames] = &[
     MpiVariableNames {
         size: "OMPI_COMM_WORLD_SIZE",
         rank: "OMPI_COMM_WORLD_RANK",
@@ -104,7 +104,7 @@ const MPI_LAUNCHERS: &[MpiVariableNames] = &[
 ];
 /// The names of the environment variables with which the PMI process managers of MPICH, Intel MPI
 /// and PALS describe a process to that process.
-const PMI_LAUNCHER: MpiVariableNames = MpiVariableNames {
+const PMI_LAUNCHER_VARIABLES: MpiVariableNames = MpiVariableNames {
     size: "PMI_SIZE",
     rank: "PMI_RANK",
     local_size: &["MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"],
@@ -133,7 +133,7 @@ pub(crate) fn find_node_environment(
                 return Ok(Some(found));
             }
         }
-        for variables in MPI_LAUNCHERS {
+        for variables in MPI_LAUNCHER_VARIABLES {
             if let Some(found) = environment.find_mpi_variables(variables)? {
                 return Ok(Some(found));
             }
@@ -144,7 +144,7 @@ pub(crate) fn find_node_environment(
         if in_allocation {
             return Ok(None);
         }
-        match environment.find_mpi_variables(&PMI_LAUNCHER)? {
+        match environment.find_mpi_variables(&PMI_LAUNCHER_VARIABLES)? {
             Some(found) => Ok(Some(found)),
             None => Ok(environment.find_pmix_variables()?.or_else(|| environment.find_batch_variables())),
         }

@@ -6,8 +6,8 @@ use super::{
 };
 use crate::{
     cluster::{
-        open_handshakes::UnauthenticatedConnections,
         pending_agent::{AgentConnection, AgentConnectionSlot},
+        unauthenticated_connections::UnauthenticatedConnections,
     },
     connection::{
         encode_frame,

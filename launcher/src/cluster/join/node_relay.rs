@@ -60,7 +60,7 @@ type IncomingMessage<T> = ((), Result<Option<T>, FrameError>);
 
 /// A message that this node passes on (`None` at the end of the stream), with a reserved place in
 /// the queue to its receiver (`None` if the queue is closed).
-type ReceivedMessage<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
+type MessageWithQueuePlace<T> = (Option<T>, Option<mpsc::OwnedPermit<T>>);
 
 /// Passes the messages of the control connection between node 0 and the agent of this node, which
 /// is a child process, and watches that process.
@@ -169,7 +169,7 @@ impl NodeRelay {
 
     /// Passes a message of node 0 to the agent, or closes the agent's control stream if the
     /// connection to node 0 has ended.
-    fn pass_to_agent(&mut self, (message, place): ReceivedMessage<ToAgent>) {
+    fn pass_to_agent(&mut self, (message, place): MessageWithQueuePlace<ToAgent>) {
         let Some(message) = message else {
             self.is_controller_gone = true;
             return self.close_agent_stream();
@@ -183,7 +183,7 @@ impl NodeRelay {
 
     /// Passes a message of the agent to node 0, or closes the connection to node 0 if the agent's
     /// stream has ended.
-    fn pass_to_controller(&mut self, (message, place): ReceivedMessage<FromAgent>) {
+    fn pass_to_controller(&mut self, (message, place): MessageWithQueuePlace<FromAgent>) {
         let Some(message) = message else {
             self.to_controller = None;
             return self.close_agent_stream();
@@ -256,7 +256,7 @@ impl NodeRelay {
 async fn receive_with_reserved_place<T>(
     from: &mut mpsc::Receiver<IncomingMessage<T>>,
     queue: Option<&mpsc::Sender<T>>,
-) -> ReceivedMessage<T> {
+) -> MessageWithQueuePlace<T> {
     let place = match queue {
         Some(queue) => queue.clone().reserve_owned().await.ok(),
         None => None,

@@ -2,7 +2,7 @@
 use super::slurm_commands::submit_job;
 use crate::{
     cluster::{
-        batch_job::{Submission, SubmitRequest},
+        batch_scheduler_types::{Submission, SubmitRequest},
         provider::ClusterError,
     },
     format::quote_shell_words,

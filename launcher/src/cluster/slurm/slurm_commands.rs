@@ -1,6 +1,6 @@
 //! Runs the commands of Slurm, for example to submit a batch script or requeue a batch job.
 use super::{allocation::expand_node_list, srun};
-use crate::cluster::batch_job::Preemption;
+use crate::cluster::batch_scheduler_types::Preemption;
 use diagnostic::{Diagnostic, codes::slurm};
 use jiff::{Zoned, civil};
 use std::{

@@ -11,7 +11,7 @@
 use super::{
     allocation::SlurmAllocation,
     srun,
-    step::SrunProcess,
+    srun_process::SrunProcess,
     step_connection::{SlurmAgentConnection, SlurmAgentReader},
     step_listener,
 };
@@ -159,8 +159,8 @@ impl SlurmTransport {
 fn is_withheld_from_srun(run: &RunSpec, name: &str) -> bool {
     /// The environment variables that Slurm and the agents need, and which srun therefore gets even
     /// if they could be secrets.
-    const NEEDED: [&str; 6] = ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER"];
-    if NEEDED.contains(&name) || name.starts_with("SLURM") {
+    const VARIABLES_NEEDED_BY_SRUN: [&str; 6] = ["HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER"];
+    if VARIABLES_NEEDED_BY_SRUN.contains(&name) || name.starts_with("SLURM") {
         return false;
     }
     let refers_to = |(_, source): &(String, EnvSource)| matches!(source, EnvSource::FromEnv(n) if n == name);

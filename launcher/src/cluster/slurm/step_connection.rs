@@ -1,6 +1,6 @@
 //! [`SlurmAgentConnection`]: the connection to an agent in a Slurm step, and [`SlurmAgentReader`],
 //! which delays the end of the agent's stream until srun has ended.
-use super::{srun, step::SrunProcess};
+use super::{srun, srun_process::SrunProcess};
 use crate::cluster::{
     pending_agent::{AgentConnectionSlot, PendingAgentReader},
     transport::RemoteConnection,

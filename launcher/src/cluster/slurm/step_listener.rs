@@ -1,11 +1,11 @@
 //! Accepts the TCP connections of the agents that a Slurm step (`srun`) has started, one agent for
 //! each node. Accepts one agent for each node, and only agents that hold the key of the step's
 //! invitation.
-use super::step::SrunProcess;
+use super::srun_process::SrunProcess;
 use crate::{
     cluster::{
-        open_handshakes::UnauthenticatedConnections,
         pending_agent::{AgentConnection, AgentConnectionSlot},
+        unauthenticated_connections::UnauthenticatedConnections,
     },
     connection::{
         handshake::{HANDSHAKE_TIMEOUT, HandshakeError, HandshakeKey, authenticate_agent},

@@ -377,7 +377,9 @@ impl AgentBootstrap<'_> {
         self.progress.report_start_step(step);
         let mut result = match &source {
             ExecutableSource::Controller => self.copy_executable(),
-            ExecutableSource::Agent(parent) => self.fetch_executable(&parent.addresses, tree.fetch_token()),
+            ExecutableSource::Agent(parent) => {
+                self.fetch_executable(&parent.addresses, tree.executable_fetch_token())
+            }
         };
         tree.release_executable_source(&source);
         if let (ExecutableSource::Agent(_), Err(error)) = (&source, &result) {

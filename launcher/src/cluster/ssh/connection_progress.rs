@@ -155,7 +155,7 @@ impl RemoteConnection for Arc<ConnectionProgress> {
         self.lock_state().shell_output.clone()
     }
 
-    fn client(&self) -> Option<String> {
+    fn external_client_description(&self) -> Option<String> {
         self.lock_state().client.clone()
     }
 }

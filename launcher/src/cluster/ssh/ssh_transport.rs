@@ -290,7 +290,7 @@ impl ThreadTask for SshConnection {
         if let ControlStreamCarrier::Tree { tree, stream, .. } = &self.carrier
             && has_failed
         {
-            tree.abort_stream(*stream);
+            tree.abort_agent_stream(*stream);
         }
     }
 }
@@ -348,7 +348,11 @@ impl SshConnection {
                     let message = format!("cannot open a connection to the agent on host {}", target.name);
                     build_ssh_error(target, ssh::SSH_SESSION_LIMIT, message).with_cause(&error)
                 })?;
-                tree.add_root(tree.build_first_message(stream, &target.name, Vec::new()), control, stderr);
+                tree.add_top_agent(
+                    tree.build_first_message(stream, &target.name, Vec::new()),
+                    control,
+                    stderr,
+                );
                 self.threads.run_without_thread_limit(|| {
                     session.relay_agent_streams(
                         target,

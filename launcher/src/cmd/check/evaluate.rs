@@ -356,7 +356,7 @@ mod tests {
     fn evaluate_changed_host(change: impl FnOnce(&mut ProbeResult)) -> Vec<(&'static str, CheckLevel)> {
         let mut job = crate::testing::sample_job();
         job.cluster.hosts = jobspec::HostSelection::List(vec!["n[1-2]".into()]);
-        let preflight = crate::cluster::find_host_provider(&job).expect("named hosts").preflight();
+        let preflight = crate::cluster::find_host_provider(&job).expect("named hosts").check_settings();
         let mut second = make_probe_result(Some(make_inspection()));
         change(&mut second);
         let probes = vec![make_probe_result(Some(make_inspection())), second];

@@ -7,14 +7,14 @@ mod pair_measurements;
 mod pair_rounds;
 mod rdma_checks;
 
-use super::probe::{ProbeSession, find_root_error};
+use super::probe::{ProbeSession, choose_error_of_silent_agent};
 use diagnostic::{Diagnostic, codes::command};
 use jobspec::{HostSelection, JobSpec};
 use network_report::NetworkReport;
 use pair_measurements::{ConnectionProperty, PairMeasurements};
 use pair_rounds::{plan_rounds, select_disjoint_pairs};
 use protocol::{
-    control::{FromAgent, JobKey, ToAgent},
+    control::{FromAgent, JobSecretKey, ToAgent},
     network_probe::{MAX_STREAMS, MeasureRequest, Measurement, NetworkInspection, NetworkRequest},
     probe::{ProbeAnswer, ProbeRequest},
 };
@@ -66,7 +66,7 @@ impl NetworkCheckOptions {
             Diagnostic::error(command::ASYNC_RUNTIME_FAILED, message)
         })?;
         let request = NetworkRequest {
-            key: JobKey(key),
+            key: JobSecretKey(key),
             interface: job.cluster.interface.clone(),
             prefers_reached_address: job.cluster.hosts != HostSelection::Join,
             ports: job.cluster.ports,
@@ -239,7 +239,7 @@ async fn ask_agent<T>(
     match connection.wait_for_message(Some(limit), select).await {
         Ok(value) => Some(value),
         Err(error) => {
-            session.probe.error = Some(find_root_error(&session.host, error, None).await);
+            session.probe.error = Some(choose_error_of_silent_agent(&session.host, error, None).await);
             None
         }
     }

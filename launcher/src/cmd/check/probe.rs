@@ -139,7 +139,9 @@ pub(super) type ProbedAgent = (StartedAgent, Option<AgentConnection>);
 
 /// Separates the sessions (connections to agents) of `launch check` into what was found on each
 /// host and the agents that still run, both in the order of the sessions.
-pub(super) fn split_sessions(sessions: Vec<ProbeSession>) -> (Vec<ProbeResult>, Vec<ProbedAgent>) {
+pub(super) fn separate_results_from_agents(
+    sessions: Vec<ProbeSession>,
+) -> (Vec<ProbeResult>, Vec<ProbedAgent>) {
     sessions.into_iter().map(|session| (session.probe, (session.host, session.connection))).unzip()
 }
 
@@ -250,11 +252,11 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
     };
     match result {
         Ok((inspection, skew)) => (probe.inspection, probe.clock_skew_s) = (Some(inspection), Some(skew)),
-        Err(error) => probe.error = Some(find_root_error(&host, error, stderr).await),
+        Err(error) => probe.error = Some(choose_error_of_silent_agent(&host, error, stderr).await),
     }
     if let Some(connection) = host.remote_connection() {
         (probe.stage, probe.shell_output) = (connection.stage(), connection.shell_output());
-        probe.client = connection.client();
+        probe.client = connection.external_client_description();
     }
     ProbeSession { probe, host, connection }
 }
@@ -265,7 +267,7 @@ async fn inspect_host(mut host: StartedAgent, targets: ProbeTargets, nonce: Stri
 /// Returns the first of these that exists: the error of the connection to the host, the error of
 /// starting the agent, and `error`. Adds the text of the agent's stderr to the message of the
 /// latter two. If the connection to a remote host has no error, aborts the connection.
-pub(super) async fn find_root_error(
+pub(super) async fn choose_error_of_silent_agent(
     host: &StartedAgent,
     error: Diagnostic,
     stderr: Option<JoinHandle<String>>,
@@ -378,7 +380,9 @@ async fn request_peer_connections(
     });
     match answer.await {
         Ok((peers, nonces)) => (session.probe.peers, session.probe.nonces) = (peers, nonces),
-        Err(error) => session.probe.error = Some(find_root_error(&session.host, error, None).await),
+        Err(error) => {
+            session.probe.error = Some(choose_error_of_silent_agent(&session.host, error, None).await)
+        }
     }
     session
 }

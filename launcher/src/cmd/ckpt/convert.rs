@@ -220,7 +220,7 @@ pub(super) fn run(args: ConvertArgs, json: bool) -> diagnostic::Result<u8> {
         }
     };
     let found = open_checkpoint(&args.dir)?;
-    let source = found.source();
+    let source = found.tensor_source();
     let defaults = ConvertOptions::new(target);
     let options = ConvertOptions {
         groups: assign_optimizer_groups(source, &args.groups)?,

@@ -53,7 +53,7 @@ fn to_diff_side(found: &OpenedCheckpoint) -> DiffSide<'_> {
         OpenedCheckpoint::Native(newest) => &newest.checkpoint.run_facts().model.ties,
         OpenedCheckpoint::External(external) => &external.facts().state.ties,
     };
-    DiffSide { source: found.source(), ties }
+    DiffSide { source: found.tensor_source(), ties }
 }
 
 /// Formats the result of comparing two checkpoints as text, with one line for each tensor that

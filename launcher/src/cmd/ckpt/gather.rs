@@ -69,7 +69,7 @@ pub(super) fn write_weights(
     json: bool,
 ) -> diagnostic::Result<u8> {
     let found = open_checkpoint(dir)?;
-    let source = found.source();
+    let source = found.tensor_source();
     let report =
         run_with_progress("gathering", |progress| ckpt::gather_weights(source, out, options, progress))?;
     if !report.config {

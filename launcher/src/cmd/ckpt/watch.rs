@@ -213,7 +213,7 @@ fn verify_checkpoint(path: &Path, notes: &mut Vec<String>) -> Vec<String> {
 /// Hugging Face.
 fn gather_weights(path: &Path, out: &Path) -> Result<(), CkptError> {
     let found = ckpt::open_checkpoint(path)?;
-    ckpt::gather_weights(found.source(), out, &GatherOptions::default(), |_, _| ()).map(drop)
+    ckpt::gather_weights(found.tensor_source(), out, &GatherOptions::default(), |_, _| ()).map(drop)
 }
 
 /// Formats the event of a processed checkpoint as a line of text: state, path and results.

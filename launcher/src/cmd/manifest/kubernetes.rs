@@ -1,6 +1,6 @@
 //! Builds the Kubernetes objects of a job: a JobSet or an Indexed Job with one pod for each node, a
 //! headless Service, a Secret with the key of the nodes, and a ConfigMap with the job file.
-use super::super::prepare::JobArgs;
+use super::super::job_preparation::JobArgs;
 use clap::{Args, ValueEnum};
 use diagnostic::{
     Diagnostic,

@@ -1,7 +1,7 @@
 //! [`TreeFrame`]: a message between two neighbours in the tree of agents.
 use diagnostic::Diagnostic;
 use jobspec::{InterfaceSelector, PortSelection};
-use protocol::control::JobKey;
+use protocol::control::JobSecretKey;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::{fmt, net::SocketAddr};
 
@@ -107,7 +107,7 @@ pub(crate) struct TreeSetup {
     /// The stream whose end the agent is.
     pub(crate) stream: StreamId,
     /// The key with which neighbours prove to each other that they belong to the tree.
-    pub(crate) key: JobKey,
+    pub(crate) key: JobSecretKey,
     /// The agents to which the agent may connect, in order of preference. If the list is empty, the
     /// connection that carries this message is the link to the controller.
     pub(crate) parents: Vec<TreeParent>,

@@ -93,8 +93,8 @@ impl LinkSet {
     }
 
     /// Queues a message (frame) to the neighbour at the other end of a connection (link) of the
-    /// tree. Closes a link whose queue is full, which [`LinkSet::take_overflowed`] reports. Never
-    /// blocks.
+    /// tree. Closes a link whose queue is full, which [`LinkSet::take_overflowed_links`] reports.
+    /// Never blocks.
     pub(crate) fn send_frame(&mut self, link: LinkId, frame: TreeFrame) {
         let Some(target) = self.links.get(&link) else { return };
         let size = estimate_frame_bytes(&frame);
@@ -109,7 +109,7 @@ impl LinkSet {
 
     /// Returns the connections (links) that were closed because too many bytes waited for the
     /// neighbour, and clears the list of these connections.
-    pub(crate) fn take_overflowed(&mut self) -> Vec<LinkId> {
+    pub(crate) fn take_overflowed_links(&mut self) -> Vec<LinkId> {
         std::mem::take(&mut self.overflowed)
     }
 
@@ -258,11 +258,11 @@ mod tests {
         for _ in 1..MAX_QUEUED_BYTES >> 20 {
             links.send_frame(full, data());
         }
-        assert!(links.take_overflowed().is_empty());
+        assert!(links.take_overflowed_links().is_empty());
         links.send_frame(full, data());
         // The link does not exist any more.
         links.send_heartbeats();
-        assert_eq!((links.take_overflowed(), links.take_overflowed()), (vec![full], Vec::new()));
+        assert_eq!((links.take_overflowed_links(), links.take_overflowed_links()), (vec![full], Vec::new()));
         assert_eq!(links.list_links_except(None), [other]);
     }
 

@@ -137,7 +137,7 @@ impl ResumableStream {
 
     /// Returns how many bytes this end of the stream has received and its reader has taken, for the
     /// other end, which resumes sending after them.
-    pub(super) fn report_progress(&mut self) -> StreamProgress {
+    pub(super) fn build_progress_report(&mut self) -> StreamProgress {
         self.reported = self.acknowledgeable_offset();
         StreamProgress { received: self.received, acknowledged: self.reported }
     }

@@ -164,7 +164,7 @@ impl TreeRouter {
 
     /// Sends the agent at the other end of a stream the new list of agents through which it may
     /// reach the controller (its possible parents).
-    pub(crate) fn send_parents(&mut self, stream: StreamId, parents: Vec<TreeParent>) {
+    pub(crate) fn send_possible_parents(&mut self, stream: StreamId, parents: Vec<TreeParent>) {
         self.send_towards_other_end(stream, TreeFrame::Parents { stream, parents });
     }
 
@@ -333,7 +333,7 @@ impl TreeRouter {
         }
         if let Some(state) = self.streams.get_mut(&stream) {
             state.is_synchronized = false;
-            let frame = TreeFrame::Sync { stream, progress: state.report_progress() };
+            let frame = TreeFrame::Sync { stream, progress: state.build_progress_report() };
             self.actions.extend([RouterAction::Attached(stream), RouterAction::Send(link, frame)]);
         }
     }
@@ -378,7 +378,7 @@ impl TreeRouter {
                 let Some(state) = self.streams.get_mut(&stream) else { return };
                 let freed = state.resume_sending(progress);
                 if self.side == RouterRole::Agent {
-                    let progress = state.report_progress();
+                    let progress = state.build_progress_report();
                     self.send_towards_other_end(stream, TreeFrame::SyncAck { stream, progress });
                 }
                 self.request_space_for_writer(stream, freed);

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     cluster::AgentStartStep,
     controller::{report_id::ReportId, root_cause::AgentEnd},
-    worker_end::PeerEnd,
+    worker_end::PeerWorkerEnd,
 };
 use diagnostic::Diagnostic;
 use jobspec::{ReloadValues, ids::Rank};
@@ -168,5 +168,5 @@ pub(crate) struct RunOutcome {
     /// unknown.
     pub(crate) step: Option<u64>,
     /// The end of each rank other than the failed rank; empty if the run did not fail.
-    pub(crate) peers: Vec<PeerEnd>,
+    pub(crate) peers: Vec<PeerWorkerEnd>,
 }

@@ -6,9 +6,9 @@ use super::{
     build_attempt_end,
 };
 use crate::{
-    controller::{core::host_state::AgentConnectionState, policy::RestartDecision},
+    controller::{core::host_state::AgentConnectionState, restart_policy::RestartDecision},
     leases::HEARTBEAT_INTERVAL,
-    worker_end::{PeerEnd, WorkerEnd},
+    worker_end::{PeerWorkerEnd, WorkerEnd},
 };
 use diagnostic::{Diagnostic, codes::run};
 use protocol::{
@@ -365,7 +365,7 @@ impl ControllerCore {
             None if w.pid.is_some() => WorkerEnd::LostWithAgent,
             None => WorkerEnd::NeverStarted,
         };
-        let peer_end = |(w, rank): (&WorkerState, _)| PeerEnd {
+        let peer_end = |(w, rank): (&WorkerState, _)| PeerWorkerEnd {
             rank,
             host: self.setup.hosts[w.host].name.clone(),
             end: end(w),

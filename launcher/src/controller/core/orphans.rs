@@ -58,7 +58,7 @@ impl ControllerCore {
 
     /// Returns when the agents of lost hosts must be asked again to end, or when waiting for their
     /// answers ends; `None` if there is nothing to do.
-    pub(super) fn find_next_eviction(&self) -> Option<Duration> {
+    pub(super) fn find_next_eviction_time(&self) -> Option<Duration> {
         let repetition = self.orphans.as_ref().map(|orphans| orphans.next_eviction.min(orphans.until));
         repetition.into_iter().chain(self.awaited_evictions.values().copied()).min()
     }

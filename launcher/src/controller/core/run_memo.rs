@@ -3,7 +3,7 @@
 use super::{host_state::HostIndex, stop_request::StopRequest};
 use crate::controller::{
     job_file::JobFile,
-    policy::{AttemptEnd, NoRestartReason},
+    restart_policy::{AttemptEnd, NoRestartReason},
     root_cause::RootCause,
 };
 use protocol::{control::ControllerToken, event::Event};

@@ -21,7 +21,7 @@ use tokio::time::{sleep, timeout};
 const AGENT_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long an agent on another host may take to receive the request to end and to close its
 /// connection.
-const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+const AGENT_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a child process that reached the agents (such as `ssh`) may take to exit after the last
 /// agent's end until it gets SIGTERM, and after SIGTERM until it gets SIGKILL.
 const TRANSPORT_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -140,10 +140,10 @@ impl ControllerDriver {
     }
 
     /// Waits until the agents on other hosts that were asked to end have closed their connections,
-    /// but not longer than [`RELEASE_TIMEOUT`]. An agent whose run outlives its controller would
-    /// continue without the request.
+    /// but not longer than [`AGENT_RELEASE_TIMEOUT`]. An agent whose run outlives its controller
+    /// would continue without the request.
     pub(super) async fn wait_for_released_agents(&mut self) {
-        let limit = self.clock.now() + RELEASE_TIMEOUT;
+        let limit = self.clock.now() + AGENT_RELEASE_TIMEOUT;
         while !self.released.is_empty() && self.clock.now() <= limit {
             self.receive_end_of_agent().await;
         }

@@ -90,7 +90,7 @@ impl ControllerDriver {
         let Some(journal) = self.journal.take() else { return };
         let report = &mut self.report;
         if !journal.close(|message| report.show_message(format!("launch: {message}"))) {
-            let recorded = match runs::record_run_end(&self.plan.run.0, exit_code, seconds) {
+            let recorded = match runs::record_run_end_outside_journal(&self.plan.run.0, exit_code, seconds) {
                 Ok(()) => "`launch ps` shows its end".to_owned(),
                 Err(error) => format!("its end is not recorded: {error}"),
             };

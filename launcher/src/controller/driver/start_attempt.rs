@@ -15,7 +15,7 @@ use crate::{
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::env;
 use protocol::{
-    control::{FromAgent, JobKey, ToAgent, WorkerAddresses, WorkerPeers},
+    control::{FromAgent, JobSecretKey, ToAgent, WorkerAddresses, WorkerPeers},
     event::Event,
 };
 use std::{collections::HashSet, path::PathBuf, thread};
@@ -99,7 +99,7 @@ impl ControllerDriver {
     /// random key with which they authenticate each other. The key is never stored.
     pub(super) fn send_peers_and_key(&mut self, attempt: u32, members: Vec<WorkerAddresses>) {
         let key = match draw_random_bytes() {
-            Ok(bytes) => JobKey(bytes),
+            Ok(bytes) => JobSecretKey(bytes),
             Err(diagnostic) => {
                 let host = members.first().map_or(0, |m| m.host_index as HostIndex);
                 let failed = FromAgent::Failed { attempt, rank: None, diagnostic };
@@ -169,7 +169,7 @@ fn combine_plan_errors(mut problems: Vec<Diagnostic>) -> Diagnostic {
     }
     let message = format!("the job does not fit the hosts: {} problems", problems.len());
     let summary = Diagnostic::error(run::PLAN_INVALID, message);
-    problems.into_iter().fold(summary, Diagnostic::with_detail)
+    problems.into_iter().fold(summary, Diagnostic::with_detail_diagnostic)
 }
 
 #[cfg(test)]

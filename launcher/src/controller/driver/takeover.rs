@@ -50,7 +50,7 @@ impl ControllerDriver {
         let Ok(frame) = encode_frame(&ToAgent::Attach(Box::new(request))) else { return };
         if let Some(Ok(process)) = self.transport.start_agents(std::slice::from_ref(&target.name)).pop() {
             let token = self.identity.token();
-            tokio::spawn(request_eviction((host, token), process, frame, self.evictions.0.clone()));
+            tokio::spawn(request_agent_eviction((host, token), process, frame, self.evictions.0.clone()));
         }
     }
 
@@ -212,7 +212,7 @@ pub(super) fn find_attach_exit_code(failure: &AttachFailure) -> u8 {
 /// and sends the agent's answer to the controller's event loop. Passes the answer on once the agent
 /// has ended, or if no agent is alive, or if the agent obeys a controller with a greater token than
 /// `token`.
-async fn request_eviction(
+async fn request_agent_eviction(
     (host, token): (HostIndex, ControllerToken),
     process: AgentProcess,
     frame: Vec<u8>,

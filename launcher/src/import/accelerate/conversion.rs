@@ -235,7 +235,7 @@ impl AccelerateConversion<'_> {
     /// address. Returns `None` if neither the command line nor the configuration states the number
     /// of machines. Fails if a value is not valid, or if Accelerate would not start the processes
     /// of several machines.
-    pub(super) fn take_nodes(
+    pub(super) fn take_node_options(
         &self,
         given: &mut CommandLine,
         merged: &MergedConfig,
@@ -408,7 +408,7 @@ impl AccelerateConversion<'_> {
         let threads = given.take_last_value("num_cpu_threads_per_process");
         if self.kind.distributed == DistributedType::DeepSpeed {
             draft.set_env("deepspeed_config", "ACCELERATE_CONFIG_DS_FIELDS", deepspeed_fields);
-            let path = self.context.variable(env::PYTHONPATH).unwrap_or_default();
+            let path = self.context.user_env_variable(env::PYTHONPATH).unwrap_or_default();
             let parts = path.split(':').filter(|part| !part.is_empty()).chain([self.context.directory]);
             draft.set_env("--use_deepspeed", env::PYTHONPATH, &parts.collect::<Vec<_>>().join(":"));
             if processes.workers > 1 {
@@ -429,7 +429,7 @@ impl AccelerateConversion<'_> {
     /// Returns how many CPU threads `accelerate launch` would give each process by default
     /// (`num_cpu_threads_per_process`).
     fn count_threads(&self, uses_cpu: bool, processes: i64) -> String {
-        let user = self.context.variable(env::OMP_NUM_THREADS);
+        let user = self.context.user_env_variable(env::OMP_NUM_THREADS);
         if let Some(threads) = user.filter(|text| text.trim().parse::<i64>().is_ok_and(|n| n > 0)) {
             return threads.trim().to_owned();
         }

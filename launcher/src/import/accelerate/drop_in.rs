@@ -83,12 +83,15 @@ impl AccelerateCommand {
         if self.given.last_value("cpu").is_some() {
             return (Vec::new(), false);
         }
-        let home = variables.variable(env::HOME).unwrap_or_default();
+        let home = variables.user_env_variable(env::HOME).unwrap_or_default();
         let expand = |path: &str| match path.strip_prefix("~/") {
             Some(rest) => Path::new(home).join(rest),
             None => PathBuf::from(path),
         };
-        let cache = match (variables.variable(env::HF_HOME), variables.variable(env::XDG_CACHE_HOME)) {
+        let cache = match (
+            variables.user_env_variable(env::HF_HOME),
+            variables.user_env_variable(env::XDG_CACHE_HOME),
+        ) {
             (Some(directory), _) => expand(directory),
             (None, Some(cache)) => expand(cache).join("huggingface"),
             (None, None) => Path::new(home).join(".cache/huggingface"),
@@ -114,14 +117,14 @@ impl AccelerateCommand {
         let conversion = AccelerateConversion { kind, has_config: config.is_some(), context };
         conversion.merge_options(&mut draft, &mut merged, &mut given).map_err(|error| vec![error])?;
         let processes = conversion.count_processes(&merged, &given).map_err(|error| vec![error])?;
-        let nodes = conversion.take_nodes(&mut given, &merged).unwrap_or_else(|error| {
+        let nodes = conversion.take_node_options(&mut given, &merged).unwrap_or_else(|error| {
             errors.push(error);
             None
         });
         errors.extend(conversion.set_program(&mut draft, &mut given, &merged, &processes).err());
         conversion.set_worker_env_variables(&mut draft, &mut given, &merged, &fields, &processes)?;
         apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
-        for (name, _) in given.take_remaining() {
+        for (name, _) in given.take_remaining_options() {
             errors.push(create_unsupported_option_error(
                 PROGRAM_NAME,
                 &format!("--{name}"),

@@ -161,7 +161,7 @@ impl DeepSpeedCommand {
         }
         set_master_port_and_log_dir(&mut draft, &mut given);
         apply_option_rules(&mut draft, &mut errors, PROGRAM_NAME, &mut given, UNSUPPORTED_OPTION_RULES);
-        for (name, _) in given.take_remaining() {
+        for (name, _) in given.take_remaining_options() {
             errors.push(create_unsupported_option_error(
                 PROGRAM_NAME,
                 &format!("--{name}"),
@@ -195,7 +195,8 @@ fn select_resources(
         let reason = "it contradicts `--include` and `--exclude`, as in DeepSpeed";
         return Err(create_unsupported_option_error(PROGRAM_NAME, "--num_gpus", reason, "use one of them"));
     }
-    let uses_gpus = context.installed_gpus > 0 && context.variable(ACCELERATOR_VARIABLE) != Some("cpu");
+    let uses_gpus =
+        context.installed_gpus > 0 && context.user_env_variable(ACCELERATOR_VARIABLE) != Some("cpu");
     let mut selects_gpus = gpus > 0 || include.is_some() || exclude.is_some();
     let pool: Vec<(String, HostSlots)> = match &files.hostfile {
         Some(text) => parse_hostfile_slots(text)?,
@@ -209,7 +210,7 @@ fn select_resources(
                     "name the hosts with `--hostfile`",
                 ));
             }
-            let listed = context.variable(env::CUDA_VISIBLE_DEVICES).filter(|list| !list.is_empty());
+            let listed = context.user_env_variable(env::CUDA_VISIBLE_DEVICES).filter(|list| !list.is_empty());
             if let Some(list) = listed.filter(|_| !selects_gpus) {
                 include = Some(format!("{LOCALHOST_NAME}:{list}"));
                 // The workers inherit the list.
@@ -271,8 +272,10 @@ fn parse_hostfile_slots(text: &str) -> Result<Vec<(String, HostSlots)>, Diagnost
 /// Returns how many workers DeepSpeed starts on this machine by default: one per GPU or, on CPUs,
 /// the value of `LOCAL_SIZE` or one per NUMA node.
 fn count_local_slots(uses_gpus: bool, context: &DropInContext<'_>) -> u32 {
-    let given =
-        context.variable(env::LOCAL_SIZE).and_then(|text| text.trim().parse().ok()).filter(|n| *n > 0);
+    let given = context
+        .user_env_variable(env::LOCAL_SIZE)
+        .and_then(|text| text.trim().parse().ok())
+        .filter(|n| *n > 0);
     match uses_gpus {
         true => context.installed_gpus as u32,
         false => given.unwrap_or(context.numa_nodes.max(1) as u32),
@@ -362,7 +365,7 @@ fn set_hosts(
     }
     let patterns: Vec<String> = PASSED_VARIABLES.map(str::to_owned).to_vec();
     draft.set_required_key("run.pass_env", &format_yaml_list(&patterns));
-    let path = match context.variable(env::PYTHONPATH) {
+    let path = match context.user_env_variable(env::PYTHONPATH) {
         Some(path) => format!("{}:{path}", context.directory),
         None => context.directory.to_owned(),
     };

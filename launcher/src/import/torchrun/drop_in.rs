@@ -64,7 +64,7 @@ pub(crate) fn convert_torchrun_command(
 ) -> Result<ImportedJob, ImportErrors> {
     let rejected = |error: CommandLineError| vec![error.into_diagnostic(PROGRAM_NAME)];
     let mut given = parse_torchrun_args(args).map_err(rejected)?;
-    insert_defaults_from_env(&mut given, |name| context.variable(name)).map_err(rejected)?;
+    insert_defaults_from_env(&mut given, |name| context.user_env_variable(name)).map_err(rejected)?;
     check_option_values(&given).map_err(rejected)?;
     if given.take_flag("standalone") {
         for name in ["rdzv-backend", "rdzv-endpoint", "rdzv-id", "nnodes", "node-rank"] {
@@ -73,7 +73,7 @@ pub(crate) fn convert_torchrun_command(
         given.insert_default("nnodes", "1".to_owned());
     }
     let mut errors = ImportErrors::new();
-    let nodes = take_nodes(&mut given).unwrap_or_else(|error| {
+    let nodes = take_node_options(&mut given).unwrap_or_else(|error| {
         errors.push(error);
         None
     });
@@ -104,7 +104,7 @@ pub(crate) fn convert_torchrun_command(
 /// Removes from the parsed command line (`given`) the options that describe the nodes (hosts) of
 /// the job, and returns the nodes that they describe. Returns `None` if the command line does not
 /// state the number of nodes. Fails if a value is not valid.
-fn take_nodes(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnostic> {
+fn take_node_options(given: &mut CommandLine) -> Result<Option<ImportedNodes>, Diagnostic> {
     let rank = given.take_last_value("node-rank");
     let Some(text) = given.take_last_value("nnodes") else {
         return match rank.filter(|rank| !rank.trim_start_matches('0').is_empty()) {
@@ -224,7 +224,7 @@ fn take_command(
             _ => substitute_macros(word, workers),
         })
         .collect();
-    let python = context.variable(env::PYTHON_EXEC).unwrap_or(context.python);
+    let python = context.user_env_variable(env::PYTHON_EXEC).unwrap_or(context.python);
     let command = form.build_command(python, &program?);
     let variables = [(env::ROLE_NAME, "role", "default"), (env::TORCHELASTIC_RUN_ID, "rdzv-id", "none")];
     let set: Vec<(&str, String)> = variables

@@ -15,18 +15,18 @@ use std::{
 /// The reason why the rendezvous store accepts a connection: the client runs as this user, or comes
 /// from a host of the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum AdmissionReason {
+pub(super) enum ConnectionAcceptReason {
     /// The client is on this machine, and its socket belongs to this user or to root.
     User,
     /// The client has the address of a host of the job.
     Address,
 }
 
-impl fmt::Display for AdmissionReason {
+impl fmt::Display for ConnectionAcceptReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            AdmissionReason::User => "user",
-            AdmissionReason::Address => "address",
+            ConnectionAcceptReason::User => "user",
+            ConnectionAcceptReason::Address => "address",
         })
     }
 }
@@ -73,7 +73,7 @@ impl AdmissionPolicy {
         &mut self,
         peer: SocketAddr,
         local: SocketAddr,
-    ) -> Result<AdmissionReason, AdmissionError> {
+    ) -> Result<ConnectionAcceptReason, AdmissionError> {
         let owner = match &mut self.diagnostics {
             Some(diagnostics) => diagnostics.find_owner(peer, local),
             None => Err(io::ErrorKind::Unsupported.into()),
@@ -88,7 +88,7 @@ impl AdmissionPolicy {
         };
         match owner {
             Some(SocketOwner { inode: 0, .. }) => Err(AdmissionError::Closed),
-            Some(SocketOwner { uid, .. }) if uid == self.uid || uid == 0 => Ok(AdmissionReason::User),
+            Some(SocketOwner { uid, .. }) if uid == self.uid || uid == 0 => Ok(ConnectionAcceptReason::User),
             Some(SocketOwner { uid, .. }) => Err(AdmissionError::OtherUser { uid }),
             // A client of this machine without a socket has sent data and closed it.
             None if is_address_of_this_machine(peer.ip()) => Err(AdmissionError::Closed),
@@ -102,10 +102,10 @@ impl AdmissionPolicy {
         &self,
         ip: IpAddr,
         is_loopback_allowed: bool,
-    ) -> Result<AdmissionReason, AdmissionError> {
+    ) -> Result<ConnectionAcceptReason, AdmissionError> {
         let ip = ip.to_canonical();
         match self.allowed.contains(&ip) || (is_loopback_allowed && ip.is_loopback()) {
-            true => Ok(AdmissionReason::Address),
+            true => Ok(ConnectionAcceptReason::Address),
             false => Err(AdmissionError::UnknownAddress),
         }
     }
@@ -137,8 +137,8 @@ mod tests {
         let remote = IpAddr::from([192, 0, 2, 7]);
         let mut admission = AdmissionPolicy::new(HashSet::from([remote, Ipv4Addr::LOCALHOST.into()]));
         assert!(admission.identifies_local_users());
-        assert_eq!(admission.admit(peer, local), Ok(AdmissionReason::User));
-        assert_eq!(admission.admit((remote, 1).into(), local), Ok(AdmissionReason::Address));
+        assert_eq!(admission.admit(peer, local), Ok(ConnectionAcceptReason::User));
+        assert_eq!(admission.admit((remote, 1).into(), local), Ok(ConnectionAcceptReason::Address));
         let unknown = (IpAddr::from([192, 0, 2, 8]), 1).into();
         assert_eq!(admission.admit(unknown, local), Err(AdmissionError::UnknownAddress));
         // The address is allowed, but no process has this socket.
@@ -147,7 +147,7 @@ mod tests {
         admission.uid = 4_000_000_000;
         let uid = nix::unistd::geteuid().as_raw();
         let expected =
-            if uid == 0 { Ok(AdmissionReason::User) } else { Err(AdmissionError::OtherUser { uid }) };
+            if uid == 0 { Ok(ConnectionAcceptReason::User) } else { Err(AdmissionError::OtherUser { uid }) };
         assert_eq!(admission.admit(peer, local), expected);
     }
 
@@ -158,10 +158,10 @@ mod tests {
         assert!(!admission.identifies_local_users());
         let local = (Ipv4Addr::LOCALHOST, 5).into();
         for (ip, expected) in [
-            ("127.0.0.1", Ok(AdmissionReason::Address)),
-            ("::1", Ok(AdmissionReason::Address)),
-            ("192.0.2.7", Ok(AdmissionReason::Address)),
-            ("::ffff:192.0.2.7", Ok(AdmissionReason::Address)),
+            ("127.0.0.1", Ok(ConnectionAcceptReason::Address)),
+            ("::1", Ok(ConnectionAcceptReason::Address)),
+            ("192.0.2.7", Ok(ConnectionAcceptReason::Address)),
+            ("::ffff:192.0.2.7", Ok(ConnectionAcceptReason::Address)),
             ("192.0.2.8", Err(AdmissionError::UnknownAddress)),
             ("2001:db8::8", Err(AdmissionError::UnknownAddress)),
         ] {

@@ -176,7 +176,7 @@ impl RendezvousStore {
         let (new, queue) = (!self.contains_key(&key), self.queues.contains_key(&key));
         self.values.insert(key.clone(), value);
         if new {
-            self.update_waits_for_added_key(&key);
+            self.decrement_missing_keys_of_waits(&key);
         } else if !queue {
             return Ok(());
         }
@@ -193,7 +193,7 @@ impl RendezvousStore {
     /// keys that each still misses. The caller must just have added the key's first value or item,
     /// and must then wake clients whose number is 0. The cost per client does not depend on the
     /// number of keys that the client waits for.
-    fn update_waits_for_added_key(&mut self, key: &[u8]) {
+    fn decrement_missing_keys_of_waits(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
                 *missing -= 1;
@@ -204,7 +204,7 @@ impl RendezvousStore {
     /// Updates the clients that wait for the key `key`, which no longer exists: increments the
     /// number of keys that each still misses. The caller must just have removed the key's last
     /// value or item.
-    fn update_waits_for_removed_key(&mut self, key: &[u8]) {
+    fn increment_missing_keys_of_waits(&mut self, key: &[u8]) {
         for client in self.waiters.get(key).into_iter().flatten() {
             if let Some(ClientWait::Keys(_, missing)) = self.waiting.get_mut(client) {
                 *missing += 1;
@@ -229,7 +229,7 @@ impl RendezvousStore {
         let Some(value) = self.values.remove(key) else { return 0 };
         self.bytes -= compute_entry_bytes(key, &value);
         if !self.contains_key(key) {
-            self.update_waits_for_removed_key(key);
+            self.increment_missing_keys_of_waits(key);
         }
         1
     }
@@ -285,7 +285,7 @@ impl RendezvousStore {
         let new = !self.contains_key(&key);
         self.queues.entry(key.clone()).or_default().push_back(value);
         if new {
-            self.update_waits_for_added_key(&key);
+            self.decrement_missing_keys_of_waits(&key);
         }
         // An item wakes one client, because a second one would find the queue empty.
         for client in self.waiters.get(&key).cloned().unwrap_or_default() {
@@ -307,7 +307,7 @@ impl RendezvousStore {
         if empty {
             self.queues.remove(key);
             if !self.contains_key(key) {
-                self.update_waits_for_removed_key(key);
+                self.increment_missing_keys_of_waits(key);
             }
         }
         StoreReply::Popped(length, value)

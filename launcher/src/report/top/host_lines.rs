@@ -5,7 +5,7 @@ use diagnostic::{
     quantity::{format_bytes, format_duration},
     terminal_text::filter_line,
 };
-use protocol::{control::HostUsage, run_status::RunStatus};
+use protocol::{control::HostUsage, run_measurements::RunMeasurements};
 use ratatui::{
     style::{Color, Modifier, Style},
     text::{Line, Span},
@@ -42,7 +42,7 @@ fn format_host(run: &RunSnapshot, host: &SnapshotHost, selected: u32, cells: usi
     }
     let padding = cells.min(workers.max(8)).saturating_sub(shown) + 2;
     spans.push(Span::raw(" ".repeat(padding)));
-    let find_usage = |status: &RunStatus| {
+    let find_usage = |status: &RunMeasurements| {
         status.hosts.iter().find(|h| h.host == host.host).map(|h| format_usage(&h.usage))
     };
     spans.push(Span::raw(run.status.as_ref().and_then(find_usage).unwrap_or_default()));

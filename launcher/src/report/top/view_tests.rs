@@ -5,7 +5,7 @@ use dashboard::{RankState, RunInfo, SnapshotHost};
 use protocol::{
     control::{GpuUsage, HostUsage, WorkerUsage},
     event::{StragglerReport, StragglerState},
-    run_status::{HostStatus, RunStatus},
+    run_measurements::{HostUsageSample, RunMeasurements},
     step_times::{RankTimes, StepTimes},
     straggler::StragglerKind,
 };
@@ -16,7 +16,7 @@ use ratatui::{
 };
 use serde_json::json;
 
-fn host_status(host: u32) -> HostStatus {
+fn host_status(host: u32) -> HostUsageSample {
     let gpu = GpuUsage { busy_share: Some(0.9), ..GpuUsage::default() };
     let worker = |rank| WorkerUsage { rank, rss: 3 << 30, cpu_us: 3_800_000, ..WorkerUsage::default() };
     let usage = HostUsage {
@@ -30,7 +30,7 @@ fn host_status(host: u32) -> HostStatus {
         workers: (4 * host..4 * host + 4).map(worker).collect(),
         ..HostUsage::default()
     };
-    HostStatus { host: format!("node-{host}"), time: 1.0, usage }
+    HostUsageSample { host: format!("node-{host}"), time: 1.0, usage }
 }
 
 /// A run of a training on `hosts` hosts with four ranks each, of which rank 5 is slow.
@@ -81,11 +81,11 @@ fn example_run(hosts: u32) -> RunSnapshot {
             .map(|host| SnapshotHost { host: format!("node-{host}"), first_rank: 4 * host, workers: 4 })
             .collect(),
         states: vec![RankState::Running; world as usize],
-        status: Some(RunStatus {
+        status: Some(RunMeasurements {
             hosts: (0..hosts).map(host_status).collect(),
             step_times: StepTimes { step: 40, steps: 1, ranks: (0..world).map(times).collect() },
             stragglers: vec![slow],
-            ..RunStatus::default()
+            ..RunMeasurements::default()
         }),
         events: (1..=9)
             .map(|step| json!({"event": "notice", "rank": null, "message": format!("message {step}"), "time": 1.0}))

@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 pub(crate) const CONFIG_VALUES_MAX: usize = 1 << 18;
 /// Limit on the number of JSON values in each part of the training state that has entries for all
 /// weights.
-const STATE_VALUES_MAX: usize = 2 * TENSORS_MAX;
+const STATE_JSON_VALUES_MAX: usize = 2 * TENSORS_MAX;
 /// Limit on the number of text files that are stored with a checkpoint.
 const TEXT_FILES_MAX: usize = 64;
 
@@ -129,13 +129,13 @@ pub struct RunFacts {
     /// Progress of the run: consumed samples, scale of the FP16 loss, and the step lag of each
     /// weight that was frozen for a while. Also has the id of the batch job of the run, if a
     /// scheduler started the run.
-    #[serde(deserialize_with = "json::deserialize_value::<_, STATE_VALUES_MAX>")]
+    #[serde(deserialize_with = "json::deserialize_value::<_, STATE_JSON_VALUES_MAX>")]
     pub cursor: Value,
     /// States of the RNG streams. Null in a checkpoint that was converted from another format.
     #[serde(deserialize_with = "json::deserialize_value::<_, CONFIG_VALUES_MAX>")]
     pub rng: Value,
     /// Parameter groups with their hyper-parameters.
-    #[serde(deserialize_with = "json::deserialize_value::<_, STATE_VALUES_MAX>")]
+    #[serde(deserialize_with = "json::deserialize_value::<_, STATE_JSON_VALUES_MAX>")]
     pub groups: Value,
     /// Description of the model.
     pub model: ModelSpec,

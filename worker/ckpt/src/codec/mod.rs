@@ -4,7 +4,7 @@ pub(crate) mod disk;
 pub(crate) mod json;
 pub(crate) mod narrow;
 pub(crate) mod pickle;
-mod placeholder;
+mod placeholder_file;
 pub(crate) mod safetensors;
 pub(crate) mod sealed_json;
 pub(crate) mod torch_file;

@@ -2,7 +2,7 @@
 //! little-endian), a JSON header, and the bytes of the tensors without gaps.
 use super::disk::Directory;
 use super::json::deserialize_map;
-use super::placeholder;
+use super::placeholder_file;
 use crate::error::{CkptError, SafetensorsError, shorten_text};
 use crate::format_constants::{SAFETENSORS_HEADER_MAX, TENSORS_MAX};
 use crate::tensor::{Dtype, TensorRole, check_tensor_name, count_elements, deserialize_shape};
@@ -68,7 +68,7 @@ pub(crate) fn read_header(
     let length = u64::from_le_bytes(length);
     if length > SAFETENSORS_HEADER_MAX || length > size - 8 {
         let error = SafetensorsError::HeaderLength { claimed: length, size };
-        let placeholder = placeholder::detect_placeholder(size, &mut read_at);
+        let placeholder = placeholder_file::detect_placeholder_file(size, &mut read_at);
         return Err(placeholder.map_or(error, SafetensorsError::Placeholder));
     }
     let mut text = vec![0u8; length as usize];

@@ -2,7 +2,7 @@
 //! containers have stored (uncompressed) members, zip64 sizes, and CRC-32s in the central
 //! directory.
 use super::disk::read_file_crc;
-use super::placeholder;
+use super::placeholder_file;
 use crate::error::ZipError;
 use crate::format_constants::{NAME_BYTES_MAX, TENSORS_MAX, ZIP_DIRECTORY_MAX};
 use std::fs::File;
@@ -64,7 +64,7 @@ pub(crate) fn read_members(
 ) -> Result<Vec<ZipMember>> {
     let found = locate_central_directory(size, &mut read_at);
     let (directory, count) = found.map_err(|error| {
-        placeholder::detect_placeholder(size, &mut read_at).map_or(error, ZipError::Placeholder)
+        placeholder_file::detect_placeholder_file(size, &mut read_at).map_or(error, ZipError::Placeholder)
     })?;
     let mut bytes = vec![0u8; (directory.end - directory.start) as usize];
     read_at(directory.start, &mut bytes)?;

@@ -29,13 +29,13 @@ const OVERHEAD_BYTES: u64 = 16 << 20;
 const CONVERSION_TASK_FILE: &str = ".task.json";
 /// Limit on the number of JSON values in `.task.json`, the file that describes an unfinished
 /// conversion.
-const TASK_VALUES_MAX: usize = 100;
+const TASK_FILE_VALUES_MAX: usize = 100;
 /// Name of the file in the hidden output directory that lists the files that an unfinished
 /// conversion has completed.
-const FINISHED_FILES_LIST: &str = ".done";
+const FINISHED_LIST_FILE: &str = ".done";
 /// Limit on the size in bytes of `.done`, the list of files that an unfinished conversion has
 /// completed.
-const FINISHED_FILES_LIST_BYTES_MAX: u64 = 1 << 30;
+const FINISHED_LIST_FILE_BYTES_MAX: u64 = 1 << 30;
 /// How many levels of subdirectories of the source checkpoint are checked for changes.
 const SOURCE_DEPTH_MAX: u32 = 4;
 
@@ -98,7 +98,7 @@ impl ConvertOutput {
         require_space(&parent, bytes.saturating_sub(finished_bytes))?;
         disk::unlink(&dir.join(CONVERSION_TASK_FILE))?;
         disk::write_file(dir.join(CONVERSION_TASK_FILE), task.to_string().as_bytes())?;
-        let record = open_finished_list(&dir.join(FINISHED_FILES_LIST))?;
+        let record = open_finished_list(&dir.join(FINISHED_LIST_FILE))?;
         let (record, _lock) = (Some(record), Some(lock));
         let mut output = ConvertOutput { path: parent.join(name), dir, finished_before, record, _lock };
         // terminates a line that a kill truncated
@@ -127,7 +127,7 @@ impl ConvertOutput {
         match &mut self.record {
             Some(file) => file
                 .write_all(text.as_bytes())
-                .map_err(CkptError::io("write", &self.dir.join(FINISHED_FILES_LIST))),
+                .map_err(CkptError::io("write", &self.dir.join(FINISHED_LIST_FILE))),
             None => Ok(()),
         }
     }
@@ -143,7 +143,7 @@ impl ConvertOutput {
     /// renames the hidden directory to its final path. Removes the directory that previously had
     /// this path. Returns the final path. `files` are the records of the planned files.
     pub(super) fn publish(&mut self, files: &[FinishedFile]) -> Result<PathBuf> {
-        disk::unlink(&self.dir.join(FINISHED_FILES_LIST))?;
+        disk::unlink(&self.dir.join(FINISHED_LIST_FILE))?;
         disk::unlink(&self.dir.join(CONVERSION_TASK_FILE))?;
         disk::unlink(&self.dir.join(CONVERT_RECORD_KIND.file))?;
         let record = CONVERT_RECORD_KIND.make_record(list_files_for_record(&self.dir, files)?);
@@ -197,7 +197,7 @@ fn require_space(dir: &Path, bytes: u64) -> Result<()> {
 /// Reads what an interrupted conversion had to do (its source and options) from `.task.json` in its
 /// hidden directory `dir`. Returns `None` if `dir` has no valid description.
 fn read_conversion_task(dir: &Path) -> Option<Value> {
-    let task = read_json::<LimitedValue<TASK_VALUES_MAX>>(
+    let task = read_json::<LimitedValue<TASK_FILE_VALUES_MAX>>(
         &Directory::open(dir).ok()?,
         CONVERSION_TASK_FILE,
         1 << 20,
@@ -209,7 +209,7 @@ fn read_conversion_task(dir: &Path) -> Option<Value> {
 /// `dir`, and returns their sizes and hashes by path. Ignores truncated lines.
 fn read_finished_files(dir: &Path) -> HashMap<String, FinishedFile> {
     let text = Directory::open(dir)
-        .and_then(|f| f.read_file(FINISHED_FILES_LIST, FINISHED_FILES_LIST_BYTES_MAX))
+        .and_then(|f| f.read_file(FINISHED_LIST_FILE, FINISHED_LIST_FILE_BYTES_MAX))
         .unwrap_or_default();
     let lines = text.split(|&b| b == b'\n').filter_map(|l| serde_json::from_slice::<FinishedFile>(l).ok());
     lines.map(|f| (f.path.clone(), f)).collect()

@@ -20,7 +20,7 @@ const READER_COUNT: usize = 3;
 
 /// A message from a thread that reads elements of a checkpoint: the number of a window (a group of
 /// elements that is read at once), and the window with its elements or an error.
-type WindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
+type GatherWindowResult = (usize, Result<(GatherWindow, Vec<f32>)>);
 
 /// Copies the weights of a checkpoint to new weight files in the directory `dir`, as `plan` states.
 /// Returns the files, and the names of tensors with NaN or infinite values. Calls `progress` with
@@ -35,7 +35,7 @@ pub(super) fn write_weights(
     let windows =
         Mutex::new((0..plan.files.len()).flat_map(|file| plan.divide_into_windows(file)).enumerate());
     std::thread::scope(|scope| {
-        let (full, inbox) = sync_channel::<WindowResult>(WINDOW_COUNT);
+        let (full, inbox) = sync_channel::<GatherWindowResult>(WINDOW_COUNT);
         let (outbox, empty) = sync_channel::<Vec<f32>>(WINDOW_COUNT);
         for _ in 0..WINDOW_COUNT {
             let _ = outbox.send(Vec::new());
@@ -94,7 +94,7 @@ fn lock_mutex<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Receives windows (groups of elements) that several threads read in any order, and returns them
 /// in their order in the output.
 struct OrderedWindows {
-    inbox: Receiver<WindowResult>,
+    inbox: Receiver<GatherWindowResult>,
     next_window: usize,
     early_windows: BTreeMap<usize, Result<(GatherWindow, Vec<f32>)>>,
 }

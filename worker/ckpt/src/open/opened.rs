@@ -57,7 +57,7 @@ pub enum OpenedCheckpoint {
 impl OpenedCheckpoint {
     /// Returns the interface through which tensors and state are read, independently of the
     /// checkpoint's format.
-    pub fn source(&self) -> &dyn TensorSource {
+    pub fn tensor_source(&self) -> &dyn TensorSource {
         match self {
             OpenedCheckpoint::Native(newest) => &newest.checkpoint,
             OpenedCheckpoint::External(checkpoint) => &**checkpoint,

@@ -71,7 +71,7 @@ fn repair_checkpoint(repair_dir: &mut RepairDir, directory: &str) -> Result<()> 
     }
     repair_latest_tag(repair_dir, directory)?;
     universal::repair_universal(repair_dir, directory)?;
-    weights::repair_weights(repair_dir, directory)?;
+    weights::repair_external_weights(repair_dir, directory)?;
     repair_rng_files(repair_dir, directory)
 }
 

@@ -22,7 +22,7 @@ const SINGLE_WEIGHTS_FILE: &str = "model.safetensors";
 const WEIGHT_INDEX_FILE: &str = "model.safetensors.index.json";
 /// The reason that the report of a repair states for weights that were gathered because they were
 /// missing.
-const MISSING_REASON: &str = "the weights are missing";
+const MISSING_WEIGHTS_REASON: &str = "the weights are missing";
 /// Maximum number of safetensors files that the weights of a model may have.
 const SHARDS_MAX: u64 = 100_000;
 /// Names of files that contain weights in other layouts than safetensors. A directory with such a
@@ -46,7 +46,7 @@ enum WeightsCondition {
 /// Repairs the Hugging Face weights in the subdirectory `directory` of the hidden copy of the
 /// damaged checkpoint. Rebuilds the index, or gathers the weights from the DeepSpeed state in
 /// `directory`. Reports a loss if there is no such state.
-pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
+pub(super) fn repair_external_weights(repair_dir: &mut RepairDir, directory: &str) -> Result<()> {
     let path = repair_dir.dir.join(directory);
     let opened = Directory::open(&path)?;
     let why = match determine_weights_condition(&opened)? {
@@ -62,7 +62,7 @@ pub(super) fn repair_weights(repair_dir: &mut RepairDir, directory: &str) -> Res
             if !expected || other {
                 return Ok(());
             }
-            MISSING_REASON.into()
+            MISSING_WEIGHTS_REASON.into()
         }
     };
     match deepspeed::open_deepspeed(&path) {
@@ -106,7 +106,7 @@ pub(super) fn repair_run_weights(repair_dir: &mut RepairDir, newest: &str) -> Re
         WeightsCondition::Sound => Ok(()),
         WeightsCondition::IndexInvalid(map, bytes) => write_index(repair_dir, RUN_WEIGHTS_DIR, &map, bytes),
         WeightsCondition::Broken(why) => regather_from_native(repair_dir, newest, &why),
-        WeightsCondition::None => regather_from_native(repair_dir, newest, MISSING_REASON),
+        WeightsCondition::None => regather_from_native(repair_dir, newest, MISSING_WEIGHTS_REASON),
     }
 }
 

@@ -20,7 +20,7 @@ const RNG_FILE_BYTES_MAX: u64 = 16 << 20;
 /// generator. Each state is stored separately.
 const STORAGE_BYTES_MAX: u64 = 64 << 10;
 /// Limit on the number of GPUs for which one rank may have random generator states.
-const DEVICES_MAX: usize = 1024;
+const GPUS_PER_RANK_MAX: usize = 1024;
 /// Python classes and functions that the pickle of a file with random generator states may name,
 /// which describe tensors and NumPy arrays.
 const ALLOWED_GLOBALS: &[&[&str]] = &[
@@ -181,15 +181,15 @@ fn decode_twister_words(value: PickleView<'_>) -> Option<(NumpyModule, Box<[u32;
 
 /// Decodes the states of torch's CUDA random generators: a single state, or a list of states.
 /// `bytes(value)` must return the content of the tensor that `value` describes. Fails if the list
-/// has more than [`DEVICES_MAX`] states.
+/// has more than [`GPUS_PER_RANK_MAX`] states.
 fn decode_cuda_states(
     value: PickleView<'_>,
     bytes: impl Fn(PickleView<'_>) -> RngDecodeResult<Vec<u8>>,
 ) -> RngDecodeResult<TorchCudaStates> {
     match value.as_items() {
         None => TorchCudaState::new(&bytes(value)?).map(TorchCudaStates::SingleDevice),
-        Some(list) if list.iter().take(DEVICES_MAX + 1).count() > DEVICES_MAX => {
-            Err(RngStateError::TooManyGpus { limit: DEVICES_MAX })
+        Some(list) if list.iter().take(GPUS_PER_RANK_MAX + 1).count() > GPUS_PER_RANK_MAX => {
+            Err(RngStateError::TooManyGpus { limit: GPUS_PER_RANK_MAX })
         }
         Some(list) => {
             let devices =

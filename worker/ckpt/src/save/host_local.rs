@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 
 /// Temporary name of the file [`HOST_ID_FILE`] (the id of the host) until it is complete.
 const HOST_ID_TEMP_FILE: &str = ".host-new";
-/// Maximum number of checkpoints that [`list_manifests`] reads, newest first. Older ones are
+/// Maximum number of checkpoints that [`list_checkpoint_ids`] reads, newest first. Older ones are
 /// ignored.
 const LISTED_CHECKPOINTS_MAX: usize = 4096;
 
@@ -144,7 +144,7 @@ pub struct HostLocalCheckpointId {
 /// Lists the step and the hash of the manifest of each checkpoint in launch's own format in the
 /// directory `root`, newest first, except those whose manifest does not match its hash. Ignores all
 /// checkpoints but the newest 4096.
-pub fn list_manifests(root: &Path) -> Result<Vec<HostLocalCheckpointId>> {
+pub fn list_checkpoint_ids(root: &Path) -> Result<Vec<HostLocalCheckpointId>> {
     let checkpoints = step_directories::list_checkpoints(root)?.into_iter().take(LISTED_CHECKPOINTS_MAX);
     Ok(checkpoints
         .filter_map(|(step, path)| Some(HostLocalCheckpointId { step, hash: read_manifest(&path)?.0 }))

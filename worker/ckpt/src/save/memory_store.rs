@@ -36,7 +36,7 @@ pub const COPY_HEADER_BYTES: u64 = 4096;
 /// state in host memory.
 const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
 /// Maximum number of ranks of a job whose training state a host can keep in its memory.
-const RANKS_MAX: u32 = 1 << 21;
+const STORED_RANKS_MAX: u32 = 1 << 21;
 /// The first bytes of the header of a memory copy (a rank's training state in host memory): a name
 /// and the version of the format.
 const MAGIC: [u8; 16] = *b"launch copy   1\n";
@@ -157,8 +157,8 @@ impl RegionHeader {
 
 /// Returns the byte offset in the memory file at which the copy number `sequence` of the training
 /// state of the rank `rank` begins.
-fn find_region(rank: u32, sequence: u64) -> Result<u64> {
-    match rank < RANKS_MAX {
+fn locate_region(rank: u32, sequence: u64) -> Result<u64> {
+    match rank < STORED_RANKS_MAX {
         true => Ok((u64::from(rank) * 2 + sequence % 2) * REGION_BYTES),
         false => Err(CkptError::internal("a memory copy of a rank beyond the limit")),
     }
@@ -192,7 +192,7 @@ impl MemoryStore {
         threads: usize,
     ) -> Result<u64> {
         let plan = ShardPlan::new(rank, id.world, pieces)?;
-        let region = find_region(rank, id.sequence)?;
+        let region = locate_region(rank, id.sequence)?;
         self.invalidate_region(region)?;
         let parts: Vec<&[u8]> =
             std::iter::once(plan.header.as_slice()).chain(plan.contents.iter().copied()).collect();
@@ -319,7 +319,7 @@ impl MemoryStore {
     /// # Errors
     /// Fails if the copy is not complete.
     pub fn copy_image_size_in_bytes(&self, rank: u32, sequence: u64) -> Result<u64> {
-        let header = self.read_header(find_region(rank, sequence)?)?;
+        let header = self.read_header(locate_region(rank, sequence)?)?;
         let torn =
             || CkptError::damaged(Path::new(STORE_NAME), format!("rank {rank}"), DamageReason::Truncated);
         header.map(|header| header.image_bytes()).ok_or_else(torn)
@@ -329,7 +329,7 @@ impl MemoryStore {
     /// at `offset` within the copy, into `out`, so that another host can store them, too. The copy
     /// begins with its header.
     pub fn read_copy_image(&self, rank: u32, sequence: u64, offset: u64, out: &mut [u8]) -> Result<()> {
-        let region = find_region(rank, sequence)?;
+        let region = locate_region(rank, sequence)?;
         self.file.read_exact_at(out, region + offset).map_err(store_error("read"))
     }
 
@@ -340,7 +340,7 @@ impl MemoryStore {
     /// # Errors
     /// Fails if the bytes do not fit into the region, or the host has too little memory.
     pub fn write_copy_image(&self, rank: u32, sequence: u64, offset: u64, bytes: &[u8]) -> Result<()> {
-        let region = find_region(rank, sequence)?;
+        let region = locate_region(rank, sequence)?;
         if offset.saturating_add(bytes.len() as u64) > REGION_BYTES {
             return Err(CkptError::internal("a memory copy is larger than its region"));
         }
@@ -350,7 +350,7 @@ impl MemoryStore {
     /// Marks the copy of the training state of the rank `rank` as invalid that occupies the place
     /// of copy number `sequence`, before that place is overwritten.
     pub fn invalidate_copy_image(&self, rank: u32, sequence: u64) -> Result<()> {
-        self.invalidate_region(find_region(rank, sequence)?)
+        self.invalidate_region(locate_region(rank, sequence)?)
     }
 
     /// Frees the host memory of all copies of training states of ranks for which `keeps` returns

@@ -113,7 +113,7 @@ fn every_expert_weight_has_states_steps_and_a_group() {
                 source.read_verified(&mut [request]).expect("sound");
                 out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
             };
-            assert_eq!(values(&*found), values(ours.source()), "{name}: {}/{}", t.role, t.name);
+            assert_eq!(values(&*found), values(ours.tensor_source()), "{name}: {}/{}", t.role, t.name);
         }
     }
 }

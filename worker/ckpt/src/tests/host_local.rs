@@ -3,8 +3,8 @@
 use super::*;
 use crate::layout::native::StorageHost;
 use crate::save::host_local::{
-    PreparedSave, complete_prepared_save, encode_host_local_manifest, list_manifests, list_prepared_saves,
-    read_manifest,
+    PreparedSave, complete_prepared_save, encode_host_local_manifest, list_checkpoint_ids,
+    list_prepared_saves, read_manifest,
 };
 use crate::{Checkpoint, CkptError, GatherOptions, gather_weights, verify_checkpoints};
 
@@ -68,10 +68,10 @@ fn an_interrupted_host_completes_what_another_host_completed() {
     let mut both = prepare_on_both_hosts(&roots, &hosts, &facts).into_iter();
     let done = both.next().expect("a").complete().expect("completed");
     drop(both); // host b is interrupted
-    assert_eq!(list_manifests(&roots[1]).expect("listed"), []);
+    assert_eq!(list_checkpoint_ids(&roots[1]).expect("listed"), []);
     let left = list_prepared_saves(&roots[1]).expect("listed");
     assert_eq!(left.len(), 1);
-    assert_eq!(list_manifests(&roots[0]).expect("listed"), [left[0].0.clone()]);
+    assert_eq!(list_checkpoint_ids(&roots[0]).expect("listed"), [left[0].0.clone()]);
     complete_prepared_save(&roots[1], &left[0].1, left[0].0.step).expect("completed");
     let paths =
         roots.clone().map(|r| crate::find_latest_checkpoint(&r).expect("readable").expect("a latest"));
@@ -94,7 +94,7 @@ fn a_prepared_save_is_not_listed_and_the_next_save_removes_it() {
             false => drop(both),
         }
         for root in &roots {
-            assert_eq!(list_manifests(root).expect("listed"), []);
+            assert_eq!(list_checkpoint_ids(root).expect("listed"), []);
             assert_eq!(list_prepared_saves(root).expect("listed").len(), usize::from(!discard));
             drop(StagingDir::create(root, 11, 10).expect("begun"));
             assert_eq!(list_prepared_saves(root).expect("listed"), []);

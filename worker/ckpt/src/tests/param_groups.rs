@@ -71,7 +71,7 @@ fn a_native_checkpoint_needs_no_groups() {
     .expect("made");
     assert!(report.notices.contains(&GROUPS_UNKNOWN), "{:?}", report.notices);
     let again = convert_to(
-        open_checkpoint(&one).expect("whole").source(),
+        open_checkpoint(&one).expect("whole").tensor_source(),
         &two,
         &make_convert_options(ConvertTarget::Native, BTreeMap::new()),
     )
@@ -79,9 +79,9 @@ fn a_native_checkpoint_needs_no_groups() {
     assert!(again.notices.contains(&GROUPS_UNKNOWN), "{:?}", again.notices);
     for path in [&one, &two] {
         let ours = open_checkpoint(path).expect("whole");
-        assert_equals_reference(ours.source(), HYBRID_CHECKPOINT, "ours");
-        assert_eq!(read_groups_and_decay(ours.source()), [(vec![], 0.1), (vec![], 0.0)]);
-        let state = ours.source().training_state();
+        assert_equals_reference(ours.tensor_source(), HYBRID_CHECKPOINT, "ours");
+        assert_eq!(read_groups_and_decay(ours.tensor_source()), [(vec![], 0.1), (vec![], 0.0)]);
+        let state = ours.tensor_source().training_state();
         assert_eq!((state.frozen.len(), state.steps.len()), (0, 12));
         assert!(state.steps.values().all(|&s| s == 3), "{:?}", state.steps);
         assert!(crate::verify_checkpoints(path).expect("a report").is_sound());
@@ -96,7 +96,7 @@ fn other_targets_need_the_groups_from_the_options() {
     let ours = dir.path().join("ours");
     convert_to(&*found, &ours, &make_convert_options(ConvertTarget::Native, BTreeMap::new())).expect("made");
     let ours = open_checkpoint(&ours).expect("whole");
-    for (from, source) in [("hybrid", &*found as &dyn TensorSource), ("ours", ours.source())] {
+    for (from, source) in [("hybrid", &*found as &dyn TensorSource), ("ours", ours.tensor_source())] {
         for target in [ConvertTarget::DeepSpeed, ConvertTarget::Universal, ConvertTarget::Native] {
             let out = dir.path().join(format!("{from}-{target:?}"));
             if target != ConvertTarget::Native {
@@ -111,10 +111,10 @@ fn other_targets_need_the_groups_from_the_options() {
                     .expect("made");
             assert!(!report.notices.contains(&GROUPS_UNKNOWN), "{:?}", report.notices);
             let result = open_checkpoint(&out).expect("whole");
-            assert_equals_reference(result.source(), HYBRID_CHECKPOINT, from);
+            assert_equals_reference(result.tensor_source(), HYBRID_CHECKPOINT, from);
             // DeepSpeed stores the parameters in the order of the model
             assert_eq!(
-                read_groups_and_decay(result.source()),
+                read_groups_and_decay(result.tensor_source()),
                 read_groups_and_decay(&*z3),
                 "{from} to {target:?}"
             );

@@ -143,7 +143,7 @@ fn every_tiny_checkpoint_is_gathered_and_converted_to_every_target() {
             convert_checkpoint(&*found, &out(&what), &options, |_, _| {})
                 .unwrap_or_else(|e| panic!("{name} {what}: {e}"));
             let made = crate::open::open_checkpoint(&out(&what)).expect("whole");
-            assert_equals_reference(made.source(), name, &what);
+            assert_equals_reference(made.tensor_source(), name, &what);
             assert!(crate::verify_checkpoints(&out(&what)).expect("a report").is_sound(), "{name} {what}");
         }
     }

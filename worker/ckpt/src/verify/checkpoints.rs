@@ -145,7 +145,7 @@ fn make_unreadable_report(path: &Path, name: &str, e: CkptError) -> Result<Check
     };
     let mut problems = vec![convert_error_to_damage(name, e)];
     let scan = match at.is_dir() {
-        true => file_scan::check_file_contents_in_directory(&at, &|_| false, file_scan::SCAN_DEPTH)?,
+        true => file_scan::check_file_contents_in_directory(&at, &|_| false, file_scan::SCAN_DEPTH_MAX)?,
         false => file_scan::ScanReport::default(),
     };
     problems.extend(scan.problems.into_iter().filter(|p| p.file != problems[0].file).collect::<Vec<_>>());

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 /// Number of levels of subdirectories whose files are checked if a checkpoint cannot be opened.
-pub(crate) const SCAN_DEPTH: u32 = 3;
+pub(crate) const SCAN_DEPTH_MAX: u32 = 3;
 /// Number of bytes of a zip member that are read and checked at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 /// The suffixes of the names of files that torch writes as zip containers.

@@ -15,8 +15,8 @@ use super::watchdog::{EnteredCall, Watchdog};
 use crate::{
     AbortReason, ArgumentError, Comm, CommError, LinkDelays, PartialSink, Result,
     call::{BufferShape, CollectiveCall, GroupPosition, compute_part_offsets},
-    local::DEFAULT_TIMEOUT,
     staged::StagedComm,
+    thread_comm::DEFAULT_TIMEOUT,
 };
 use cudarc::nccl::sys::ncclDataType_t;
 use device::{Buf, Cuda, Dtype, Storage, View, ViewMut, ops::VectorOps};

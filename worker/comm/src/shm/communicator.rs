@@ -28,7 +28,7 @@ pub(super) const CACHE_LINE_ELEMENTS: usize = 16;
 pub struct ShmComm {
     /// The rank within the segment, and the number of ranks that share the segment.
     pub(super) position: GroupPosition,
-    pub(super) job_ranks: JobRanks,
+    pub(super) job_ranks: JobRankMap,
     pub(super) limits: ShmLimits,
     /// Whether this rank spins briefly before it sleeps while it waits for peers. True only if the
     /// machine has at least one processor per rank.
@@ -45,7 +45,7 @@ pub struct ShmComm {
 /// Maps the ranks of a host, numbered from 0, to their ranks within the job, which error messages
 /// name.
 #[derive(Clone, Debug)]
-pub(crate) struct JobRanks {
+pub(crate) struct JobRankMap {
     /// Maps each rank's number within the shared memory segment to its rank within the job.
     pub(crate) ranks: Vec<usize>,
     /// Number of ranks of the job.
@@ -82,7 +82,7 @@ impl ShmComm {
     /// `fd` is one memfd that every rank inherited, of size 0 at first. Fails if a rank does not
     /// join within `limits.join_timeout`, or if ranks disagree about `world` or the staging size.
     pub fn join(fd: OwnedFd, rank: usize, world: usize, limits: ShmLimits) -> Result<ShmComm> {
-        ShmComm::join_host_group(fd, rank, limits, JobRanks { ranks: (0..world).collect(), world })
+        ShmComm::join_host_group(fd, rank, limits, JobRankMap { ranks: (0..world).collect(), world })
     }
 
     /// Joins the group of one host's ranks in a job that spans several hosts. This rank is `rank`
@@ -91,7 +91,7 @@ impl ShmComm {
         fd: OwnedFd,
         rank: usize,
         limits: ShmLimits,
-        job_ranks: JobRanks,
+        job_ranks: JobRankMap,
     ) -> Result<ShmComm> {
         let world = job_ranks.ranks.len();
         let segment = Segment::open(fd.as_fd(), world, &limits)?;

@@ -177,7 +177,7 @@ impl ConnectionSetup<'_> {
         let hello = hs::encode_hello(self.id, to, kind, &hs::generate_nonce()?);
         stream.write_all(&hello)?;
         let mut challenge = [0; CHALLENGE_BYTES];
-        self.read_exact_before(&mut stream, &mut challenge, deadline)?;
+        self.read_exact_with_deadline(&mut stream, &mut challenge, deadline)?;
         match hs::decode_challenge(self.id, &hello, &challenge) {
             ChallengeAnswer::Accepted => {}
             ChallengeAnswer::Rejected(reason) => return Err(ConnectAttemptError::Rejected(reason)),
@@ -191,7 +191,7 @@ impl ConnectionSetup<'_> {
         let mac = |side| hs::compute_mac(self.id, side, &hello, &challenge);
         stream.write_all(mac(HandshakeSide::Connector).as_bytes())?;
         let mut welcome = [0; SECRET_BYTES];
-        self.read_exact_before(&mut stream, &mut welcome, deadline)?;
+        self.read_exact_with_deadline(&mut stream, &mut welcome, deadline)?;
         match mac(HandshakeSide::Acceptor) == welcome {
             true => Ok(stream),
             false => Err(ConnectAttemptError::Failed(ConnectFailureReason::WrongKey)),
@@ -200,7 +200,7 @@ impl ConnectionSetup<'_> {
 
     /// Reads from the stream of a peer until `buf` is full, at most until a deadline. Fails after
     /// `deadline`, or soon after the group was aborted.
-    fn read_exact_before(
+    fn read_exact_with_deadline(
         &self,
         stream: &mut TcpStream,
         buf: &mut [u8],

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     AbortReason, CommError, GroupError, Result,
-    shm::{JobRanks, ShmComm},
+    shm::{JobRankMap, ShmComm},
 };
 use device::Buf;
 use std::{
@@ -198,7 +198,7 @@ fn join_shared_memory(
     let Some(memory) = memory else {
         return Err(GroupError::NoSharedMemory { rank: topology.rank, world, local_ranks }.into());
     };
-    let job_ranks = JobRanks { ranks: local_ranks, world };
+    let job_ranks = JobRankMap { ranks: local_ranks, world };
     let shm = ShmComm::join_host_group(memory, topology.local_rank(), limits.shm, job_ranks)?;
     Ok(Some(Arc::new(shm)))
 }

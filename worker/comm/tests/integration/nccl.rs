@@ -2,8 +2,9 @@
 //! injects faults.
 use crate::emulated_nccl::build_library;
 use comm::{
-    AbortReason, Comm, local,
+    AbortReason, Comm,
     nccl::{CudaStream, NcclError, NcclLibrary, PeerBuffer, RawNcclComm, ncclDataType_t::*},
+    thread_comm,
 };
 use diagnostic::{Diagnostic, codes::collective as codes};
 use std::{
@@ -89,7 +90,7 @@ fn run_ranks<T: Send>(world: usize, f: impl Fn(&dyn Comm) -> T + Sync) -> Vec<T>
     thread::scope(|s| {
         let f = &f;
         let threads: Vec<_> =
-            local::create_group(world).into_iter().map(|c| s.spawn(move || f(&c))).collect();
+            thread_comm::create_thread_group(world).into_iter().map(|c| s.spawn(move || f(&c))).collect();
         threads.into_iter().map(|t| t.join().expect("no rank panics")).collect()
     })
 }

@@ -31,21 +31,21 @@ pub(super) type CaseResult = Result<MaxErrors, ConformanceError>;
 
 /// The values with which one input or output buffer of an op is filled, on the CPU and on the GPU,
 /// before the op runs.
-pub(super) struct CaseBuffer {
+pub(super) struct CaseBufferValues {
     values: Vec<f32>,
     /// True if the buffer has the element type under test. False if the buffer is always `f32`.
     varies_type: bool,
 }
 
 /// Describes a buffer whose elements have the type under test, such as activations or weights.
-pub(super) fn make_buffer_of_tested_type(values: Vec<f32>) -> CaseBuffer {
-    CaseBuffer { values, varies_type: true }
+pub(super) fn make_buffer_of_tested_type(values: Vec<f32>) -> CaseBufferValues {
+    CaseBufferValues { values, varies_type: true }
 }
 
 /// Describes a buffer that is always `f32`, whichever element type is under test, such as
 /// statistics, weight gradients or optimizer states.
-pub(super) fn make_f32_buffer(values: Vec<f32>) -> CaseBuffer {
-    CaseBuffer { values, varies_type: false }
+pub(super) fn make_f32_buffer(values: Vec<f32>) -> CaseBufferValues {
+    CaseBufferValues { values, varies_type: false }
 }
 
 /// Returns `len` NaNs, with which an op's output is filled before the op runs, so that elements
@@ -92,7 +92,7 @@ impl Backends<'_> {
     pub(super) fn compare<const N: usize>(
         &self,
         case: &str,
-        buffers: [CaseBuffer; N],
+        buffers: [CaseBufferValues; N],
         run: impl Fn(&dyn Ops, [&mut OffsetBuf; N]),
     ) -> CaseResult {
         self.compare_with_min_tolerance(0.0, case, buffers, run)
@@ -104,7 +104,7 @@ impl Backends<'_> {
         &self,
         min_tolerance: f64,
         case: &str,
-        buffers: [CaseBuffer; N],
+        buffers: [CaseBufferValues; N],
         run: impl Fn(&dyn Ops, [&mut OffsetBuf; N]),
     ) -> CaseResult {
         let mut errors = MaxErrors::default();

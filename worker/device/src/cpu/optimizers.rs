@@ -14,7 +14,7 @@ use crate::ops::{
 
 /// Wraps an `f32` vector that an optimizer updates as rows of one element each, so that parallel
 /// tasks can update different ranges of it.
-fn to_element_rows(x: ViewMut<'_>) -> SliceRows<'_, f32> {
+fn to_single_element_rows(x: ViewMut<'_>) -> SliceRows<'_, f32> {
     SliceRows::new(x.host_slice_mut(), 1)
 }
 
@@ -24,7 +24,8 @@ impl OptimizerOps for Cpu {
         let (avg, avg_sq) = (("exp_avg", exp_avg.len(), len), ("exp_avg_sq", exp_avg_sq.len(), len));
         expect_lens("adamw", [("g", g.len(), len), avg, avg_sq]);
         let (g, scalars) = (g.host_slice(), hyper.compute_coefficients());
-        let outputs = (to_element_rows(p), to_element_rows(exp_avg), to_element_rows(exp_avg_sq));
+        let outputs =
+            (to_single_element_rows(p), to_single_element_rows(exp_avg), to_single_element_rows(exp_avg_sq));
         self.run_over_output_rows(len, 1, outputs, |r, (p, avg, avg_sq)| {
             adamw_range(self.instruction_set, p, &g[r], avg, avg_sq, scalars);
         });
@@ -37,7 +38,7 @@ impl OptimizerOps for Cpu {
         let buffer_len = momentum_buffer.len();
         expect_lens("sgd", [("g", g.len(), len), ("momentum_buffer", buffer_len, width * len)]);
         let g = g.host_slice();
-        let outputs = (to_element_rows(p), SliceRows::new(momentum_buffer.host_slice_mut(), width));
+        let outputs = (to_single_element_rows(p), SliceRows::new(momentum_buffer.host_slice_mut(), width));
         self.run_over_output_rows(len, 1, outputs, |r, (p, buffer)| {
             sgd_range(self.instruction_set, p, &g[r], buffer, *hyper);
         });
@@ -47,22 +48,32 @@ impl OptimizerOps for Cpu {
         let len = p.len();
         expect_lens("lion", [("g", g.len(), len), ("exp_avg", exp_avg.len(), len)]);
         let (g, scalars) = (g.host_slice(), hyper.compute_coefficients());
-        self.run_over_output_rows(len, 1, (to_element_rows(p), to_element_rows(exp_avg)), |r, (p, avg)| {
-            lion_range(self.instruction_set, p, &g[r], avg, scalars);
-        });
+        self.run_over_output_rows(
+            len,
+            1,
+            (to_single_element_rows(p), to_single_element_rows(exp_avg)),
+            |r, (p, avg)| {
+                lion_range(self.instruction_set, p, &g[r], avg, scalars);
+            },
+        );
     }
 
     fn nesterov_momentum(&self, buffer: ViewMut, g: ViewMut, mu: f64, scale: f32) {
         let len = g.len();
         expect_lens("nesterov_momentum", [("g", len, buffer.len())]);
         let (mu, one_minus_mu) = (mu as f32, (1.0 - mu) as f32);
-        self.run_over_output_rows(len, 1, (to_element_rows(buffer), to_element_rows(g)), |_, (buffer, g)| {
-            for (b, g) in buffer.iter_mut().zip(g) {
-                let scaled = *g * scale;
-                *b += one_minus_mu * (scaled - *b);
-                *g = scaled + mu * (*b - scaled);
-            }
-        });
+        self.run_over_output_rows(
+            len,
+            1,
+            (to_single_element_rows(buffer), to_single_element_rows(g)),
+            |_, (buffer, g)| {
+                for (b, g) in buffer.iter_mut().zip(g) {
+                    let scaled = *g * scale;
+                    *b += one_minus_mu * (scaled - *b);
+                    *g = scaled + mu * (*b - scaled);
+                }
+            },
+        );
     }
 }
 

@@ -62,9 +62,9 @@ impl MemoryOwner for Gpu {
 
 /// Owner of a buffer to which no GPU memory belongs, because the GPU's memory was full when the
 /// buffer was allocated; it has nothing to free.
-pub(super) struct NoMemory;
+pub(super) struct UnallocatedBufferOwner;
 
-impl MemoryOwner for NoMemory {
+impl MemoryOwner for UnallocatedBufferOwner {
     fn release(&self, _: u64, _: usize) {}
 }
 

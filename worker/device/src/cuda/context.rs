@@ -114,7 +114,7 @@ impl GpuContext {
     pub(super) fn synchronize_all_streams(&self) -> Result<()> {
         self.make_current()?;
         // SAFETY: no preconditions.
-        unsafe { self.driver.cuCtxSynchronize() }.map_err(|error| error.with_function(GPU_WORK_LABEL))
+        unsafe { self.driver.cuCtxSynchronize() }.map_err(|error| error.with_failed_function(GPU_WORK_LABEL))
     }
 
     /// Enqueues a fill of `bytes` bytes with zeros at the GPU address `at` on `stream` immediately,

@@ -22,7 +22,7 @@ pub enum CudaError {
         searched: Vec<String>,
     },
     /// Files of a library were found, but every one of them is unusable.
-    #[error("{} ({file_names}) cannot be loaded: {}", library.title(), list_rejected_libraries(rejected))]
+    #[error("{} ({file_names}) cannot be loaded: {}", library.title(), format_rejected_libraries(rejected))]
     LibraryUnusable {
         /// The library that cannot be used.
         library: CudaLibrary,
@@ -135,7 +135,7 @@ fn to_gib(bytes: u64) -> f64 {
 }
 
 /// Formats the rejected library files and the reasons of their rejection as one line for messages.
-fn list_rejected_libraries(rejected: &[RejectedLibrary]) -> String {
+fn format_rejected_libraries(rejected: &[RejectedLibrary]) -> String {
     rejected.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
@@ -180,7 +180,7 @@ impl CudaError {
 
     /// Returns this error with `name`, a function or a purpose such as "work on the GPU", as what
     /// has failed, if this is a failed CUDA call.
-    pub(super) fn with_function(mut self, name: impl Into<String>) -> Self {
+    pub(super) fn with_failed_function(mut self, name: impl Into<String>) -> Self {
         if let CudaError::Call { function, .. } = &mut self {
             *function = name.into();
         }

@@ -188,6 +188,6 @@ impl Gpu {
     pub(super) fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream lives.
         self.with_flushed_stream(|stream| unsafe { self.driver.cuStreamSynchronize(stream) })?
-            .map_err(|error| error.with_function(GPU_WORK_LABEL))
+            .map_err(|error| error.with_failed_function(GPU_WORK_LABEL))
     }
 }

@@ -43,26 +43,26 @@ pub struct LaunchReport {
 impl Cuda {
     /// Returns the resources (registers, memory) that every kernel of this crate uses on this GPU.
     /// Compiles and loads all kernels first.
-    pub fn describe_kernels(&self) -> Result<Vec<KernelReport>> {
+    pub fn report_kernel_resources(&self) -> Result<Vec<KernelReport>> {
         let mut reports = Vec::new();
         for (source, name) in list_kernel_names() {
             let function = self.kernels.find_function(&self.gpu, source, &name)?;
-            reports.push(describe_kernel(&self.gpu, &name.to_string_lossy(), function, None)?);
+            reports.push(query_kernel_resources(&self.gpu, &name.to_string_lossy(), function, None)?);
         }
         Ok(reports)
     }
 
     /// Returns the resources (registers, memory, occupancy) of each kernel that was launched so
     /// far, with the configuration of its first launch.
-    pub fn describe_launched_kernels(&self) -> Result<Vec<KernelReport>> {
+    pub fn report_launched_kernel_resources(&self) -> Result<Vec<KernelReport>> {
         let describe = |(name, function, config): &(String, KernelFunction, LaunchConfig)| {
-            describe_kernel(&self.gpu, name, *function, Some(*config))
+            query_kernel_resources(&self.gpu, name, *function, Some(*config))
         };
         self.kernels.list_launched_functions().iter().map(describe).collect()
     }
 
     /// Returns which algorithm of cuBLASLt computes each matmul that was requested so far.
-    pub fn describe_matmul_plans(&self) -> Vec<MatmulPlanReport> {
+    pub fn report_matmul_plans(&self) -> Vec<MatmulPlanReport> {
         self.cublas_lt.describe_plans()
     }
 
@@ -74,7 +74,7 @@ impl Cuda {
 }
 
 /// Queries from the driver which resources (registers, memory) a kernel uses.
-fn describe_kernel(
+fn query_kernel_resources(
     gpu: &Gpu,
     name: &str,
     function: KernelFunction,

@@ -61,7 +61,7 @@ impl KernelModule {
         let mut module = ptr::null_mut();
         // SAFETY: an image carries its own length.
         unsafe { gpu.driver.cuModuleLoadData(&mut module, image.as_ptr().cast()) }
-            .map_err(|error| error.with_function(format!("cuModuleLoadData of {file}")))?;
+            .map_err(|error| error.with_failed_function(format!("cuModuleLoadData of {file}")))?;
         Ok(KernelModule(module))
     }
 
@@ -72,7 +72,7 @@ impl KernelModule {
         let mut function = ptr::null_mut();
         // SAFETY: the module lives as long as the context.
         unsafe { gpu.driver.cuModuleGetFunction(&mut function, self.0, name.as_ptr()) }.map_err(|error| {
-            error.with_function(format!("cuModuleGetFunction of {}", name.to_string_lossy()))
+            error.with_failed_function(format!("cuModuleGetFunction of {}", name.to_string_lossy()))
         })?;
         Ok(KernelFunction(function))
     }
@@ -113,7 +113,7 @@ impl KernelFunction {
         }
         .map_err(|error| {
             let kernel = name.to_string_lossy();
-            error.with_function(format!(
+            error.with_failed_function(format!(
                 "cuLaunchKernel of {kernel} (grid {x}×{y}×{z}, block {bx}×{by}×{bz}, {shared} bytes of shared memory)"
             ))
         })

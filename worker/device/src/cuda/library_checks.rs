@@ -11,8 +11,8 @@ use std::path::PathBuf;
 pub fn check_driver_and_libraries(paths: &LibrarySearchPaths) -> Result<()> {
     let (driver, _) = properties::check_gpu_and_query_driver_version(paths)?;
     let paths = paths.with_driver_version(driver);
-    paths.open(CudaLibrary::Nvrtc)?;
-    paths.open(CudaLibrary::CublasLt)?;
+    paths.open_library(CudaLibrary::Nvrtc)?;
+    paths.open_library(CudaLibrary::CublasLt)?;
     Ok(())
 }
 

@@ -96,7 +96,7 @@ impl LibrarySearchPaths {
 
     /// Opens `library`, a library of CUDA, from the first directory that has a usable file of it.
     /// The error lists the searched directories and the rejected files.
-    pub fn open(&self, library: CudaLibrary) -> Result<OpenLibrary, CudaError> {
+    pub fn open_library(&self, library: CudaLibrary) -> Result<OpenLibrary, CudaError> {
         let mut searched = Vec::new();
         let mut rejected = Vec::new();
         let (names, newer) = self.partition_file_names_by_driver(library);
@@ -240,7 +240,7 @@ mod tests {
         fs::create_dir_all(&debian).expect("directories");
         fs::write(packages.join("libcublasLt.so.13"), "not a library").expect("a file");
         let Err(CudaError::LibraryUnusable { searched, rejected, file_names, .. }) =
-            paths.open(CudaLibrary::CublasLt)
+            paths.open_library(CudaLibrary::CublasLt)
         else {
             panic!("opened a file that is not a library");
         };
@@ -271,7 +271,7 @@ mod tests {
         }
         let open_for_driver = |driver| {
             let Err(CudaError::LibraryUnusable { rejected, file_names, .. }) =
-                paths.with_driver_version(driver).open(CudaLibrary::Nvrtc)
+                paths.with_driver_version(driver).open_library(CudaLibrary::Nvrtc)
             else {
                 panic!("opened a file that is not a library");
             };

@@ -115,7 +115,7 @@ impl GpuContext {
         let mut at = ptr::null_mut();
         // SAFETY: writes one address.
         unsafe { self.driver.cuMemHostAlloc(&mut at, bytes.max(1), CU_MEMHOSTALLOC_PORTABLE) }
-            .map_err(|error| error.with_function(format!("cuMemHostAlloc of {bytes} bytes")))?;
+            .map_err(|error| error.with_failed_function(format!("cuMemHostAlloc of {bytes} bytes")))?;
         NonNull::new(at.cast()).ok_or_else(|| CudaError::Call {
             function: "cuMemHostAlloc".to_owned(),
             status: 0,

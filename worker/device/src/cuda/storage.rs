@@ -1,5 +1,5 @@
 //! Implementation of [`Storage`] on a GPU: memory, copies and streams.
-use super::backend::{Cuda, NoMemory};
+use super::backend::{Cuda, UnallocatedBufferOwner};
 use super::streams;
 use super::tensor_arg::gpu_address;
 use crate::buffer::{Buf, Dtype, View, ViewMut};
@@ -49,7 +49,7 @@ impl Storage for Cuda {
 
     fn zeroed_with_purpose(&self, purpose: &'static str, dtype: Dtype, len: usize) -> Buf {
         let buf = self.gpu.call_and_record_failure(|| self.try_zeroed(purpose, dtype, len));
-        buf.unwrap_or_else(|| Buf::from_device_allocation(Arc::new(NoMemory), 0, dtype, len))
+        buf.unwrap_or_else(|| Buf::from_device_allocation(Arc::new(UnallocatedBufferOwner), 0, dtype, len))
     }
 
     fn alloc_staging(&self, dtype: Dtype, len: usize) -> Buf {

@@ -129,7 +129,7 @@ impl CudaEvent {
         self.gpu.make_current()?;
         // SAFETY: the event lives.
         unsafe { self.gpu.driver.cuEventSynchronize(self.handle) }
-            .map_err(|error| error.with_function(GPU_WORK_LABEL))
+            .map_err(|error| error.with_failed_function(GPU_WORK_LABEL))
     }
 
     /// Returns whether the GPU has reached the event. Fails if work before the event failed.
@@ -138,7 +138,7 @@ impl CudaEvent {
         // SAFETY: the event lives.
         match unsafe { self.gpu.driver.cuEventQuery(self.handle) } {
             Err(error) if error.has_driver_status(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
-            reached => reached.map(|()| true).map_err(|error| error.with_function(GPU_WORK_LABEL)),
+            reached => reached.map(|()| true).map_err(|error| error.with_failed_function(GPU_WORK_LABEL)),
         }
     }
 

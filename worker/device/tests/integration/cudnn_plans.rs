@@ -49,7 +49,7 @@ fn load_dependencies(directory: &Path) {
         configured: vec![emulated_gpu::nvrtc_directory().expect("NVRTC")],
         ..LibrarySearchPaths::default()
     };
-    std::mem::forget(paths.open(CudaLibrary::Nvrtc).expect("NVRTC"));
+    std::mem::forget(paths.open_library(CudaLibrary::Nvrtc).expect("NVRTC"));
 }
 
 /// The properties of a GPU for which cuDNN makes plans, with the names that they have in cuDNN's

@@ -1,18 +1,18 @@
-//! [`HostMap`]: which ranks are on which host, and which other hosts keep the memory copies of a
-//! rank's training state.
+//! [`RankHostMap`]: which ranks are on which host, and which other hosts keep the memory copies of
+//! a rank's training state.
 use std::{collections::BTreeSet, ops::Range};
 
 /// Records which ranks run on which host, to decide which hosts keep the copies of a rank's
 /// training state in memory. Hosts have the order of their ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct HostMap {
+pub(super) struct RankHostMap {
     hosts: Vec<Range<usize>>,
 }
 
-impl HostMap {
+impl RankHostMap {
     /// Creates the map of ranks to hosts from the local ranks of all ranks, in rank order: each
     /// local rank 0 begins a new host.
-    pub(super) fn from_local_ranks(local_ranks: impl Iterator<Item = u64>) -> HostMap {
+    pub(super) fn from_local_ranks(local_ranks: impl Iterator<Item = u64>) -> RankHostMap {
         let mut hosts: Vec<Range<usize>> = Vec::new();
         for (rank, local_rank) in local_ranks.enumerate() {
             match hosts.last_mut() {
@@ -20,7 +20,7 @@ impl HostMap {
                 _ => hosts.push(rank..rank + 1),
             }
         }
-        HostMap { hosts }
+        RankHostMap { hosts }
     }
 
     /// Returns the lowest rank of each host, in the order of the hosts.
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn copies_are_kept_by_counterparts_on_the_next_hosts() {
-        let map = HostMap::from_local_ranks([0, 1, 0, 1, 0, 1].into_iter());
+        let map = RankHostMap::from_local_ranks([0, 1, 0, 1, 0, 1].into_iter());
         assert_eq!(map.hosts, [0..2, 2..4, 4..6]);
         assert_eq!(map.list_host_leaders().collect::<Vec<_>>(), [0, 2, 4]);
         assert_eq!([0, 1, 5].map(|rank| map.host_of(rank)), [0, 0, 2]);
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn hosts_with_fewer_workers_keep_several_copies() {
-        let map = HostMap::from_local_ranks([0, 1, 2, 0].into_iter());
+        let map = RankHostMap::from_local_ranks([0, 1, 2, 0].into_iter());
         let keepers: Vec<Vec<usize>> = (0..4).map(|rank| map.list_keepers(rank, 1)).collect();
         assert_eq!(keepers, [vec![3], vec![3], vec![3], vec![0]]);
         assert_eq!(map.list_kept_ranks(1, 1), (0..4).collect());
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn one_host_has_no_other_host_for_copies() {
-        let map = HostMap::from_local_ranks([0, 1].into_iter());
+        let map = RankHostMap::from_local_ranks([0, 1].into_iter());
         assert!(map.list_keepers(1, 1).is_empty());
         assert_eq!(map.list_kept_ranks(0, 1), BTreeSet::from([0, 1]));
     }

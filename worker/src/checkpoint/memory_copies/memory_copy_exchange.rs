@@ -1,6 +1,6 @@
 //! Sends the memory copies of ranks' training states to the ranks of other hosts that keep them, in
 //! rounds of limited size.
-use super::host_map::HostMap;
+use super::host_map::RankHostMap;
 use crate::{
     error::{Result, to_unreadable_checkpoint_error, to_unwritable_checkpoint_error},
     zero::collective_queue::CollectiveQueue,
@@ -18,7 +18,7 @@ const MAX_BYTES_PER_ROUND: u64 = 4 << 20;
 pub(super) fn exchange_memory_copies(
     queue: &CollectiveQueue,
     store: &MemoryStore,
-    hosts: &HostMap,
+    hosts: &RankHostMap,
     copies: usize,
     sequence: u64,
 ) -> Result<u64> {

@@ -40,7 +40,8 @@ pub(super) fn list_batch_job_checkpoints(
     let mut selection = BatchJobSelection::new(batch_job);
     let listed = list_candidates(ready, dirs, dirs.root, &mut |path: &Path| {
         !selection.is_full()
-            && selection.accept(path, Checkpoint::read_run_facts(path).map(|facts| facts.cursor))
+            && selection
+                .select_if_of_batch_job(path, Checkpoint::read_run_facts(path).map(|facts| facts.cursor))
     })?;
     for (path, error) in selection.unreadable {
         let error = to_unreadable_checkpoint_error(error);
@@ -82,13 +83,13 @@ impl BatchJobSelection<'_> {
     /// Returns whether a run of the batch job has saved the checkpoint at `path`, and counts it if
     /// so. `cursor` is the cursor in the manifest of the checkpoint. Records the error if the
     /// manifest cannot be read.
-    fn accept(&mut self, path: &Path, cursor: ckpt::Result<Value>) -> bool {
+    fn select_if_of_batch_job(&mut self, path: &Path, cursor: ckpt::Result<Value>) -> bool {
         match cursor {
             Ok(cursor) => {
                 let id = cursor.get(BATCH_JOB_KEY).and_then(Value::as_str).unwrap_or_default();
                 let is_selected = id == self.batch_job.id;
                 self.selected += usize::from(is_selected);
-                if self.other_command.is_none() && self.batch_job.is_other_command(id) {
+                if self.other_command.is_none() && self.batch_job.is_other_command_of_same_job(id) {
                     self.other_command = Some(path.to_owned());
                 }
                 is_selected
@@ -112,7 +113,7 @@ pub(super) fn build_continuation_notice(batch_job: &BatchJobRecord, from: &Resum
          `resume.from: {}` applies only to the first run",
         format_resume_from(from)
     );
-    let notice = build_note(batch_job, &message).with_field("path", shown.to_string());
+    let notice = build_batch_job_resume_note(batch_job, &message).with_field("path", shown.to_string());
     Event::new_diagnostic_notice(None, message, &notice)
 }
 
@@ -144,14 +145,14 @@ fn build_no_checkpoint_notice(
         ),
         None => return None,
     };
-    let note = build_note(batch_job, &message);
+    let note = build_batch_job_resume_note(batch_job, &message);
     let note = other_command.into_iter().fold(note, |note, other| note.with_field("other_command", other));
     Some(Event::new_diagnostic_notice(None, message, &note))
 }
 
 /// Builds the note to the user, with the text `message`, about whether a restarted batch job
 /// continues from an earlier run's checkpoint, or follows `resume.from`.
-fn build_note(batch_job: &BatchJobRecord, message: &str) -> Diagnostic {
+fn build_batch_job_resume_note(batch_job: &BatchJobRecord, message: &str) -> Diagnostic {
     Diagnostic::note(codes::RESUME_BATCH_JOB, message)
         .with_subject("resume.from")
         .with_field("batch_job", batch_job.label.as_str())
@@ -227,7 +228,7 @@ mod tests {
                     4 => Ok(Value::Null),
                     _ => Err(CkptError::NotFound { path: PathBuf::from("/c") }),
                 };
-                if !selection.is_full() && selection.accept(Path::new("/c"), cursor) {
+                if !selection.is_full() && selection.select_if_of_batch_job(Path::new("/c"), cursor) {
                     selected.push(position);
                 }
             }

@@ -30,7 +30,7 @@ pub(super) enum MemorySearchOutcome {
 /// The range of steps in which a training state in the memory of hosts is to be preferred to the
 /// next checkpoint on disk.
 #[derive(Clone, Copy)]
-pub(super) struct MemoryStepRange {
+pub(super) struct MemoryCopyStepRange {
     /// The step of the next checkpoint on disk. States of earlier steps are not tried. `None` if
     /// there is no further checkpoint.
     pub(super) from: Option<u64>,
@@ -44,7 +44,7 @@ pub(super) struct MemoryStepRange {
 pub(super) fn resume_from_memory(
     ready: &mut UninitializedTrainer,
     dirs: &CheckpointLocations,
-    range: MemoryStepRange,
+    range: MemoryCopyStepRange,
     data_digest: &str,
     events: &mut EventSink,
 ) -> Result<MemorySearchOutcome> {

@@ -38,7 +38,7 @@ impl ResumePoint {
     ///
     /// The random numbers of the built-in runtime do not depend on the generation. `reseed`
     /// therefore increments the generation, but changes no random number.
-    pub fn decide_rng_generation(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
+    pub fn count_reseeds_and_record_resume(&self, policy: RngPolicy, world: usize) -> (u64, Value) {
         let generation = self.rng_generation + u64::from(policy == RngPolicy::Reseed);
         let policy = match policy {
             RngPolicy::Reconcile => "reconcile",

@@ -13,7 +13,7 @@ fn quote_names(names: &[String]) -> String {
 
 /// The reason why a pattern of data files is malformed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PatternProblem {
+pub enum FilePatternProblem {
     /// The pattern has no characters, or contains a NUL byte.
     #[error("the pattern is empty or contains a NUL byte")]
     EmptyOrNul,
@@ -467,7 +467,7 @@ impl TokenizerProblem {
 /// The operation on a token cache file that failed, for error messages: creating, locking, reading
 /// or writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CacheOperation {
+pub enum TokenCacheOperation {
     /// Create the directory.
     Create,
     /// Open or create the lock file.
@@ -478,20 +478,20 @@ pub enum CacheOperation {
     Write,
 }
 
-impl fmt::Display for CacheOperation {
+impl fmt::Display for TokenCacheOperation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            CacheOperation::Create => "create",
-            CacheOperation::Lock => "lock",
-            CacheOperation::Read => "read",
-            CacheOperation::Write => "write",
+            TokenCacheOperation::Create => "create",
+            TokenCacheOperation::Lock => "lock",
+            TokenCacheOperation::Read => "read",
+            TokenCacheOperation::Write => "write",
         })
     }
 }
 
 /// Why a token cache file cannot be used and is rebuilt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CacheDamage {
+pub enum TokenCacheDamage {
     /// The file is shorter than a header.
     #[error("the file has only {bytes} bytes, less than a header")]
     TooSmall {

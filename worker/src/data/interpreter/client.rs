@@ -1,4 +1,4 @@
-//! [`Interpreter`]: starts the sandbox process that interprets data, and sends it requests.
+//! [`SandboxInterpreter`]: starts the sandbox process that interprets data, and sends it requests.
 use super::{
     limits::{documents_request_limits, load_request_limits, max_request_memory_bytes},
     message::{
@@ -52,7 +52,7 @@ pub(crate) struct TemplateSource {
 /// The client of a sandbox process that interprets data for this process: tokenizers, chat
 /// templates and documents. The process starts at the first request, and again after a failure,
 /// with the same tokenizer and template.
-pub(crate) struct Interpreter {
+pub(crate) struct SandboxInterpreter {
     threads: usize,
     state: Mutex<InterpreterState>,
 }
@@ -69,11 +69,11 @@ struct InterpreterState {
     template: Option<TemplateSource>,
 }
 
-impl Interpreter {
+impl SandboxInterpreter {
     /// Creates the client of a sandbox process that will have `threads` threads. The process is not
     /// started yet.
     pub(crate) fn new(threads: usize) -> Arc<Self> {
-        Arc::new(Interpreter { threads: threads.max(1), state: Mutex::default() })
+        Arc::new(SandboxInterpreter { threads: threads.max(1), state: Mutex::default() })
     }
 
     /// Loads a tokenizer from `files` in the sandbox process, in place of the previous tokenizer.

@@ -37,12 +37,12 @@ pub(crate) fn create_request_handler(settings: &SandboxSettings) -> Box<dyn Requ
     let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads as usize);
     // Without the pool, rayon starts a pool with other stacks at its first use.
     _ = threads.stack_size(STACK_BYTES).build_global();
-    Box::new(DataHandler { interpreter: DocumentInterpreter::default(), rows: None })
+    Box::new(InterpreterRequestHandler { interpreter: DocumentInterpreter::default(), rows: None })
 }
 
 /// Handles requests in the sandbox process, with the loaded tokenizer and chat template and the
 /// open Parquet file.
-struct DataHandler {
+struct InterpreterRequestHandler {
     interpreter: DocumentInterpreter,
     rows: Option<ParquetRows>,
 }
@@ -56,7 +56,7 @@ pub(super) struct DocumentInterpreter {
     template: Option<CompiledTemplate>,
 }
 
-impl RequestHandler for DataHandler {
+impl RequestHandler for InterpreterRequestHandler {
     fn handle_request(
         &mut self,
         request: &[u8],
@@ -120,7 +120,7 @@ enum PreparedDocument<'a> {
     Done(DocumentResult),
 }
 
-impl DataHandler {
+impl InterpreterRequestHandler {
     /// Opens the Parquet file that a request passed to the sandbox process as a file descriptor.
     fn open_parquet(&mut self, file: Option<File>, field: &str, is_chat: bool) -> OpenParquetReply {
         let Some(file) = file else { return Err(ParquetProblem::Undecodable("no file".to_owned())) };

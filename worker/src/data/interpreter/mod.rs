@@ -1,8 +1,8 @@
 //! The interpretation of tokenizers, chat templates and Parquet files by libraries, in a sandbox
 //! process.
 //!
-//! [`Interpreter`] starts the process and sends requests. [`create_request_handler`] answers them
-//! in the process. Both sides share the types in `message`.
+//! [`SandboxInterpreter`] starts the process and sends requests. [`create_request_handler`] answers
+//! them in the process. Both sides share the types in `message`.
 mod client;
 mod handler;
 mod limits;
@@ -13,7 +13,7 @@ mod tokenizer_library;
 pub(crate) mod untrusted;
 
 pub use client::SANDBOX_ARGUMENT;
-pub(crate) use client::{Interpreter, InterpreterFailure, RequestStream, TemplateSource};
+pub(crate) use client::{InterpreterFailure, RequestStream, SandboxInterpreter, TemplateSource};
 pub(crate) use handler::create_request_handler;
 pub(crate) use limits::{
     MAX_RECORDS_PER_REPLY, MAX_REQUEST_TEXT_BYTES, documents_request_limits, rows_request_limits,

@@ -105,7 +105,7 @@ impl Work {
 
     /// Interprets the documents in a sandbox process. Returns the number of tokens.
     fn run_in_sandbox(&self) -> usize {
-        let interpreter = Interpreter::new(THREADS);
+        let interpreter = SandboxInterpreter::new(THREADS);
         if let Some(files) = &self.tokenizer {
             interpreter.load_tokenizer(files).unwrap().unwrap();
         }

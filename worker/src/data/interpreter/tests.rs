@@ -231,7 +231,7 @@ fn an_interpreter_recovers_from_a_failure() {
 /// next stream.
 #[test]
 fn an_abandoned_stream_does_not_affect_the_next_one() {
-    let interpreter = Interpreter::new(2);
+    let interpreter = SandboxInterpreter::new(2);
     let options = DocumentOptions {
         field: "text",
         loss_on: LossTargets::All,

@@ -4,7 +4,7 @@
 //! The process may reject the input, or end because the input exceeds a limit. Each function panics
 //! if the process ends for another reason, such as a forbidden system call.
 use super::{
-    client::{Interpreter, InterpreterFailure, TemplateSource},
+    client::{InterpreterFailure, SandboxInterpreter, TemplateSource},
     limits::{MAX_RECORDS_PER_REPLY, load_request_limits, rows_request_limits},
     message::{Document, DocumentOptions, DocumentResult, OpenParquetReply, Request, RowsReply},
 };
@@ -45,7 +45,7 @@ fn build_unusable_input_error(reason: &impl ToString) -> UnusableInput {
 }
 
 /// The client of the sandbox process to which all fuzz targets and tests pass untrusted input.
-static INTERPRETER: LazyLock<Arc<Interpreter>> = LazyLock::new(|| Interpreter::new(THREADS));
+static INTERPRETER: LazyLock<Arc<SandboxInterpreter>> = LazyLock::new(|| SandboxInterpreter::new(THREADS));
 
 /// Returns the options with which fuzz targets and tests interpret documents whose text or chat is
 /// in the field `field`.

@@ -82,7 +82,7 @@ impl Model {
     /// Computes the forward pass of one decoder layer whose MLP is dense (not a mixture of
     /// experts). Writes the output to `y`, `[rows, hidden]`, and values for the backward pass to
     /// `buffers`. If `y` is `None`, computes only the saved values (recomputation).
-    pub fn layer_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
+    pub fn dense_layer_forward(&self, input: &LayerInput, y: Option<ViewMut>, buffers: &mut LayerBuffers) {
         self.attention_half_forward(input, buffers);
         self.mlp_half_forward(input, y, buffers);
     }
@@ -90,7 +90,7 @@ impl Model {
     /// Computes the backward pass of one decoder layer whose MLP is dense (not a mixture of
     /// experts). `dx`, `[rows, hidden]`, is the gradient of the layer's output on entry and of its
     /// input on return. Overwrites `grads`, the gradient of the layer's unit.
-    pub fn layer_backward(
+    pub fn dense_layer_backward(
         &self,
         input: &LayerInput,
         mut grads: ViewMut,

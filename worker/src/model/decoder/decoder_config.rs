@@ -18,7 +18,7 @@ const ATTENTION_DROPOUT_KEY: &str = "attention_dropout";
 
 /// The keys of dropout rates, maximum positions and layer widths in the config.json (Hugging Face)
 /// of Llama and all other model families except GPT-2.
-pub(in crate::model) const DECODER_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
+pub(in crate::model) const LLAMA_CONFIG_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     dropout_rates: &[ATTENTION_DROPOUT_KEY],
     max_positions: "max_position_embeddings",
     hidden_size: "hidden_size",

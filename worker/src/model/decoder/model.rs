@@ -9,7 +9,7 @@ use crate::{
         error::{ModelError, Result},
         hf_config::ConfigKeyNames,
         linear_layers::LinearLayers,
-        linear_layout::LayerLinears,
+        linear_layout::AdaptableLayerMatmuls,
         lora::LoraConfig,
         model_sizes::{ModelSizes, TiedWeight},
         moe::select_router_loss_coefficients,
@@ -244,9 +244,9 @@ impl Model {
         let layer = |l| {
             let (unit, spans) = build_layer_unit(&self.config, Some(l));
             let prefix = format!("{}.", self.config.layer_prefix(l));
-            LayerLinears { prefix, unit_len: unit.len(), linears: spans.into_linears() }
+            AdaptableLayerMatmuls { prefix, unit_len: unit.len(), linears: spans.into_linears() }
         };
-        let layers: Vec<LayerLinears> = (0..self.config.sizes.layers).map(layer).collect();
+        let layers: Vec<AdaptableLayerMatmuls> = (0..self.config.sizes.layers).map(layer).collect();
         self.linears.add_adapters(lora, &layers, self.config.moe.is_some())
     }
 
@@ -306,7 +306,7 @@ impl Model {
 
     /// Sets the factors of the router losses (load-balancing loss and z-loss) to those in the job's
     /// `train.experts`. Has no effect on a dense model.
-    pub fn set_router_losses(&mut self, spec: &ExpertsSpec) {
+    pub fn set_router_loss_coefficients(&mut self, spec: &ExpertsSpec) {
         if let Some(moe) = &mut self.config.moe {
             moe.losses = select_router_loss_coefficients(spec, moe.losses.aux);
         }

@@ -10,7 +10,7 @@ use super::{
 use crate::model::{
     activation_buffers::ActivationBuffers,
     block_arguments::{LayerBuffers, LayerInput},
-    moe::{ExpertOutputGrads, ExpertShape, RouterLossCoefficients, RouterOutput},
+    moe::{ExpertShape, RouterBackwardGrads, RouterLossCoefficients, RouterOutput},
 };
 use crate::params::{ParamInit, ParamSpec};
 use device::{Ops, View, ViewMut, ops::WriteMode};
@@ -73,7 +73,12 @@ impl<'a> MoeModel<'a> {
     /// Computes the forward pass of a mixture-of-experts layer up to its router: attention, and
     /// which experts each token selects. Writes the router's output to `routing`.
     /// [`MoeModel::normed_expert_inputs`] then returns the input rows of the experts.
-    pub fn route_forward(&self, input: &LayerInput, routing: &mut RouterOutput, buffers: &mut LayerBuffers) {
+    pub fn attention_and_router_forward(
+        &self,
+        input: &LayerInput,
+        routing: &mut RouterOutput,
+        buffers: &mut LayerBuffers,
+    ) {
         let model = self.model;
         model.attention_half_forward(input, buffers);
         let (ops, m, shape) = (input.ops, input.batch.row_count(), self.config.shape);
@@ -88,7 +93,8 @@ impl<'a> MoeModel<'a> {
     }
 
     /// Returns the inputs of the experts, one row for each token, `[tokens, hidden]`. These are the
-    /// normalized rows that the most recent call of [`MoeModel::route_forward`] wrote to `scratch`.
+    /// normalized rows that the most recent call of [`MoeModel::attention_and_router_forward`]
+    /// wrote to `scratch`.
     pub fn normed_expert_inputs<'b>(&self, scratch: &'b ActivationBuffers) -> View<'b> {
         let ScratchBuffers { norm, .. } = scratch.borrow_buffer_set();
         norm.view()
@@ -120,12 +126,12 @@ impl<'a> MoeModel<'a> {
     /// Computes the backward pass of a layer with experts except that of the experts: the router,
     /// its norm, and attention. `dx`, `[rows, hidden]`, is the gradient of the layer's output on
     /// entry and of its input on return. Overwrites `g`, the gradient of the layer's unit.
-    pub fn route_backward(
+    pub fn attention_and_router_backward(
         &self,
         input: &LayerInput,
         mut g: ViewMut,
         mut dx: ViewMut,
-        expert_grads: &ExpertOutputGrads,
+        expert_grads: &RouterBackwardGrads,
         routing: &RouterOutput,
         buffers: &mut LayerBuffers,
     ) {

@@ -6,7 +6,7 @@
 //! layers.
 use crate::model::{
     decoder::{
-        Activation, DECODER_KEY_NAMES, DecoderConfig, NormKind, NormModuleNames, QkNormExtent,
+        Activation, DecoderConfig, LLAMA_CONFIG_KEY_NAMES, NormKind, NormModuleNames, QkNormExtent,
         build_decoder_config_json,
     },
     error::{ModelError, Result},
@@ -42,7 +42,7 @@ pub(super) const GEMMA2: ModelFamily = ModelFamily {
             json!({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096});
         build_gemma_config_json(spec, family_keys)
     },
-    key_names: DECODER_KEY_NAMES,
+    key_names: LLAMA_CONFIG_KEY_NAMES,
 };
 
 /// The description of the model family `Gemma3ForCausalLM` (transformers): its names, and how its
@@ -73,7 +73,7 @@ pub(super) const GEMMA3: ModelFamily = ModelFamily {
         }
         hf_config
     },
-    key_names: DECODER_KEY_NAMES,
+    key_names: LLAMA_CONFIG_KEY_NAMES,
 };
 
 /// Reads those keys of config.json that Gemma 2 and Gemma 3 have in common. `rope` is the rotary

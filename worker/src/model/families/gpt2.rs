@@ -18,7 +18,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     architecture: "GPT2LMHeadModel",
     read_config,
     list_config_keys: build_config_json,
-    key_names: KEY_NAMES,
+    key_names: CONFIG_KEY_NAMES,
 };
 
 /// The keys of config.json for the dropout rates of attention probabilities, of the embedding, and
@@ -27,7 +27,7 @@ const DROPOUT_KEYS: [&str; 3] = ["attn_pdrop", "embd_pdrop", "resid_pdrop"];
 
 /// The keys of dropout rates, maximum positions and layer widths in the config.json (Hugging Face)
 /// of GPT-2.
-const KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
+const CONFIG_KEY_NAMES: ConfigKeyNames = ConfigKeyNames {
     dropout_rates: &DROPOUT_KEYS,
     max_positions: "n_positions",
     hidden_size: "n_embd",

@@ -1,6 +1,6 @@
 //! The model family Llama: Llama 1 to 3, and models with that architecture and optional biases.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder_config_json},
+    decoder::{DecoderConfig, LLAMA_CONFIG_KEY_NAMES, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -21,5 +21,5 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     list_config_keys: |spec| {
         build_decoder_config_json(spec, json!({"attention_bias": false, "mlp_bias": false}))
     },
-    key_names: DECODER_KEY_NAMES,
+    key_names: LLAMA_CONFIG_KEY_NAMES,
 };

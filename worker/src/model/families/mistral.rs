@@ -1,7 +1,7 @@
 //! The model family Mistral: how its config.json is read and created. Every layer attends to a
 //! sliding window if `sliding_window` is set.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder_config_json},
+    decoder::{DecoderConfig, LLAMA_CONFIG_KEY_NAMES, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -17,5 +17,5 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         Ok(config)
     },
     list_config_keys: |spec| build_decoder_config_json(spec, json!({"sliding_window": null})),
-    key_names: DECODER_KEY_NAMES,
+    key_names: LLAMA_CONFIG_KEY_NAMES,
 };

@@ -2,7 +2,7 @@
 //! attends to a sliding window if `sliding_window` is set.
 use crate::model::{
     decoder::{
-        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, build_decoder_config_json,
+        DecoderConfig, DecoderMoeConfig, ExpertTensorNames, LLAMA_CONFIG_KEY_NAMES, build_decoder_config_json,
     },
     family::ModelFamily,
 };
@@ -36,5 +36,5 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
         });
         build_decoder_config_json(spec, family_keys)
     },
-    key_names: DECODER_KEY_NAMES,
+    key_names: LLAMA_CONFIG_KEY_NAMES,
 };

@@ -1,7 +1,9 @@
 //! The model family OLMo 2: how its config.json is read and created. The outputs of attention and
 //! MLP are normalized instead of their inputs, and so are q and k, each over all heads of a token.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, NormModuleNames, QkNormExtent, build_decoder_config_json},
+    decoder::{
+        DecoderConfig, LLAMA_CONFIG_KEY_NAMES, NormModuleNames, QkNormExtent, build_decoder_config_json,
+    },
     family::ModelFamily,
 };
 use serde_json::json;
@@ -31,5 +33,5 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     list_config_keys: |spec| {
         build_decoder_config_json(spec, json!({"attention_bias": false, "pad_token_id": null}))
     },
-    key_names: DECODER_KEY_NAMES,
+    key_names: LLAMA_CONFIG_KEY_NAMES,
 };

@@ -1,7 +1,7 @@
 //! The model family Qwen2, which includes Qwen 2.5: how its config.json is read and created. The
 //! projections of q, k and v have biases, and some layers may attend to a sliding window.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, build_decoder_config_json},
+    decoder::{DecoderConfig, LLAMA_CONFIG_KEY_NAMES, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -21,5 +21,5 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     list_config_keys: |spec| {
         build_decoder_config_json(spec, json!({"use_sliding_window": false, "sliding_window": null}))
     },
-    key_names: DECODER_KEY_NAMES,
+    key_names: LLAMA_CONFIG_KEY_NAMES,
 };

@@ -1,7 +1,7 @@
 //! The model family Qwen 3: how its config.json is read and created. Each head of q and k has an
 //! RMSNorm, and some layers may attend to a sliding window.
 use crate::model::{
-    decoder::{DECODER_KEY_NAMES, DecoderConfig, QkNormExtent, build_decoder_config_json},
+    decoder::{DecoderConfig, LLAMA_CONFIG_KEY_NAMES, QkNormExtent, build_decoder_config_json},
     family::ModelFamily,
 };
 use serde_json::json;
@@ -25,5 +25,5 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
             json!({"attention_bias": false, "use_sliding_window": false, "sliding_window": null});
         build_decoder_config_json(spec, family_keys)
     },
-    key_names: DECODER_KEY_NAMES,
+    key_names: LLAMA_CONFIG_KEY_NAMES,
 };

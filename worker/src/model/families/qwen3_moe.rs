@@ -3,7 +3,7 @@
 //! window or none.
 use crate::model::{
     decoder::{
-        DECODER_KEY_NAMES, DecoderConfig, DecoderMoeConfig, ExpertTensorNames, QkNormExtent,
+        DecoderConfig, DecoderMoeConfig, ExpertTensorNames, LLAMA_CONFIG_KEY_NAMES, QkNormExtent,
         build_decoder_config_json,
     },
     error::{ModelError, Result},
@@ -20,7 +20,7 @@ pub(super) const FAMILY: ModelFamily = ModelFamily {
     architecture: "Qwen3MoeForCausalLM",
     read_config,
     list_config_keys: build_config_json,
-    key_names: DECODER_KEY_NAMES,
+    key_names: LLAMA_CONFIG_KEY_NAMES,
 };
 
 /// Reads the sizes and options of a model from the config.json of a Qwen 3 MoE model.

@@ -5,7 +5,7 @@
 //! `relative_step=False` and `warmup_init=False`: the job's learning rate applies unchanged.
 use crate::optim::{
     unit_states::StateViews,
-    update_rule::{TensorDirection, UpdateInputs, UpdateMethod, UpdateRule},
+    update_rule::{UpdateInputs, UpdateMethod, UpdateRule, WholeTensorUpdate},
 };
 use ckpt::TensorRole;
 use device::{Buf, Dtype, Ops, View, ViewMut};
@@ -29,7 +29,7 @@ impl UpdateRule for Adafactor {
 /// The purpose that out-of-memory errors state for memory that Adafactor needs for its updates.
 const MEMORY_LABEL: &str = "Adafactor updates";
 
-impl TensorDirection for Adafactor {
+impl WholeTensorUpdate for Adafactor {
     fn memory_label(&self) -> &'static str {
         MEMORY_LABEL
     }

@@ -7,7 +7,7 @@
 use super::adamw;
 use crate::optim::{
     unit_states::StateViews,
-    update_rule::{TensorDirection, UpdateInputs, UpdateMethod, UpdateRule},
+    update_rule::{UpdateInputs, UpdateMethod, UpdateRule, WholeTensorUpdate},
 };
 use ckpt::TensorRole;
 use device::{Buf, Dtype, Ops, View, ViewMut, ops::WriteMode};
@@ -47,7 +47,7 @@ impl UpdateRule for Muon {
     }
 }
 
-impl TensorDirection for Muon {
+impl WholeTensorUpdate for Muon {
     fn memory_label(&self) -> &'static str {
         "Muon matrices"
     }

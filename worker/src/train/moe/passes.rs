@@ -9,13 +9,14 @@ use crate::{
     model::{
         LayerInput, MoeModel,
         moe::{
-            ExpertBackwardBuffers, ExpertGradInputs, ExpertInputs, ExpertOutputGrads,
-            compute_expert_activation, compute_expert_param_gradients, experts_backward, experts_forward,
+            ExpertBackwardBuffers, ExpertGradInputs, ExpertInputs, RouterBackwardGrads,
+            compute_expert_activation, compute_expert_param_gradients, experts_backward_input,
+            experts_forward,
         },
     },
     train::{
         activations::LayerActivations,
-        dispatch::{Payload, resize_row_buffer},
+        dispatch::{ExchangedRowKind, resize_row_buffer},
         step::Trainer,
     },
     zero::engine::ParamsGuard,
@@ -59,7 +60,7 @@ impl Trainer {
         let LayerActivations { x, mut buffers, .. } = self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
-            moe.route_forward(&input, &mut saved.routing, &mut buffers);
+            moe.attention_and_router_forward(&input, &mut saved.routing, &mut buffers);
         });
         stats.record_layer(ops, layer.index, &saved.routing);
     }
@@ -92,10 +93,10 @@ impl Trainer {
         saved.recv_plan = dispatcher.exchange_row_counts(&layer, &saved.send_plan)?;
         let (plan, normed) = ((&saved.send_plan, &saved.recv_plan), moe.normed_expert_inputs(&w.scratch));
         let tokens = &saved.send_plan.row_tokens;
-        dispatcher.start_dispatch(&layer, plan, Payload::Rows, &mut saved.rows, |to| {
+        dispatcher.start_dispatch(&layer, plan, ExchangedRowKind::Rows, &mut saved.rows, |to| {
             ops.gather_rows(to, normed, tokens, shape.hidden);
         });
-        dispatcher.wait_for_dispatched_rows(plan, Payload::Rows, &mut saved.rows)?;
+        dispatcher.wait_for_dispatched_rows(plan, ExchangedRowKind::Rows, &mut saved.rows)?;
         let n = saved.recv_plan.count_rows();
         let gate_up = resize_row_buffer(ops, &mut saved.gate_up, n * 2 * shape.intermediate);
         let out = output.then(|| {
@@ -112,8 +113,8 @@ impl Trainer {
         if !output {
             return Ok(());
         }
-        dispatcher.start_combine(&layer, plan, Payload::Rows, &workspace.out);
-        let rows = dispatcher.wait_for_combined_rows(plan, Payload::Rows, &workspace.out)?;
+        dispatcher.start_combine(&layer, plan, ExchangedRowKind::Rows, &workspace.out);
+        let rows = dispatcher.wait_for_combined_rows(plan, ExchangedRowKind::Rows, &workspace.out)?;
         if compute {
             let LayerActivations { y, buffers, .. } = w.select_layer_buffers(l);
             let places = &saved.send_plan.choice_rows;
@@ -162,18 +163,18 @@ impl Trainer {
         let (ops, d, f) = (self.ops.as_ref(), shape.hidden, shape.intermediate);
         let (plan, tokens) = ((&saved.send_plan, &saved.recv_plan), &saved.send_plan.row_tokens);
         let dx = self.activations.residual_grad.view();
-        dispatcher.start_dispatch(&layer, plan, Payload::Rows, &mut workspace.out, |to| {
+        dispatcher.start_dispatch(&layer, plan, ExchangedRowKind::Rows, &mut workspace.out, |to| {
             ops.gather_rows(to, dx, tokens, d)
         });
         let (weights, choices) = (saved.routing.weights.view(), saved.send_plan.list_choices_of_rows());
-        dispatcher.start_dispatch(&layer, plan, Payload::Weights, &mut workspace.weights, |to| {
+        dispatcher.start_dispatch(&layer, plan, ExchangedRowKind::Weights, &mut workspace.weights, |to| {
             ops.gather_rows(to, weights, &choices, 1);
         });
         let n = saved.recv_plan.count_rows();
         let gate_up = saved.gate_up.view().slice(0..n * 2 * f);
         compute_expert_activation(ops, shape, gate_up, resize_row_buffer(ops, &mut workspace.act, n * f));
-        dispatcher.wait_for_dispatched_rows(plan, Payload::Rows, &mut workspace.out)?;
-        dispatcher.wait_for_dispatched_rows(plan, Payload::Weights, &mut workspace.weights)?;
+        dispatcher.wait_for_dispatched_rows(plan, ExchangedRowKind::Rows, &mut workspace.out)?;
+        dispatcher.wait_for_dispatched_rows(plan, ExchangedRowKind::Weights, &mut workspace.weights)?;
         let (of, rows) = (saved.recv_plan.compute_expert_ranges(), saved.rows.view().slice(0..n * d));
         let back = ExpertBackwardBuffers {
             gate_up,
@@ -186,10 +187,10 @@ impl Trainer {
             dgate_up: resize_row_buffer(ops, &mut workspace.dgate_up, n * 2 * f),
         };
         self.engine.with_params(guard, |params| {
-            experts_backward(ops, shape, &ExpertInputs { params, expert_ranges: &of, rows }, back);
+            experts_backward_input(ops, shape, &ExpertInputs { params, expert_ranges: &of, rows }, back);
         });
-        dispatcher.start_combine(&layer, plan, Payload::Rows, &workspace.drows);
-        dispatcher.start_combine(&layer, plan, Payload::Weights, &workspace.dweights);
+        dispatcher.start_combine(&layer, plan, ExchangedRowKind::Rows, &workspace.drows);
+        dispatcher.start_combine(&layer, plan, ExchangedRowKind::Weights, &workspace.dweights);
         Ok(())
     }
 
@@ -246,9 +247,10 @@ impl Trainer {
         let Some(x) = &mut self.experts else { return Ok(()) };
         let (_, saved, workspace, dispatcher, _) = x.borrow_for_layer(l);
         let plan = (&saved.send_plan, &saved.recv_plan);
-        dispatcher.wait_for_combined_rows(plan, Payload::Rows, &workspace.drows)?;
+        dispatcher.wait_for_combined_rows(plan, ExchangedRowKind::Rows, &workspace.drows)?;
         let (ops, places) = (self.ops.as_ref(), &saved.send_plan.choice_rows);
-        let dweights = dispatcher.wait_for_combined_rows(plan, Payload::Weights, &workspace.dweights)?;
+        let dweights =
+            dispatcher.wait_for_combined_rows(plan, ExchangedRowKind::Weights, &workspace.dweights)?;
         ops.gather_rows(resize_row_buffer(ops, &mut workspace.choices, dweights.len()), dweights, places, 1);
         Ok(())
     }
@@ -270,10 +272,10 @@ impl Trainer {
         let (_, saved, workspace, dispatcher, stats) = x.borrow_for_layer(l);
         let (balance, z) = stats.compute_loss_gradient(scale);
         let n = saved.send_plan.row_tokens.len();
-        let back = ExpertOutputGrads {
+        let back = RouterBackwardGrads {
             rows: dispatcher.wait_for_combined_rows(
                 (&saved.send_plan, &saved.recv_plan),
-                Payload::Rows,
+                ExchangedRowKind::Rows,
                 &workspace.drows,
             )?,
             choice_rows: &saved.send_plan.choice_rows,
@@ -287,7 +289,7 @@ impl Trainer {
             self.activations.select_layer_buffers(l);
         self.engine.with_params(guard, |params| {
             let input = LayerInput { ops, params, batch, x, layer: l };
-            moe.route_backward(&input, g, dx, &back, &saved.routing, &mut buffers);
+            moe.attention_and_router_backward(&input, g, dx, &back, &saved.routing, &mut buffers);
         });
         Ok(())
     }

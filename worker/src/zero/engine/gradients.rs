@@ -53,7 +53,7 @@ impl ZeroEngine {
             let owned = self.extract_trained_gradient(u, gradient);
             return lock_ignoring_poison(&self.shards[u].grads).push_owned(
                 ops,
-                MicroBatchRange::from_index(micro_batch),
+                MicroBatchRange::from_micro_batch(micro_batch),
                 owned,
             );
         }
@@ -63,7 +63,7 @@ impl ZeroEngine {
         let trained = gradient.view().slice(0..unit.trained_len());
         lock_ignoring_poison(&self.shards[u].grads).push_copy(
             ops,
-            MicroBatchRange::from_index(micro_batch),
+            MicroBatchRange::from_micro_batch(micro_batch),
             trained,
         );
         lock_ignoring_poison(&self.gradient_pool).give_back(gradient);
@@ -120,7 +120,7 @@ impl ZeroEngine {
             }
             let sink = &mut |from: usize, _: usize, piece: View| {
                 if let Some(micro_batch) = schedule.find_micro_batch(from, round) {
-                    sums.push_copy(ops.as_ref(), MicroBatchRange::from_index(micro_batch), piece);
+                    sums.push_copy(ops.as_ref(), MicroBatchRange::from_micro_batch(micro_batch), piece);
                 }
             };
             comm.reduce_scatter_ordered(whole.as_slice(), &partial_counts, &s.trained_counts, sink)?;
@@ -179,7 +179,7 @@ impl ZeroEngine {
             ops.copy(gradient.view_mut(), whole.view().slice(0..unit.trained_len()));
             lock_ignoring_poison(&self.gradient_pool).give_back(whole);
         }
-        partial_sums.push_owned(ops, MicroBatchRange::from_index(micro_batch), gradient);
+        partial_sums.push_owned(ops, MicroBatchRange::from_micro_batch(micro_batch), gradient);
     }
 
     /// Starts to reduce `partial_sums`, gradients summed over micro-batches, to the ranks that own

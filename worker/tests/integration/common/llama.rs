@@ -40,7 +40,7 @@ pub(crate) fn load_llama_case(name: &str) -> GoldenCase {
 
 /// Starts a run of one rank at step 0 with the golden weights.
 pub(crate) fn start_with_golden_weights(case: &GoldenCase) -> RunningTrainer {
-    let comm = Arc::new(comm::local::create_group(1).remove(0));
+    let comm = Arc::new(comm::thread_comm::create_thread_group(1).remove(0));
     let running = build_trainer(&case.spec, comm, 1).start_with_random_params();
     let engine = &running.trainer.engine;
     for (u, s) in engine.shards.iter().enumerate() {

@@ -7,8 +7,9 @@ pub(crate) mod llama;
 mod rank_threads;
 
 use comm::{
-    Comm, local,
+    Comm,
     tcp::{AbortHandle, GroupMember, GroupSpec, RankListener, TcpLimits},
+    thread_comm,
 };
 use device::{Ops, cpu::Cpu, ops::IGNORE_LABEL};
 use jobspec::*;
@@ -215,14 +216,14 @@ pub(crate) fn build_trainer_on(
 
 /// Creates the communicator of a run of one rank.
 pub(crate) fn create_single_rank_comm() -> Arc<dyn Comm> {
-    Arc::new(local::create_group(1).remove(0))
+    Arc::new(thread_comm::create_thread_group(1).remove(0))
 }
 
 /// Runs `f` on a thread for each of `world` ranks, which communicate in shared memory. Returns the
 /// results in rank order.
 pub(crate) fn run_on_ranks<T: Send>(world: usize, f: impl Fn(Arc<dyn Comm>) -> T + Sync) -> Vec<T> {
     let f = &f;
-    let ranks = local::create_group(world).into_iter().map(|c| move || f(Arc::new(c)));
+    let ranks = thread_comm::create_thread_group(world).into_iter().map(|c| move || f(Arc::new(c)));
     run_rank_threads(ranks.collect())
 }
 
@@ -361,7 +362,7 @@ pub(crate) fn create_checkpoint_saver(
 pub(crate) fn save_checkpoint(running: &mut RunningTrainer, spec: &TrainSpec, root: &Path) {
     let mut saver = create_checkpoint_saver(running, &create_job_spec(spec, root, false), root);
     saver.begin_save(running).unwrap();
-    saver.finish_save(running).unwrap();
+    saver.finish_and_commit_save(running).unwrap();
 }
 
 /// Resumes from the newest checkpoint under `root`. Returns the resumed run and the messages of the

@@ -149,7 +149,7 @@ pub(crate) fn train_and_save(
             // A further step must not change the state that is being saved.
             train_steps(&mut running, 1);
         }
-        assert_eq!(saver.finish_save(&running).unwrap().unwrap().step, STEPS_BEFORE_SAVE);
+        assert_eq!(saver.finish_and_commit_save(&running).unwrap().unwrap().step, STEPS_BEFORE_SAVE);
     });
 }
 

@@ -13,7 +13,7 @@ use crate::{
 };
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{InterfaceSelector, PortSelection};
-use protocol::control::{ExitStatus, JobKey};
+use protocol::control::{ExitStatus, JobSecretKey};
 use std::{
     collections::{HashMap, VecDeque},
     fmt, io,
@@ -79,7 +79,7 @@ pub(crate) struct TreeHub {
     commands: mpsc::Sender<HubCommand>,
     planner: Arc<SharedPlanner>,
     streams: AtomicU64,
-    key: JobKey,
+    key: JobSecretKey,
     settings: TreeSettings,
     fetch_token: String,
 }
@@ -186,7 +186,7 @@ impl TreeHub {
             commands,
             planner,
             streams: AtomicU64::new(0),
-            key: JobKey(key),
+            key: JobSecretKey(key),
             settings,
             fetch_token: token,
         })
@@ -194,7 +194,7 @@ impl TreeHub {
 
     /// Returns the secret text with which a host requests the executable of launch from another
     /// host.
-    pub(crate) fn fetch_token(&self) -> &str {
+    pub(crate) fn executable_fetch_token(&self) -> &str {
         &self.fetch_token
     }
 
@@ -295,12 +295,12 @@ impl TreeHub {
     /// Connects an agent with the controller directly, as one of the agents at the top of the tree,
     /// over `control`, which its SSH connection relays. The agent gets its place first. `stderr`
     /// carries the agent's standard error.
-    pub(crate) fn add_root(&self, setup: TreeSetup, control: StdStream, stderr: StdStream) {
+    pub(crate) fn add_top_agent(&self, setup: TreeSetup, control: StdStream, stderr: StdStream) {
         self.send_command(HubCommand::AddRoot { setup: Box::new(setup), control, stderr });
     }
 
     /// Ends the control connection `stream` of an agent that could not be started.
-    pub(crate) fn abort_stream(&self, stream: StreamId) {
+    pub(crate) fn abort_agent_stream(&self, stream: StreamId) {
         self.send_command(HubCommand::Abort(stream));
     }
 
@@ -350,8 +350,8 @@ impl RemoteConnection for TreeConnection {
         self.progress.shell_output()
     }
 
-    fn client(&self) -> Option<String> {
-        self.progress.client()
+    fn external_client_description(&self) -> Option<String> {
+        self.progress.external_client_description()
     }
 
     fn tree_route(&self) -> Option<TreeRoute> {
@@ -423,13 +423,13 @@ impl HubLoop {
                     Some(command) => self.execute_command(command),
                     None => return,
                 },
-                Some((link, frame)) = self.frames.1.recv() => self.on_root_frame(link, frame),
+                Some((link, frame)) = self.frames.1.recv() => self.on_top_agent_frame(link, frame),
                 Some(event) = self.events.1.recv() => self.handle_local_event(event),
                 () = sleep_until(due) => self.end_detached_streams(),
                 _ = heartbeats.tick() => {
                     self.links.send_heartbeats();
                     for (stream, parents) in self.planner.lock_planner().take_parent_updates() {
-                        self.router.send_parents(stream, parents);
+                        self.router.send_possible_parents(stream, parents);
                     }
                 }
             }
@@ -443,7 +443,7 @@ impl HubLoop {
             HubCommand::Open(opened) => self.open_stream(opened),
             HubCommand::AddRoot { setup, control, stderr } => {
                 let stream = setup.stream;
-                if let Err(error) = self.add_root(*setup, control, stderr) {
+                if let Err(error) = self.add_top_agent(*setup, control, stderr) {
                     tracing::warn!(target: "tree", stream, %error, "cannot use the connection to an agent");
                     self.end_stream(stream, None);
                 }
@@ -469,7 +469,7 @@ impl HubLoop {
 
     /// Connects an agent with the controller directly, as one of the agents at the top of the tree,
     /// over `control`, which its SSH connection relays.
-    fn add_root(&mut self, setup: TreeSetup, control: StdStream, stderr: StdStream) -> io::Result<()> {
+    fn add_top_agent(&mut self, setup: TreeSetup, control: StdStream, stderr: StdStream) -> io::Result<()> {
         control.set_nonblocking(true)?;
         stderr.set_nonblocking(true)?;
         if let Some(state) = self.streams.get(&setup.stream) {
@@ -484,7 +484,7 @@ impl HubLoop {
 
     /// Handles a message (frame) from an agent that is connected to the controller directly rather
     /// than through another agent, or the end of that connection.
-    fn on_root_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
+    fn on_top_agent_frame(&mut self, link: LinkId, frame: Option<TreeFrame>) {
         if !self.links.record_frame_arrival(link) {
             return;
         }
@@ -492,7 +492,7 @@ impl HubLoop {
             Some(frame) => self.router.process_child_frame(link, frame),
             None => {
                 self.links.close_link(link);
-                self.on_root_link_ended(link);
+                self.on_top_agent_link_ended(link);
             }
         }
     }
@@ -500,7 +500,7 @@ impl HubLoop {
     /// Handles the end of the connection to an agent that was connected to the controller directly,
     /// at the top of the tree of agents. The agent cannot connect in another way, so its stream
     /// ends. The others may find another way.
-    fn on_root_link_ended(&mut self, link: LinkId) {
+    fn on_top_agent_link_ended(&mut self, link: LinkId) {
         self.router.remove_child(link);
         if let Some(stream) = self.roots.remove(&link) {
             self.router.abort_stream(stream);
@@ -523,12 +523,12 @@ impl HubLoop {
     /// full.
     fn execute_actions(&mut self) {
         loop {
-            let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed());
+            let (actions, overflowed) = (self.router.take_actions(), self.links.take_overflowed_links());
             if actions.is_empty() && overflowed.is_empty() {
                 return;
             }
             actions.into_iter().for_each(|action| self.execute_action(action));
-            overflowed.into_iter().for_each(|link| self.on_root_link_ended(link));
+            overflowed.into_iter().for_each(|link| self.on_top_agent_link_ended(link));
         }
     }
 
@@ -569,7 +569,7 @@ impl HubLoop {
                 // Lists that were sent while the agent had no way to the controller are lost.
                 let parents = self.planner.lock_planner().list_possible_parents_of(stream);
                 if !parents.is_empty() {
-                    self.router.send_parents(stream, parents);
+                    self.router.send_possible_parents(stream, parents);
                 }
             }
             // Frames to agents only.

@@ -17,7 +17,7 @@ impl AgentEnd {
     async fn connect(hub: &TreeHub, stream: StreamId) -> AgentEnd {
         let (near, far) = StdStream::pair().expect("a pair");
         let (stderr, _) = StdStream::pair().expect("a pair");
-        hub.add_root(hub.build_first_message(stream, "h", Vec::new()), near, stderr);
+        hub.add_top_agent(hub.build_first_message(stream, "h", Vec::new()), near, stderr);
         far.set_nonblocking(true).expect("a socket");
         let mut end = AgentEnd(UnixStream::from_std(far).expect("a socket"));
         end.receive_until(|frame| matches!(frame, TreeFrame::Setup(_))).await;

@@ -12,7 +12,7 @@ use crate::controller::{
 use jobspec::ids::Rank;
 use protocol::{
     control::{
-        AttachPurpose, ControllerToken, FromAgent, HostInventory, HostPlan, JobKey, PROTOCOL_VERSION,
+        AttachPurpose, ControllerToken, FromAgent, HostInventory, HostPlan, JobSecretKey, PROTOCOL_VERSION,
         RendezvousRequest, SupervisionTerms, WorkerPlan,
     },
     event::Event,
@@ -367,7 +367,7 @@ impl Simulation {
         let terms = SupervisionTerms {
             run: "r".into(),
             host: format!("h{host}"),
-            key: JobKey([0; 32]),
+            key: JobSecretKey([0; 32]),
             token: self.controllers[index].token,
             number: self.controllers[index].agents_started,
             host_lease_ms: super::HOST_LEASE.as_millis() as u64,

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 /// Names of an expert's three matrices (gate, up, down) in files of the supported model families.
-const MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
+const EXPERT_MATRIX_NAMES: [[&str; 3]; 2] = [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]];
 /// The part of a weight's name that denotes the mixture-of-experts layer: in the files of Mixtral
 /// (first), and in the model in memory (second).
 const MOE_MODULE_NAMES: (&str, &str) = (".block_sparse_moe.", ".mlp.");
@@ -40,7 +40,7 @@ pub(crate) struct FusedExperts {
 
 /// The names and the shapes of the matrices of every expert in one layer. The key is the number of
 /// the expert and the index of the matrix (0 for gate, 1 for up, 2 for down).
-type LayerMatrices<'a> = BTreeMap<(u64, usize), BorrowedWeightShape<'a>>;
+type ExpertMatricesOfLayer<'a> = BTreeMap<(u64, usize), BorrowedWeightShape<'a>>;
 
 impl FusedExperts {
     /// Finds out which weights of the model combine all experts of a layer, if the files store each
@@ -48,7 +48,7 @@ impl FusedExperts {
     /// are missing or differ in shape.
     pub(crate) fn from_separate_experts(weights: &[BorrowedWeightShape<'_>]) -> Option<FusedExperts> {
         let mut fused = FusedExperts::default();
-        let mut layers: BTreeMap<String, LayerMatrices<'_>> = BTreeMap::new();
+        let mut layers: BTreeMap<String, ExpertMatricesOfLayer<'_>> = BTreeMap::new();
         for &(name, shape) in weights {
             match parse_expert_matrix_name(name) {
                 Some((before, expert, matrix)) => {
@@ -135,7 +135,7 @@ impl FusedExperts {
 pub(crate) fn parse_expert_matrix_name(name: &str) -> Option<(&str, u64, usize)> {
     let (before, rest) = name.split_once(".experts.")?;
     let [number, matrix, "weight"] = rest.split('.').collect::<Vec<_>>()[..] else { return None };
-    let which = MATRIX_NAMES.iter().find_map(|names| names.iter().position(|n| *n == matrix))?;
+    let which = EXPERT_MATRIX_NAMES.iter().find_map(|names| names.iter().position(|n| *n == matrix))?;
     Some((before, number.parse().ok()?, which))
 }
 
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn the_experts_of_a_layer_are_fused_into_two_tensors() {
-        for (matrices, module) in MATRIX_NAMES.iter().zip(["mlp", "block_sparse_moe"]) {
+        for (matrices, module) in EXPERT_MATRIX_NAMES.iter().zip(["mlp", "block_sparse_moe"]) {
             let mut listed_weights = list_weights(*matrices, module, 12);
             listed_weights.reverse();
             let found = fuse_experts(&listed_weights).expect("a mixture");
@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn incomplete_or_unequal_experts_are_not_fused() {
         assert!(fuse_experts(&[("model.norm.weight".into(), vec![4])]).is_none());
-        let complete = list_weights(MATRIX_NAMES[0], "mlp", 3);
+        let complete = list_weights(EXPERT_MATRIX_NAMES[0], "mlp", 3);
         for gap in 2..complete.len() {
             let mut listed_weights = complete.clone();
             listed_weights.remove(gap);
@@ -204,8 +204,8 @@ mod tests {
             listed_weights[gap].1[0] += 1;
             assert!(fuse_experts(&listed_weights).is_none(), "another shape of {}", complete[gap].0);
         }
-        let mut both = list_weights(MATRIX_NAMES[1], "block_sparse_moe", 3);
-        both.extend(list_weights(MATRIX_NAMES[0], "mlp", 3));
+        let mut both = list_weights(EXPERT_MATRIX_NAMES[1], "block_sparse_moe", 3);
+        both.extend(list_weights(EXPERT_MATRIX_NAMES[0], "mlp", 3));
         assert!(fuse_experts(&both).is_none(), "two matrices for one position");
     }
 }

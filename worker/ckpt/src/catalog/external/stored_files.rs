@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Number of bytes of 16-bit floats that are read from a file and converted at a time.
-const CHUNK_BYTES: usize = 1 << 20;
+const WIDEN_CHUNK_BYTES: usize = 1 << 20;
 
 /// Identifies a byte range of a file with one stored CRC-32 (a span): the index of the file in the
 /// list of [`StoredFiles`], and the index of the span in that file.
@@ -375,7 +375,7 @@ fn read_part_as_f32(
         if w.dtype == Dtype::F32 {
             return file.read_and_record_crc(open, span, at, bytemuck::cast_slice_mut::<f32, u8>(rest));
         }
-        buffer.resize(CHUNK_BYTES, 0);
+        buffer.resize(WIDEN_CHUNK_BYTES, 0);
         while !rest.is_empty() {
             let n = rest.len().min(buffer.len() / size as usize);
             let bytes = &mut buffer[..n * size as usize];

@@ -165,13 +165,13 @@ pub(crate) fn stream_windows(
     open: impl Fn(usize) -> Result<BlockReader> + Send,
     mut sink: impl FnMut(WindowResult<'_>) -> Result<()>,
 ) -> Result<()> {
-    let mut reader = WindowReader { open, current: None };
+    let mut reader = BlockRequestReader { open, current: None };
     let memory =
         |e| CkptError::Io { action: "allocate memory to read", path: "a checkpoint".into(), source: e };
     let mut windows = jobs.iter().flat_map(BlockRequest::split_into_windows).peekable();
     let mut read_next = move |job: &BlockRequest| -> io::Result<(AlignedBuffer, Result<()>)> {
         let mut buffer = buffers.take()?;
-        let read = reader.read_request(job, &mut buffer);
+        let read = reader.read_requested_blocks(job, &mut buffer);
         Ok((buffer, read))
     };
     let mut deliver = |job: BlockRequest, window: io::Result<(AlignedBuffer, Result<()>)>| {
@@ -203,16 +203,16 @@ pub(crate) fn stream_windows(
 
 /// Reads requested blocks of the files of a checkpoint, and keeps the file of the last request open
 /// for the next one.
-struct WindowReader<F> {
+struct BlockRequestReader<F> {
     open: F,
     current: Option<(usize, BlockReader)>,
 }
 
-impl<F: Fn(usize) -> Result<BlockReader>> WindowReader<F> {
+impl<F: Fn(usize) -> Result<BlockReader>> BlockRequestReader<F> {
     /// Reads the consecutive blocks of a file that the request `job` names into the beginning of
     /// the buffer `window`, which has the size of one window (the group of blocks that is read at
     /// once). Opens the file first if the previous request was for another file.
-    fn read_request(&mut self, job: &BlockRequest, window: &mut [u8]) -> Result<()> {
+    fn read_requested_blocks(&mut self, job: &BlockRequest, window: &mut [u8]) -> Result<()> {
         if self.current.as_ref().is_none_or(|(i, _)| *i != job.file) {
             self.current = Some((job.file, (self.open)(job.file)?));
         }

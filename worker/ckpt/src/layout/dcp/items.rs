@@ -19,11 +19,11 @@ use std::ops::Range;
 pub(crate) const METADATA_FILE: &str = ".metadata";
 /// Limit on the total number of stored parts that the tensors of a torch distributed checkpoint
 /// have.
-const PARTS_MAX: usize = 8 << 20;
+const STORED_PARTS_MAX: usize = 8 << 20;
 
 /// What was read at one location in a data file of a torch distributed checkpoint: a tensor (often
 /// a chunk of a larger one), another value as JSON, or the error for a value of a forbidden class.
-enum ReadItem {
+enum DecodedItem {
     /// A tensor, with the index of its file in `StoredFiles` and its view.
     Tensor(usize, TensorView),
     /// A value other than a tensor, converted to JSON.
@@ -85,7 +85,7 @@ fn read_all_items(
     builder: &mut ExternalCheckpointBuilder,
     items: &[ItemMetadata],
     within: impl Fn(&str) -> String,
-) -> Result<HashMap<StorageLocation, ReadItem>> {
+) -> Result<HashMap<StorageLocation, DecodedItem>> {
     let mut sorted: Vec<&StorageLocation> = list_storage_locations(items).collect();
     sorted.sort();
     let (mut read, mut absent, mut values_left) = (HashMap::new(), Vec::new(), HYPER_PARAMETER_VALUES_MAX);
@@ -128,7 +128,7 @@ impl ItemReader<'_> {
     /// Reads one entry of a torch distributed checkpoint at `location` in the data file: a value,
     /// or the description of a tensor without its data. Adds the zip members of a tensor to the
     /// stored file.
-    fn read_item(&mut self, location: &StorageLocation) -> Result<ReadItem> {
+    fn read_item(&mut self, location: &StorageLocation) -> Result<DecodedItem> {
         let size = self.stored.size;
         let damaged = |error: DcpError| self.builder.damaged_file_error(&self.stored.name, error);
         let Some(end) = location.offset.checked_add(location.length).filter(|&end| end <= size) else {
@@ -138,26 +138,26 @@ impl ItemReader<'_> {
         let torch = match TorchFile::open_range(&self.file, location.offset..end, ALLOWED_GLOBALS) {
             Ok(torch) => torch,
             // a value of an unknown class is ignored, but an unreadable item is damage
-            Err(error) if error.is_forbidden_global() => return Ok(ReadItem::Forbidden(error)),
-            Err(error) => return Err(damaged(location.convert_error(error))),
+            Err(error) if error.is_forbidden_global() => return Ok(DecodedItem::Forbidden(error)),
+            Err(error) => return Err(damaged(location.wrap_read_error(error))),
         };
         let value = torch.value();
         if let Some(mut view) =
-            torch.parse_tensor(value).map_err(|error| damaged(location.convert_error(error)))?
+            torch.parse_tensor(value).map_err(|error| damaged(location.wrap_read_error(error)))?
         {
             view.member += self.stored.add_spans(torch.members);
-            return Ok(ReadItem::Tensor(self.index, view));
+            return Ok(DecodedItem::Tensor(self.index, view));
         }
         let number = read_pickled_number(value).and_then(serde_json::Number::from_f64).map(Json::Number);
         if let Some(number) = value.as_int().map(Json::from).or(number) {
-            return Ok(ReadItem::Value(number));
+            return Ok(DecodedItem::Value(number));
         }
         let json = value.to_json_limited(&mut self.values_left);
         match self.values_left {
             0 => Err(self
                 .builder
                 .damaged_file_error(&self.stored.name, DcpError::TooManyValues(HYPER_PARAMETER_VALUES_MAX))),
-            _ => Ok(ReadItem::Value(json)),
+            _ => Ok(DecodedItem::Value(json)),
         }
     }
 }
@@ -172,7 +172,7 @@ struct ItemCollector {
     /// Keys of unknown optimizer states, which are ignored.
     unknown: BTreeSet<String>,
     notices: Vec<String>,
-    /// Number of runs of consecutive elements so far, limited to [`PARTS_MAX`].
+    /// Number of runs of consecutive elements so far, limited to [`STORED_PARTS_MAX`].
     part_count: usize,
 }
 
@@ -186,7 +186,7 @@ impl ItemCollector {
         metadata: &str,
         kind: DcpItemKind,
         item: &ItemMetadata,
-        read: &mut HashMap<StorageLocation, ReadItem>,
+        read: &mut HashMap<StorageLocation, DecodedItem>,
     ) -> Result<()> {
         match &item.content {
             ItemContent::Bytes(location) => {
@@ -204,12 +204,12 @@ impl ItemCollector {
     /// Collects an entry that is not a tensor: records a hyper-parameter of the optimizer, and
     /// ignores other values. Adds a notice for a hyper-parameter or optimizer state of a class that
     /// is not allowed.
-    fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<ReadItem>) {
+    fn collect_value(&mut self, kind: DcpItemKind, item: &ItemMetadata, read: Option<DecodedItem>) {
         match (kind, read) {
-            (DcpItemKind::Group(group, key), Some(ReadItem::Value(value))) => {
+            (DcpItemKind::Group(group, key), Some(DecodedItem::Value(value))) => {
                 self.hyper.entry((group.parse().ok(), group)).or_default().insert(key, value);
             }
-            (DcpItemKind::Group(..) | DcpItemKind::State(..), Some(ReadItem::Forbidden(error))) => {
+            (DcpItemKind::Group(..) | DcpItemKind::State(..), Some(DecodedItem::Forbidden(error))) => {
                 self.notices.push(format!("ignoring {}: {error}", item.key));
             }
             _ => {}
@@ -268,20 +268,20 @@ impl ItemCollector {
     ///
     /// # Errors
     /// Fails if a chunk is not a tensor or differs from its description, or if all tensors together
-    /// have more than [`PARTS_MAX`] runs.
+    /// have more than [`STORED_PARTS_MAX`] runs.
     fn split_chunks_into_runs(
         &mut self,
         key: &str,
         dtype: Dtype,
         shape: &[u64],
         chunks: &[TensorChunk],
-        read: &mut HashMap<StorageLocation, ReadItem>,
+        read: &mut HashMap<StorageLocation, DecodedItem>,
     ) -> std::result::Result<Vec<TensorPart>, DcpError> {
         let mut parts = Vec::new();
         for chunk in chunks {
             let (file, view) = match read.remove(&chunk.location) {
-                Some(ReadItem::Tensor(file, view)) => (file, view),
-                Some(ReadItem::Forbidden(error)) => return Err(chunk.location.convert_error(error)),
+                Some(DecodedItem::Tensor(file, view)) => (file, view),
+                Some(DecodedItem::Forbidden(error)) => return Err(chunk.location.wrap_read_error(error)),
                 _ => {
                     let StorageLocation { file, offset, .. } = chunk.location.clone();
                     return Err(DcpError::NotATensor { key: key.to_owned(), file, offset });
@@ -301,8 +301,8 @@ impl ItemCollector {
             let impossible = || DcpError::ImpossibleShape(key.to_owned());
             let (count, runs) = compute_chunk_runs(shape, chunk).ok_or_else(impossible)?;
             self.part_count = self.part_count.saturating_add(usize::try_from(count).unwrap_or(usize::MAX));
-            if self.part_count > PARTS_MAX {
-                return Err(DcpError::TooManyRuns { key: key.to_owned(), limit: PARTS_MAX });
+            if self.part_count > STORED_PARTS_MAX {
+                return Err(DcpError::TooManyRuns { key: key.to_owned(), limit: STORED_PARTS_MAX });
             }
             let whole = TensorPart::new(file, &view, 0..view.element_count(), 0);
             parts.reserve_exact(count as usize);

@@ -246,7 +246,7 @@ fn read_item_content(
 impl StorageLocation {
     /// Wraps `error`, which occurred while an entry of a torch distributed checkpoint was read at
     /// this location of a data file, in a [`DcpError`] that states the location.
-    pub(super) fn convert_error(&self, error: TorchFileError) -> DcpError {
+    pub(super) fn wrap_read_error(&self, error: TorchFileError) -> DcpError {
         DcpError::Item { offset: self.offset, error }
     }
 }

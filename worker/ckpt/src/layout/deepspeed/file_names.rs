@@ -118,7 +118,7 @@ fn parse_file_kind(name: &str) -> DeepSpeedFileKind {
 /// directory in the file. The name that DeepSpeed gives it, such as
 /// `zero_pp_rank_3_mp_rank_00_optim_states`, contains the rank that wrote the file. Returns `None`
 /// if the name contains no rank.
-pub(crate) fn parse_rank_in_root(root: &str) -> Option<u32> {
+pub(crate) fn parse_rank_in_zip_root(root: &str) -> Option<u32> {
     parse_zero_ranks(root).map(|(rank, _, _)| rank)
 }
 
@@ -149,7 +149,7 @@ mod tests {
         ] {
             assert_eq!(parse_file_kind(name), expected, "{name}");
         }
-        assert_eq!(parse_rank_in_root("zero_pp_rank_1_mp_rank_00_optim_states"), Some(1));
-        assert_eq!((parse_rank_in_root("archive"), parse_step_in_tag("global_step12")), (None, Some(12)));
+        assert_eq!(parse_rank_in_zip_root("zero_pp_rank_1_mp_rank_00_optim_states"), Some(1));
+        assert_eq!((parse_rank_in_zip_root("archive"), parse_step_in_tag("global_step12")), (None, Some(12)));
     }
 }

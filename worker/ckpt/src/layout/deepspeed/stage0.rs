@@ -34,7 +34,7 @@ pub(super) fn add_embedded_optimizer(
             add_states_of_parameter(builder, file, embedded, id, name)?;
         }
     }
-    apply_master_weights(file, embedded, &names, &mut builder.entries)
+    replace_by_master_weights(file, embedded, &names, &mut builder.entries)
         .map_err(|error| builder.damaged_stored_file_error(file, error))?;
     builder.add_unknown_states_notice(&optimizer.unknown);
     let groups = optimizer.groups.iter().zip(names);
@@ -72,7 +72,7 @@ fn add_states_of_parameter(
 ///
 /// # Errors
 /// Fails if the masters do not match the weights in number, dtype or shape.
-fn apply_master_weights(
+fn replace_by_master_weights(
     file: usize,
     embedded: &EmbeddedOptimizer,
     names: &[Vec<String>],

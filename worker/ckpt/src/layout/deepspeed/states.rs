@@ -130,7 +130,7 @@ fn read_field<'a>(value: PickleView<'a>, key: &'static str) -> Result<PickleView
 /// Reads a dict that maps names to tensors from a DeepSpeed file, in the order of the dict and
 /// without the data of the tensors. Skips values that are not tensors. Returns an empty list for
 /// Python's `None`. `key` is the key of the dict, for errors.
-fn read_tensors(
+fn read_tensor_dict(
     file: &TorchFile,
     key: &'static str,
     value: PickleView<'_>,
@@ -154,7 +154,7 @@ fn read_tensors(
 /// Reads a dict that maps the names of parameters to their shapes from a DeepSpeed file, in the
 /// order of the dict. Fails if there are more than [`TENSORS_MAX`] shapes. `key` is the key of the
 /// dict, for errors.
-fn read_shapes(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, Vec<u64>)>> {
+fn read_shape_dict(key: &'static str, value: PickleView<'_>) -> Result<Vec<(String, Vec<u64>)>> {
     let pairs = value.as_pairs().ok_or(DeepSpeedError::InvalidField(key))?;
     let shapes =
         pairs.take(TENSORS_MAX + 1).map(|(name, shape)| match (name.as_short_str(), parse_shape(shape)) {
@@ -186,7 +186,9 @@ impl ModelStates {
         };
         let no_list = DeepSpeedError::InvalidField("param_shapes");
         let groups = match optional("param_shapes").map(|v| v.as_items().ok_or(no_list)) {
-            Some(list) => list?.iter().map(|g| read_shapes("param_shapes", g)).collect::<Result<Vec<_>>>()?,
+            Some(list) => {
+                list?.iter().map(|g| read_shape_dict("param_shapes", g)).collect::<Result<Vec<_>>>()?
+            }
             None => Vec::new(),
         };
         if groups.iter().map(Vec::len).sum::<usize>() > TENSORS_MAX {
@@ -200,17 +202,17 @@ impl ModelStates {
             })
         });
         let frozen_shapes = match optional("frozen_param_shapes") {
-            Some(v) => read_shapes("frozen_param_shapes", v)?,
+            Some(v) => read_shape_dict("frozen_param_shapes", v)?,
             None => Vec::new(),
         };
         let frozen = match optional("frozen_param_fragments") {
-            Some(v) => read_tensors(file, "frozen_param_fragments", v)?,
+            Some(v) => read_tensor_dict(file, "frozen_param_fragments", v)?,
             None => Vec::new(),
         };
         let world = count("dp_world_size").ok_or(DeepSpeedError::MissingField("dp_world_size"))?;
         let zero = optional("ds_config").and_then(|c| c.get("zero_optimization"));
         Ok(ModelStates {
-            module: read_tensors(file, "module", read_field(root, "module")?)?,
+            module: read_tensor_dict(file, "module", read_field(root, "module")?)?,
             buffers: optional("buffer_names").and_then(texts).unwrap_or_default(),
             groups,
             frozen_shapes,

@@ -65,7 +65,7 @@ impl TagContents {
     ) -> Result<(usize, T)> {
         let (index, file) = self.builder.add_torch_file(name, ALLOWED_GLOBALS)?;
         let states = read(&file).map_err(|error| self.builder.damaged_file_error(name, error))?;
-        match file_names::parse_rank_in_root(&file.root).filter(|&written| written != rank) {
+        match file_names::parse_rank_in_zip_root(&file.root).filter(|&written| written != rank) {
             Some(written) => Err(self.builder.damaged_file_error(name, DeepSpeedError::WrongRank(written))),
             None => Ok((index, states)),
         }

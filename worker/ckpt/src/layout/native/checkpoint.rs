@@ -316,7 +316,8 @@ impl Checkpoint {
             }
         }
         let mut scatter = BlockScatter { checkpoint: self, reads: &mut reads, first_pending: 0 };
-        let read = self.run_read_jobs(&jobs, &mut |f, block, bytes| scatter.scatter_block(f, block, bytes));
+        let read =
+            self.read_requested_blocks(&jobs, &mut |f, block, bytes| scatter.scatter_block(f, block, bytes));
         scatter.first_pending = 0;
         let fetched = fetch(remote, &mut |f, block, bytes| scatter.scatter_block(f, block, bytes));
         read.and(fetched)
@@ -330,7 +331,7 @@ impl Checkpoint {
         let file = file.ok_or_else(|| {
             CkptError::missing(&self.path, MissingPart::Blocks { file: run.file, blocks: run.blocks.clone() })
         })?;
-        self.run_read_jobs(
+        self.read_requested_blocks(
             &[BlockRequest { file: run.file, size: file.bytes, blocks: run.blocks.clone() }],
             sink,
         )
@@ -338,7 +339,7 @@ impl Checkpoint {
 
     /// Reads blocks of ranks' files (shards) on this host for all requests in `jobs`, and passes
     /// each block to `sink`, in the order of the requests.
-    fn run_read_jobs(&self, jobs: &[BlockRequest], sink: &mut BlockSink<'_>) -> Result<()> {
+    fn read_requested_blocks(&self, jobs: &[BlockRequest], sink: &mut BlockSink<'_>) -> Result<()> {
         let open = |file: usize| {
             let name = &self.manifest.files[file].name;
             let missing = || CkptError::missing(&self.path, MissingPart::File(name.clone()));

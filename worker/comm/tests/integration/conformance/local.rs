@@ -1,6 +1,8 @@
 //! Tests of the transport between threads of one process.
 use super::checks;
-use comm::{AbortReason, ArgumentError, CallMismatch, CollectiveKind, Comm, CommError, TransferUnit, local};
+use comm::{
+    AbortReason, ArgumentError, CallMismatch, CollectiveKind, Comm, CommError, TransferUnit, thread_comm,
+};
 use device::Buf;
 use std::{
     sync::atomic::{AtomicUsize, Ordering::SeqCst},
@@ -11,8 +13,8 @@ use std::{
 /// Runs `f` in one thread per communicator. Returns the results by rank, with `None` for a thread
 /// that panicked.
 fn run_ranks<T: Send>(
-    group: Vec<local::LocalComm>,
-    f: impl Fn(local::LocalComm) -> T + Sync,
+    group: Vec<thread_comm::ThreadComm>,
+    f: impl Fn(thread_comm::ThreadComm) -> T + Sync,
 ) -> Vec<Option<T>> {
     thread::scope(|s| {
         let f = &f;
@@ -29,13 +31,15 @@ fn to_aborted_error(reason: AbortReason) -> CommError {
 fn every_collective_conforms() {
     for world in [1, 2, 3, 4, 5, 8, 16] {
         for seed in 0..4 {
-            let results = run_ranks(local::create_group(world), |c| {
+            let results = run_ranks(thread_comm::create_thread_group(world), |c| {
                 checks::check_random_collectives(&c, seed, 40, 700)
             });
             assert!(results.iter().all(|r| r == &Some(Ok(()))), "world {world}: {results:?}");
         }
     }
-    let results = run_ranks(local::create_group(2), |c| checks::check_random_collectives(&c, 9, 12, 300_000));
+    let results = run_ranks(thread_comm::create_thread_group(2), |c| {
+        checks::check_random_collectives(&c, 9, 12, 300_000)
+    });
     assert!(results.iter().all(|r| r == &Some(Ok(()))), "{results:?}");
 }
 
@@ -43,7 +47,7 @@ fn every_collective_conforms() {
 fn no_rank_passes_a_barrier_before_all_have_entered() {
     let (world, rounds) = (5, 200);
     let entered = AtomicUsize::new(0);
-    run_ranks(local::create_group(world), |c| {
+    run_ranks(thread_comm::create_thread_group(world), |c| {
         for round in 1..=rounds {
             entered.fetch_add(1, SeqCst);
             c.barrier().unwrap();
@@ -57,7 +61,7 @@ fn no_rank_passes_a_barrier_before_all_have_entered() {
 
 #[test]
 fn an_abort_ends_waiting_and_later_calls() {
-    let group = local::create_group(3);
+    let group = thread_comm::create_thread_group(3);
     let errors = run_ranks(group, |c| {
         if c.rank() == 2 {
             c.abort("the disk is full");
@@ -71,7 +75,7 @@ fn an_abort_ends_waiting_and_later_calls() {
 
 #[test]
 fn another_thread_of_a_waiting_rank_can_abort() {
-    let group = local::create_group(2);
+    let group = thread_comm::create_thread_group(2);
     let (first, _second) = (&group[0], &group[1]);
     thread::scope(|s| {
         let waiting = s.spawn(|| first.barrier());
@@ -83,19 +87,19 @@ fn another_thread_of_a_waiting_rank_can_abort() {
 
 #[test]
 fn a_rank_that_panics_or_leaves_unblocks_the_others() {
-    let errors = run_ranks(local::create_group(3), |c| {
+    let errors = run_ranks(thread_comm::create_thread_group(3), |c| {
         assert!(c.rank() != 1, "intended");
         c.barrier().unwrap_err()
     });
     assert_eq!(errors[0], Some(to_aborted_error(AbortReason::RankPanicked { rank: 1 })));
-    let errors = run_ranks(local::create_group(3), |c| match c.rank() {
+    let errors = run_ranks(thread_comm::create_thread_group(3), |c| match c.rank() {
         1 => None,
         _ => Some(c.barrier().unwrap_err()),
     });
     let left = AbortReason::PeerLeft { rank: 1, collective: "barrier (call 0)".into() };
     assert_eq!(errors[2], Some(Some(to_aborted_error(left))));
     // inside a sink: memory that peers still read is not freed before they have finished
-    let errors = run_ranks(local::create_group(3), |c| {
+    let errors = run_ranks(thread_comm::create_thread_group(3), |c| {
         let partial = Buf::zeroed(3000);
         let mut sum = 0.0;
         let sink = &mut |rank: usize, _: usize, piece: device::View<'_>| {
@@ -112,7 +116,7 @@ fn a_rank_that_panics_or_leaves_unblocks_the_others() {
 
 #[test]
 fn every_rank_reports_a_mismatch() {
-    let errors = run_ranks(local::create_group(3), |c| match c.rank() {
+    let errors = run_ranks(thread_comm::create_thread_group(3), |c| match c.rank() {
         1 => c.barrier().unwrap_err(),
         _ => c.all_reduce(Buf::zeroed(5).view_mut()).unwrap_err(),
     });
@@ -126,7 +130,7 @@ fn every_rank_reports_a_mismatch() {
         assert_eq!(barrier.collective, Some(CollectiveKind::Barrier));
         assert_eq!(other.collective, Some(CollectiveKind::AllReduce));
     }
-    let errors = run_ranks(local::create_group(2), |c| {
+    let errors = run_ranks(thread_comm::create_thread_group(2), |c| {
         let (mut recv, send) = (Buf::zeroed(3 + c.rank()), Buf::zeroed(4));
         let recv_counts = [[2, 1], [2, 2]][c.rank()];
         c.all_to_all(recv.view_mut(), &recv_counts, send.view(), &[2, 2]).unwrap_err()
@@ -139,7 +143,7 @@ fn every_rank_reports_a_mismatch() {
 
 #[test]
 fn invalid_arguments_fail_on_the_caller_and_unblock_the_peers() {
-    let errors = run_ranks(local::create_group(2), |c| {
+    let errors = run_ranks(thread_comm::create_thread_group(2), |c| {
         let (mut recv, send) = (Buf::zeroed(4), Buf::zeroed(3 - c.rank()));
         c.all_gather(recv.view_mut(), send.view(), &[2, 2]).unwrap_err()
     });
@@ -158,7 +162,7 @@ fn invalid_arguments_fail_on_the_caller_and_unblock_the_peers() {
 #[test]
 fn a_timeout_names_the_missing_ranks() {
     let timeout = Duration::from_millis(30);
-    let group = local::create_group_with_timeout(3, timeout);
+    let group = thread_comm::create_thread_group_with_timeout(3, timeout);
     let expected = CommError::Timeout {
         rank: 0,
         world: 3,

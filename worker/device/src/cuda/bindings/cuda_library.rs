@@ -38,7 +38,7 @@ macro_rules! cuda_library {
             /// Opens the CUDA library, looks up its functions, and returns them with the library's
             /// path.
             pub(in crate::cuda) fn open(paths: &LibrarySearchPaths) -> Result<(Self, PathBuf), CudaError> {
-                let OpenLibrary { library, path } = paths.open(CudaLibrary::$kind)?;
+                let OpenLibrary { library, path } = paths.open_library(CudaLibrary::$kind)?;
                 match Self::resolve(library) {
                     Ok(functions) => Ok((functions, path)),
                     Err(missing) => Err(CudaError::LibraryTooOld {

@@ -68,7 +68,7 @@ impl CaptureInfoFn {
     /// Looks up the driver's function that reports the state of a graph capture
     /// (`cuStreamGetCaptureInfo`). Returns `None` if the driver has no known version of it.
     pub(in crate::cuda) fn look_up(paths: &LibrarySearchPaths) -> Option<CaptureInfoFn> {
-        let library = std::mem::ManuallyDrop::new(paths.open(CudaLibrary::Driver).ok()?.library);
+        let library = std::mem::ManuallyDrop::new(paths.open_library(CudaLibrary::Driver).ok()?.library);
         // SAFETY: cuda.h declares the functions with these types.
         unsafe {
             let v3 =

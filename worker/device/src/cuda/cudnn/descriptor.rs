@@ -75,7 +75,7 @@ impl Descriptor {
         let mut descriptor = Descriptor { library: library.clone(), kind, handle: ptr::null_mut() };
         // SAFETY: writes one handle.
         unsafe { library.cudnnBackendCreateDescriptor(kind, &mut descriptor.handle) }
-            .map_err(|error| error.with_function(format!("cudnnBackendCreateDescriptor({kind:?})")))?;
+            .map_err(|error| error.with_failed_function(format!("cudnnBackendCreateDescriptor({kind:?})")))?;
         Ok(descriptor)
     }
 
@@ -92,8 +92,9 @@ impl Descriptor {
     ) -> Result<Self> {
         let (at, len) = (values.as_ptr().cast::<c_void>(), values.len() as i64);
         // SAFETY: `values` has as many values of that type as its length.
-        unsafe { self.library.cudnnBackendSetAttribute(self.handle, attribute, T::TYPE, len, at) }
-            .map_err(|error| error.with_function(format!("cudnnBackendSetAttribute({attribute:?})")))?;
+        unsafe { self.library.cudnnBackendSetAttribute(self.handle, attribute, T::TYPE, len, at) }.map_err(
+            |error| error.with_failed_function(format!("cudnnBackendSetAttribute({attribute:?})")),
+        )?;
         Ok(self)
     }
 
@@ -101,7 +102,7 @@ impl Descriptor {
     pub(super) fn finalize(self) -> Result<Self> {
         // SAFETY: the descriptor lives.
         unsafe { self.library.cudnnBackendFinalize(self.handle) }
-            .map_err(|error| error.with_function(format!("cudnnBackendFinalize({:?})", self.kind)))?;
+            .map_err(|error| error.with_failed_function(format!("cudnnBackendFinalize({:?})", self.kind)))?;
         Ok(self)
     }
 
@@ -117,7 +118,7 @@ impl Descriptor {
         unsafe {
             self.library.cudnnBackendGetAttribute(self.handle, attribute, T::TYPE, len, &mut count, at)
         }
-        .map_err(|error| error.with_function(format!("cudnnBackendGetAttribute({attribute:?})")))?;
+        .map_err(|error| error.with_failed_function(format!("cudnnBackendGetAttribute({attribute:?})")))?;
         Ok(usize::try_from(count).unwrap_or(0))
     }
 

@@ -35,7 +35,7 @@ impl ExecutableGraph {
         let instantiated = issued.and(ended).and_then(|()| {
             // SAFETY: the graph was just captured; writes one handle.
             unsafe { driver.cuGraphInstantiateWithFlags(&mut graph.executable, graph.source, 0) }
-                .map_err(|error| error.with_function("cuGraphInstantiate"))
+                .map_err(|error| error.with_failed_function("cuGraphInstantiate"))
         });
         match instantiated {
             Ok(()) => Ok(graph),

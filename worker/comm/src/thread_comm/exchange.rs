@@ -1,4 +1,4 @@
-//! Exchanges of data between the threads of a group ([`LocalComm`]), which read each other's
+//! Exchanges of data between the threads of a group ([`ThreadComm`]), which read each other's
 //! buffers during a collective.
 //!
 //! In an exchange every rank publishes the addresses of its data, waits until all have published,
@@ -6,7 +6,7 @@
 //! borrowed addresses sound: **no rank leaves an exchange while a peer still reads**, not even when
 //! the group was aborted. After an abort no rank begins to read. A rank that is already reading
 //! never waits for another rank, so the second wait ends.
-use super::communicator::{LocalCallState, LocalComm};
+use super::communicator::{ThreadCallState, ThreadComm};
 use super::group::{Contribution, GroupState};
 use crate::{
     AbortReason, CallMismatch, CommError, Result,
@@ -22,12 +22,12 @@ use std::{
 /// Guard that shows to the other threads of a group, until it is dropped, that this rank reads
 /// their buffers, which must therefore stay valid. Dropping it, on return or during a panic, blocks
 /// until no peer reads this rank's memory any more.
-struct ReadGuard<'a> {
-    comm: &'a LocalComm,
+struct PeerReadGuard<'a> {
+    comm: &'a ThreadComm,
     exchange: u64,
 }
 
-impl Drop for ReadGuard<'_> {
+impl Drop for PeerReadGuard<'_> {
     fn drop(&mut self) {
         let group = &*self.comm.group;
         let rank = self.comm.position.rank;
@@ -60,20 +60,20 @@ impl Drop for ReadGuard<'_> {
     }
 }
 
-impl LocalComm {
+impl ThreadComm {
     /// Runs one exchange of a collective: publishes `contribution` (this rank's call and buffers),
     /// waits for every rank, checks that all made the same call, and lets `read` read the
     /// contributions of all ranks. Returns when no rank reads any more.
     pub(super) fn exchange_contributions(
         &self,
-        call_state: &mut LocalCallState,
+        call_state: &mut ThreadCallState,
         contribution: Contribution,
         read: impl FnOnce(&[Arc<Contribution>]),
     ) -> Result<()> {
         call_state.exchanges += 1;
         let exchange = call_state.exchanges;
         let contributions = self.publish_and_wait_for_peers(exchange, contribution)?;
-        let guard = ReadGuard { comm: self, exchange };
+        let guard = PeerReadGuard { comm: self, exchange };
         read(&contributions);
         drop(guard);
         let state = self.group.lock_state();

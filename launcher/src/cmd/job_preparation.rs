@@ -35,14 +35,14 @@ pub(crate) struct JobArgs {
 impl JobArgs {
     /// Returns a request to load the job file of the command line with the overrides (`--set`) of
     /// the command line.
-    pub(crate) fn to_request(&self) -> JobRequest {
-        JobRequest { source: JobSource::File(self.job.clone()), set: self.set.clone() }
+    pub(crate) fn to_job_load_request(&self) -> JobLoadRequest {
+        JobLoadRequest { source: JobSource::File(self.job.clone()), set: self.set.clone() }
     }
 }
 
 /// A request to load a job: the job file or the text of the job, and overrides of keys (`--set`).
 #[derive(Debug)]
-pub(crate) struct JobRequest {
+pub(crate) struct JobLoadRequest {
     /// The file or text from which the job is read.
     pub(crate) source: JobSource,
     /// The overrides from the command line (`--set path=value`).
@@ -81,7 +81,7 @@ pub(super) struct LoadedJob {
 impl LoadedJob {
     /// Loads the job that `request` describes. Fails with one error that has each mistake as a
     /// detail.
-    pub(super) fn load(request: &JobRequest) -> diagnostic::Result<LoadedJob> {
+    pub(super) fn load(request: &JobLoadRequest) -> diagnostic::Result<LoadedJob> {
         let file = request.source.name();
         match jobspec::load_job(request.source.clone(), &request.set) {
             Ok((job, sources, warnings)) => Ok(LoadedJob { job, file, sources, warnings }),
@@ -114,7 +114,7 @@ impl LoadedJob {
 /// Fails if the job is invalid, with one error that has each mistake as a detail. Also fails if the
 /// hosts, the secrets or the GPUs of this machine are not available.
 pub(crate) fn prepare_job(
-    request: &JobRequest,
+    request: &JobLoadRequest,
     run: &RunId,
     preflight: &dyn Preflight,
 ) -> diagnostic::Result<PreparedJob> {

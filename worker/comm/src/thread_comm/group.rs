@@ -1,5 +1,6 @@
-//! [`LocalGroup`]: the state shared by the ranks of a group whose ranks are threads of one process.
-use super::{local_window::LocalWindow, published_slice::PublishedSlice};
+//! [`ThreadGroup`]: the state shared by the ranks of a group whose ranks are threads of one
+//! process.
+use super::{published_slice::PublishedSlice, thread_window::ThreadWindow};
 use crate::{AbortReason, call::CollectiveCall};
 use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
@@ -7,7 +8,7 @@ use std::{
 };
 
 /// The state shared by the ranks of a group whose ranks are threads of one process.
-pub(super) struct LocalGroup {
+pub(super) struct ThreadGroup {
     pub(super) timeout: Duration,
     pub(super) state: Mutex<GroupState>,
     /// The condition variable on which ranks wait for a change of the state.
@@ -27,7 +28,7 @@ pub(super) struct GroupState {
     /// Number of ranks that are reading their peers' memory now.
     pub(super) readers: usize,
     /// The memory that rank 0 allocated for the latest [`crate::Comm::shared_window`].
-    pub(super) window: Option<Arc<LocalWindow>>,
+    pub(super) window: Option<Arc<ThreadWindow>>,
     pub(super) aborted: Option<AbortReason>,
 }
 
@@ -41,7 +42,7 @@ pub(super) struct Contribution {
     pub(super) expected: Vec<usize>,
 }
 
-impl LocalGroup {
+impl ThreadGroup {
     /// Creates the shared state of a group of `world` ranks, of which none has begun a collective.
     /// A rank waits for its peers at most `timeout` in one exchange.
     pub(super) fn new(world: usize, timeout: Duration) -> Self {
@@ -54,7 +55,7 @@ impl LocalGroup {
             window: None,
             aborted: None,
         };
-        LocalGroup { timeout, state: Mutex::new(state), changed: Condvar::new() }
+        ThreadGroup { timeout, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     /// Locks the mutex of the group's state, which contains the progress of every rank.

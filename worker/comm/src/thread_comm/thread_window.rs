@@ -1,12 +1,12 @@
-//! [`LocalWindow`]: the memory of a shared window ([`crate::Comm::shared_window`]) if all ranks are
-//! threads of one process.
+//! [`ThreadWindow`]: the memory of a shared window ([`crate::Comm::shared_window`]) if all ranks
+//! are threads of one process.
 use crate::shared_window::WindowMemory;
 use device::{Buf, Dtype};
 use std::{ops::Range, ptr::NonNull};
 
 /// The memory of a window that all ranks of a group share ([`crate::Comm::shared_window`]), if all
 /// ranks are threads of this process. It is ordinary memory.
-pub(super) struct LocalWindow {
+pub(super) struct ThreadWindow {
     /// The address of the window's first element.
     pub(super) start: NonNull<u8>,
     /// Keeps the window's memory allocated. Ranks access the memory through buffers over its parts.
@@ -14,20 +14,20 @@ pub(super) struct LocalWindow {
 }
 
 // SAFETY: an address and the memory behind it. `Comm::shared_window` states who accesses it when.
-unsafe impl Send for LocalWindow {}
+unsafe impl Send for ThreadWindow {}
 // SAFETY: see `Send`.
-unsafe impl Sync for LocalWindow {}
+unsafe impl Sync for ThreadWindow {}
 
-impl LocalWindow {
+impl ThreadWindow {
     /// Allocates the memory of a shared window of `len` elements, filled with zeros.
     pub(super) fn new(dtype: Dtype, len: usize) -> Self {
         let mut memory = Buf::zeroed_as(dtype, len);
         let start = NonNull::from(memory.view_mut().host_bytes_mut()).cast();
-        LocalWindow { start, _memory: memory }
+        ThreadWindow { start, _memory: memory }
     }
 }
 
-impl WindowMemory for LocalWindow {
+impl WindowMemory for ThreadWindow {
     /// Does nothing, because the window's pages are counted only once: all ranks are threads of
     /// this process.
     fn release_pages(&self, _: Range<usize>) {}

@@ -1,4 +1,4 @@
-//! [`LocalComm`]: collectives between threads of one process, which read each other's buffers
+//! [`ThreadComm`]: collectives between threads of one process, which read each other's buffers
 //! directly.
 //!
 //! In a collective, the threads exchange the addresses of their buffers once or twice
@@ -8,23 +8,23 @@ use crate::{
     call::{self, BufferShape, CollectiveCall, GroupPosition},
     tree_sum::tree_sum,
 };
-use communicator::LocalCallState;
+use communicator::ThreadCallState;
 use device::{Dtype, View, ViewMut};
-use group::{Contribution, LocalGroup};
-use local_window::LocalWindow;
+use group::{Contribution, ThreadGroup};
 use published_slice::PublishedSlice;
 use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
+use thread_window::ThreadWindow;
 
 mod communicator;
 mod exchange;
 mod group;
-mod local_window;
 mod published_slice;
+mod thread_window;
 
-pub use communicator::LocalComm;
+pub use communicator::ThreadComm;
 
 /// How long a rank waits for its peers in one collective, in a group of threads that was created
 /// without an explicit timeout.
@@ -45,33 +45,33 @@ const MAX_SINGLE_EXCHANGE_LEN: usize = 1024;
 /// # Panics
 ///
 /// Panics if `world` is 0 or above [`crate::MAX_WORLD_SIZE`].
-pub fn create_group(world: usize) -> Vec<LocalComm> {
-    create_group_with_timeout(world, DEFAULT_TIMEOUT)
+pub fn create_thread_group(world: usize) -> Vec<ThreadComm> {
+    create_thread_group_with_timeout(world, DEFAULT_TIMEOUT)
 }
 
 /// Creates a group of `world` ranks in this process, whose collectives fail on every rank if a peer
 /// does not enter them within `timeout`.
-pub fn create_group_with_timeout(world: usize, timeout: Duration) -> Vec<LocalComm> {
+pub fn create_thread_group_with_timeout(world: usize, timeout: Duration) -> Vec<ThreadComm> {
     assert!(
         (1..=crate::MAX_WORLD_SIZE).contains(&world),
         "a group has 1 to {} ranks, not {world}",
         crate::MAX_WORLD_SIZE
     );
-    let group = Arc::new(LocalGroup::new(world, timeout.min(MAX_TIMEOUT)));
-    let member = |rank| LocalComm {
+    let group = Arc::new(ThreadGroup::new(world, timeout.min(MAX_TIMEOUT)));
+    let member = |rank| ThreadComm {
         position: GroupPosition { rank, world },
         group: group.clone(),
-        call_state: Mutex::new(LocalCallState { calls: 0, exchanges: 0 }),
+        call_state: Mutex::new(ThreadCallState { calls: 0, exchanges: 0 }),
     };
     (0..world).map(member).collect()
 }
 
-impl LocalComm {
+impl ThreadComm {
     /// Replaces `x` by its sum over all ranks in two exchanges: each rank sums its share of `x`,
     /// then all ranks gather the shares.
     fn all_reduce_large(
         &self,
-        call_state: &mut LocalCallState,
+        call_state: &mut ThreadCallState,
         call: CollectiveCall,
         x: &mut [f32],
     ) -> Result<()> {
@@ -138,7 +138,7 @@ impl LocalComm {
     }
 }
 
-impl Comm for LocalComm {
+impl Comm for ThreadComm {
     fn rank(&self) -> usize {
         self.position.rank
     }
@@ -316,7 +316,7 @@ impl Comm for LocalComm {
         let call = CollectiveCall::summarize_shared_window(self.position, counts, dtype.size());
         let (mut call_state, call) = self.begin_call(call)?;
         if self.position.rank == 0 {
-            let window = LocalWindow::new(dtype, counts.iter().sum());
+            let window = ThreadWindow::new(dtype, counts.iter().sum());
             self.group.lock_state().window = Some(Arc::new(window));
         }
         let mut window = None;
@@ -347,7 +347,7 @@ impl Comm for LocalComm {
     }
 }
 
-impl Drop for LocalComm {
+impl Drop for ThreadComm {
     fn drop(&mut self) {
         self.group.leave(self.position.rank);
     }

@@ -1,5 +1,5 @@
-//! [`LocalComm`]: the communicator of one rank, in a group whose ranks are threads of one process.
-use super::group::LocalGroup;
+//! [`ThreadComm`]: the communicator of one rank, in a group whose ranks are threads of one process.
+use super::group::ThreadGroup;
 use crate::{
     CommError, Result,
     call::{CollectiveCall, GroupPosition},
@@ -10,31 +10,31 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The communicator of one rank, in a group whose ranks are threads of one process.
 ///
 /// Dropping it leaves the group: peers that need this rank then get [`CommError::Aborted`].
-pub struct LocalComm {
+pub struct ThreadComm {
     pub(super) position: GroupPosition,
-    pub(super) group: Arc<LocalGroup>,
+    pub(super) group: Arc<ThreadGroup>,
     /// The call state of this rank. A collective holds the lock, so that collectives of one rank
     /// never overlap.
-    pub(super) call_state: Mutex<LocalCallState>,
+    pub(super) call_state: Mutex<ThreadCallState>,
 }
 
 /// Counters of one rank's communicator: how many collectives the rank has begun, and how many times
 /// it has exchanged data in them.
-pub(super) struct LocalCallState {
+pub(super) struct ThreadCallState {
     /// Number of collectives called so far.
     pub(super) calls: u64,
     /// Number of exchanges entered so far.
     pub(super) exchanges: u64,
 }
 
-impl LocalComm {
+impl ThreadComm {
     /// Begins a collective: locks the counters of this rank's calls and assigns the next number to
     /// the call. Fails if the group is aborted or the arguments are invalid. Invalid arguments
     /// abort the group.
     pub(super) fn begin_call(
         &self,
         call: std::result::Result<CollectiveCall, ArgumentError>,
-    ) -> Result<(MutexGuard<'_, LocalCallState>, CollectiveCall)> {
+    ) -> Result<(MutexGuard<'_, ThreadCallState>, CollectiveCall)> {
         let mut call_state = self.call_state.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(reason) = self.group.lock_state().aborted.clone() {
             return Err(CommError::Aborted(reason));

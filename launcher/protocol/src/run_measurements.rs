@@ -1,5 +1,5 @@
-//! [`RunStatus`]: the newest measurements of a run, which its controller writes to the run's status
-//! file.
+//! [`RunMeasurements`]: the newest measurements of a run, which its controller writes to the run's
+//! status file.
 use crate::{control::HostUsage, event::StragglerReport, step_times::StepTimes};
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +13,7 @@ pub const STATUS_VERSION: u32 = 1;
 /// would grow with the number of ranks and steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct RunStatus {
+pub struct RunMeasurements {
     /// The version of the file.
     pub version: u32,
     /// The time at which the file was written, in seconds since 1970.
@@ -23,7 +23,7 @@ pub struct RunStatus {
     /// The times of the ranks in the newest steps; without steps if they are unknown.
     pub step_times: StepTimes,
     /// The newest usage of each host.
-    pub hosts: Vec<HostStatus>,
+    pub hosts: Vec<HostUsageSample>,
     /// The ranks that slow down the others at present.
     pub stragglers: Vec<StragglerReport>,
 }
@@ -31,7 +31,7 @@ pub struct RunStatus {
 /// The newest measurement of how much of a host's CPUs, memory, disks, network and GPUs is in use.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct HostStatus {
+pub struct HostUsageSample {
     /// The name of the host, as the job states it.
     pub host: String,
     /// The time of the measurement, in seconds since 1970.
