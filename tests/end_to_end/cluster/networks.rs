@@ -72,9 +72,12 @@ fn run_network_check(
         let caused_by_machine =
             ["/dev/shm", "workdir", "logs", "home", "open files", "packet loss", "latency"];
         let name = check["check"].as_str().unwrap();
-        let is_slowed_by_machine = name == "network" && check["result"] == "warning";
+        let found = check["found"].as_str().unwrap();
+        // The tests slow hosts to Mb/s. A busy machine slows some of the hosts to fewer Gb/s.
+        let is_slowed_by_machine = name == "network" && check["result"] == "warning"
+            || name == "bandwidth" && found.contains(" Gb/s to ");
         let is_problem = check["result"] == "failed" || check["result"] == "warning";
-        let text = format!("{host}{name}: {}", check["found"].as_str().unwrap());
+        let text = format!("{host}{name}: {found}");
         (is_problem && !is_slowed_by_machine && !caused_by_machine.contains(&name)).then_some(text)
     };
     let of_hosts = report["hosts"].as_array().unwrap().iter().flat_map(|host| {
