@@ -285,6 +285,28 @@ fn build_report_config(
     }
 }
 
+/// Creates the state machine that decides what the controller does for the run `request`. With
+/// `attach`, the state machine takes over the run from a lost controller.
+fn create_core(
+    request: &RunRequest,
+    identity: &ControllerIdentity,
+    attach: Option<AttachOptions>,
+) -> ControllerCore {
+    let RunRequest { job, plan, hosts, transport, .. } = request;
+    let hosts = hosts.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local });
+    let seed = RandomState::new().hash_one(&plan.run.0);
+    let supervision = (identity.token(), identity.controller_loss_action());
+    let setup = CoreSetup {
+        arrival: transport.arrival_limits(),
+        run_dir: plan.run_dir.clone(),
+        ..CoreSetup::new(job, hosts.collect(), seed, supervision)
+    };
+    match attach {
+        Some(attach) => ControllerCore::new_for_takeover(setup, attach.placement, attach.is_forced),
+        None => ControllerCore::new(setup),
+    }
+}
+
 impl ControllerDriver {
     /// Creates the part of the controller that executes actions (the driver), and starts its
     /// threads. Starts no process and writes no file. With `attach`, the driver takes over a run
@@ -294,6 +316,18 @@ impl ControllerDriver {
         options: RunOptions,
         attach: Option<AttachOptions>,
     ) -> diagnostic::Result<Self> {
+        let identity = match &attach {
+            Some(AttachOptions { key, epoch, .. }) => {
+                let run = &request.plan.run.0;
+                ControllerIdentity::create_for_takeover(run, &request.job.run, key.clone(), *epoch)?
+            }
+            None => {
+                let action = options.on_controller_loss;
+                ControllerIdentity::create(&request.plan.run.0, &request.job.run, action)?
+            }
+        };
+        let is_adopting = attach.is_some();
+        let core = create_core(&request, &identity, attach);
         let RunRequest { job, plan, hosts, transport, local_inventory, prepare_resume } = request;
         let config = build_report_config(&job, &plan, &options, hosts.len());
         let no_threads = |error: std::io::Error| {
@@ -302,28 +336,10 @@ impl ControllerDriver {
         let lines = mpsc::channel(EVENT_CHANNEL_CAPACITY);
         let streamed_logs = StreamedLogs::start(config.logs.clone(), job.run.logs.max_size, lines.0.clone())
             .map_err(no_threads)?;
-        let setups = hosts.iter().map(|h| HostSetup { name: h.name.clone(), remote: !h.local });
-        let identity = match &attach {
-            Some(AttachOptions { key, epoch, .. }) => {
-                ControllerIdentity::create_for_takeover(&plan.run.0, &job.run, key.clone(), *epoch)?
-            }
-            None => ControllerIdentity::create(&plan.run.0, &job.run, options.on_controller_loss)?,
-        };
-        let seed = RandomState::new().hash_one(&plan.run.0);
-        let supervision = (identity.token(), identity.controller_loss_action());
-        let setup = CoreSetup {
-            arrival: transport.arrival_limits(),
-            run_dir: plan.run_dir.clone(),
-            ..CoreSetup::new(&job, setups.collect(), seed, supervision)
-        };
-        let status = StatusKeeper::new(&job.run.straggler, job.run.command.is_some());
         Ok(ControllerDriver {
-            status,
-            is_adopting: attach.is_some(),
-            core: match attach {
-                Some(attach) => ControllerCore::new_for_takeover(setup, attach.placement, attach.is_forced),
-                None => ControllerCore::new(setup),
-            },
+            status: StatusKeeper::new(&job.run.straggler, job.run.command.is_some()),
+            is_adopting,
+            core,
             identity,
             report: Reporter::start(config).map_err(no_threads)?,
             streamed_logs,

@@ -358,30 +358,38 @@ impl Simulation {
         }
     }
 
-    /// Processes an event. Drops events of dead hosts and controllers, and delays those of frozen
-    /// ones. Fails if an invariant is violated.
-    fn process_event(&mut self, event: SimEvent) -> Result<(), String> {
+    /// Returns an event that its host or controller can process now. Otherwise returns `None`, and
+    /// keeps the event until the host is no longer frozen or the controller no longer suspended;
+    /// events of dead hosts and ended controllers are dropped.
+    fn take_deliverable_event(&mut self, event: SimEvent) -> Option<SimEvent> {
         if let Some(host) = self.find_event_host(&event) {
             let host = &mut self.hosts[host];
             if host.dead {
-                return Ok(());
+                return None;
             }
             if host.frozen {
                 host.delayed.push_back(event);
-                return Ok(());
+                return None;
             }
         }
         if let Some(index) = self.find_event_controller(&event) {
             let controller = &mut self.controllers[index];
             match controller.state {
-                ControllerState::Ended => return Ok(()),
+                ControllerState::Ended => return None,
                 ControllerState::Suspended { .. } => {
                     controller.delayed.push_back(event);
-                    return Ok(());
+                    return None;
                 }
                 ControllerState::Alive => {}
             }
         }
+        Some(event)
+    }
+
+    /// Processes an event. Drops events of dead hosts and controllers, and delays those of frozen
+    /// ones. Fails if an invariant is violated.
+    fn process_event(&mut self, event: SimEvent) -> Result<(), String> {
+        let Some(event) = self.take_deliverable_event(event) else { return Ok(()) };
         match event {
             SimEvent::ToAgent(id, message) => self.deliver_to_agent(id, AgentInput::Controller(message)),
             SimEvent::AgentSeesEnd(id) => self.deliver_to_agent(id, AgentInput::ControllerLost),

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::controller::{
     controller_events::ControllerEvents,
-    core::{PlannedWorker, RunMemo, StoredMemo},
+    core::{AttachFailure, PlannedWorker, RunMemo, StoredMemo},
     report_id::CONTROLLER_REPORT_STREAM,
 };
 use jobspec::ids::Rank;
@@ -276,14 +276,7 @@ impl Simulation {
                 let unattended_s = unattended.as_secs_f64();
                 self.record_event(index, Event::Takeover { host: "c".into(), pid: 1, unattended_s });
             }
-            ControllerAction::AbandonTakeover(failure) => {
-                if failure == crate::controller::core::AttachFailure::NotStarted {
-                    (0..self.hosts.len())
-                        .for_each(|host| self.send_to_agent(index, host, ToAgent::End { exit_code: None }));
-                }
-                self.attach_failure = Some(failure);
-                self.end_controller(index, ControllerState::Ended);
-            }
+            ControllerAction::AbandonTakeover(failure) => self.abandon_takeover(index, failure),
             ControllerAction::Prepare { attempt, restarts, hosts, .. } => {
                 self.controllers[index].preparing = Some((attempt, restarts, hosts));
                 let at = self.now + self.rng.pick_delay(0, 20);
@@ -323,6 +316,16 @@ impl Simulation {
             | ControllerAction::StepTimes(_)
             | ControllerAction::Usage { .. } => {}
         }
+    }
+
+    /// Ends a controller that could not take over the run.
+    fn abandon_takeover(&mut self, index: ControllerIndex, failure: AttachFailure) {
+        if failure == AttachFailure::NotStarted {
+            (0..self.hosts.len())
+                .for_each(|host| self.send_to_agent(index, host, ToAgent::End { exit_code: None }));
+        }
+        self.attach_failure = Some(failure);
+        self.end_controller(index, ControllerState::Ended);
     }
 
     /// Ends the run: the controller lets its agents end, and completes the journal.

@@ -5,7 +5,7 @@ use crate::agent::simulated::{AgentAction, AgentCore, AgentInput, ProcessGroupSi
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::ids::Rank;
 use protocol::{
-    control::{AttachRejection, ExitStatus, FromWorker, HostPlan, PROTOCOL_VERSION},
+    control::{AttachRejection, ExitStatus, FromWorker, HostPlan, PROTOCOL_VERSION, ToWorker},
     event::{Event, WorkerPhase},
 };
 use std::{
@@ -142,36 +142,11 @@ impl Simulation {
                 }
                 None
             }
-            AgentAction::PrepareWorkers { plan, .. } => {
-                // The agent's driver, too, prepares workers only if no other agent's workers run.
-                let has_older = self.hosts[host].workers.values().any(|owner| *owner != number);
-                if let Some(agent) = self.find_agent(host, number) {
-                    agent.plan = (!has_older).then(|| (*plan).clone());
-                }
-                if !has_older {
-                    return Ok(Some(AgentInput::Prepared { attempt: plan.attempt }));
-                }
-                let rank = plan.workers.first().map_or(0, |w| w.rank);
-                let diagnostic = Diagnostic::error(run::WORKER_START_FAILED, "an earlier agent is alive");
-                Some(AgentInput::SpawnFailed { rank, diagnostic })
-            }
+            AgentAction::PrepareWorkers { plan, .. } => Some(self.prepare_workers(host, number, &plan)),
             AgentAction::Spawn(index) => self.spawn_worker(host, number, index, false)?,
             AgentAction::Rejoin(index) => self.rejoin_worker(host, number, index)?,
             AgentAction::SendToWorker(rank, message) => {
-                use protocol::control::ToWorker;
-                if matches!(message, ToWorker::Abort { keep: true, .. }) && !self.rng.pick_one_in(4) {
-                    self.schedule_leave(host, number, rank);
-                    return Ok(None);
-                }
-                let status = match message {
-                    ToWorker::Abort { .. } => Some(76),
-                    ToWorker::Stop => Some(75),
-                    _ => None,
-                };
-                if let Some(code) = status {
-                    let at = self.now + self.rng.pick_delay(1, 60);
-                    self.schedule_rank_end(host, rank, at, ExitStatus::Code(code));
-                }
+                self.send_to_worker(host, number, rank, &message);
                 None
             }
             AgentAction::Signal(rank, ending) => {
@@ -202,6 +177,36 @@ impl Simulation {
                 None
             }
         })
+    }
+
+    /// Lets an agent prepare the workers of `plan`. Returns the agent's next input.
+    fn prepare_workers(&mut self, host: HostIndex, number: u32, plan: &HostPlan) -> AgentInput {
+        // The agent's driver, too, prepares workers only if no other agent's workers run.
+        let has_older = self.hosts[host].workers.values().any(|owner| *owner != number);
+        if let Some(agent) = self.find_agent(host, number) {
+            agent.plan = (!has_older).then(|| plan.clone());
+        }
+        if !has_older {
+            return AgentInput::Prepared { attempt: plan.attempt };
+        }
+        let rank = plan.workers.first().map_or(0, |w| w.rank);
+        let diagnostic = Diagnostic::error(run::WORKER_START_FAILED, "an earlier agent is alive");
+        AgentInput::SpawnFailed { rank, diagnostic }
+    }
+
+    /// Lets a worker receive a message of its agent: an order to abort or to stop ends the worker
+    /// soon, or lets it leave the attempt and keep its process.
+    fn send_to_worker(&mut self, host: HostIndex, number: u32, rank: Rank, message: &ToWorker) {
+        if matches!(message, ToWorker::Abort { keep: true, .. }) && !self.rng.pick_one_in(4) {
+            return self.schedule_leave(host, number, rank);
+        }
+        let code = match message {
+            ToWorker::Abort { .. } => 76,
+            ToWorker::Stop => 75,
+            _ => return,
+        };
+        let at = self.now + self.rng.pick_delay(1, 60);
+        self.schedule_rank_end(host, rank, at, ExitStatus::Code(code));
     }
 
     /// Schedules the messages by which the workers of this rank report that they have left their
