@@ -200,8 +200,8 @@ impl<'a> MakeWriter<'a> for LineSink {
 /// A function that prints a line of the debug log on the terminal of this process.
 pub type PrintLineFn = fn(&str);
 
-/// A writer that prints log lines on the terminal by calling a function, for the subscriber of
-/// `tracing`.
+/// The writer through which `tracing` prints the lines of the debug log on the terminal: it passes
+/// each line to the contained [`PrintLineFn`].
 #[derive(Clone, Copy)]
 pub(crate) struct TerminalWriter(pub(crate) PrintLineFn);
 

@@ -23,8 +23,8 @@ pub(crate) use join::{NodeEnvironment, is_own_address, join_run};
 pub(crate) use provider::{Cluster, ClusterCheckSettings, ClusterError};
 pub(crate) use slurm::parse_untrusted_variables as parse_allocation_variables;
 pub(crate) use transport::{
-    AgentHandle, AgentOutput, AgentProcess, AgentStartStep, ArrivalLimits, ConnectionStage, RemoteConnection,
-    Transport,
+    AgentHandle, AgentOutput, AgentProcess, AgentStartStep, ArrivalLimits, ConnectionStage,
+    RemoteAgentConnection, Transport,
 };
 
 use diagnostic::{Diagnostic, codes::run};

@@ -24,11 +24,11 @@ mod line_follower;
 mod mlflow;
 pub mod plan;
 mod private_files;
-mod process_arguments;
 mod processes;
 mod rendezvous;
 mod report;
 mod runs;
+mod secret_arguments;
 mod secrets;
 #[cfg(test)]
 mod testing;
@@ -68,7 +68,7 @@ pub fn main(
     let words: Vec<_> = args.iter().map(|argument| argument.to_string_lossy()).collect();
     let command_line = hide_secret_arguments(&words);
     // SAFETY: this process has no other thread yet.
-    unsafe { process_arguments::overwrite_secret_arguments() };
+    unsafe { secret_arguments::overwrite_secret_arguments() };
     let Cli { command, json, verbose, json_schema } = match cli::parse_command_line(args.into_iter()) {
         ParsedArgs::Command(cli) => *cli,
         ParsedArgs::Print(text) => {

@@ -71,8 +71,8 @@ impl JournalLine {
     }
 }
 
-/// Shortens the long texts, lists and objects in a JSON value from an untrusted file, and drops
-/// values above a total number. `values_left` is the number of values that may still be kept.
+/// Shortens long texts, lists and objects in a JSON value from an untrusted file, and replaces
+/// nested values by `null` once the limit `values_left` on the number of values is used up.
 pub(crate) fn truncate_json_value(value: Value, values_left: &mut usize) -> Value {
     *values_left = values_left.saturating_sub(1);
     if *values_left == 0 {

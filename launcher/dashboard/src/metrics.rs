@@ -31,7 +31,7 @@ enum MetricType {
 
 /// A Prometheus metric with one value per run, such as its step, and the function that reads this
 /// value.
-struct RunMetric {
+struct PrometheusRunMetric {
     /// The name without the suffix `_total` of counters.
     name: &'static str,
     kind: MetricType,
@@ -41,116 +41,116 @@ struct RunMetric {
 }
 
 /// All Prometheus metrics that have one value per run.
-const RUN_METRICS: [RunMetric; 19] = [
-    RunMetric {
+const PROMETHEUS_RUN_METRICS: [PrometheusRunMetric; 19] = [
+    PrometheusRunMetric {
         name: "launch_run_active",
         kind: MetricType::Gauge,
         help: "Whether the run is active.",
         value: |run| Some(f64::from(u8::from(run.info.is_active))),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_run_start_time_seconds",
         kind: MetricType::Gauge,
         help: "Start of the run since 1970.",
         value: |run| Some(run.info.began_ms as f64 / 1000.0),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_run_exit_code",
         kind: MetricType::Gauge,
         help: "Exit code of a run that has ended.",
         value: |run| run.view.numbers.exit_code.map(f64::from),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_last_event_time_seconds",
         kind: MetricType::Gauge,
         help: "Time of the newest event since 1970.",
         value: |run| run.view.numbers.time,
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_workers",
         kind: MetricType::Gauge,
         help: "Number of workers of the current attempt.",
         value: |run| Some(f64::from(run.view.grid.world())),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_hosts",
         kind: MetricType::Gauge,
         help: "Number of hosts of the current attempt.",
         value: |run| Some(run.view.grid.host_count() as f64),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_workers_running",
         kind: MetricType::Gauge,
         help: "Number of workers that train.",
         value: |run| Some(run.view.grid.count_in_state(RankState::Running) as f64),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_step",
         kind: MetricType::Gauge,
         help: "Optimizer steps that are done.",
         value: |run| run.view.numbers.step.map(|v| v as f64),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_steps_planned",
         kind: MetricType::Gauge,
         help: "Optimizer steps of the whole training.",
         value: |run| run.view.numbers.total_steps.map(|v| v as f64),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_step_seconds",
         kind: MetricType::Gauge,
         help: "Duration of the newest step.",
         value: |run| run.view.numbers.step_s,
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_loss",
         kind: MetricType::Gauge,
         help: "Loss of the newest step.",
         value: |run| run.view.numbers.loss,
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_eval_loss",
         kind: MetricType::Gauge,
         help: "Loss of the newest evaluation.",
         value: |run| run.view.numbers.eval_loss,
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_grad_norm",
         kind: MetricType::Gauge,
         help: "Norm of the gradients of the newest step.",
         value: |run| run.view.numbers.grad_norm,
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_learning_rate",
         kind: MetricType::Gauge,
         help: "Learning rate of the newest step.",
         value: |run| run.view.numbers.lr,
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_tokens_per_second",
         kind: MetricType::Gauge,
         help: "Tokens per second of all ranks.",
         value: |run| run.view.numbers.tokens_per_s,
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_peak_rss_bytes",
         kind: MetricType::Gauge,
         help: "Largest resident set of a rank.",
         value: |run| run.view.numbers.peak_rss.map(|v| v as f64),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_exposed_communication_seconds",
         kind: MetricType::Gauge,
         help: "Time for which computation waited for collectives in the newest step.",
         value: |run| run.view.numbers.exposed_comm_s,
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_restarts",
         kind: MetricType::Counter,
         help: "Restarts of the workers.",
         value: |run| Some(run.view.numbers.restarts as f64),
     },
-    RunMetric {
+    PrometheusRunMetric {
         name: "launch_checkpoints",
         kind: MetricType::Counter,
         help: "Checkpoints that were saved.",
@@ -182,7 +182,7 @@ pub(crate) fn format_metrics(dashboard: &Dashboard, format: MetricsFormat) -> St
     let names = shown.take(MAX_EXPORTED_RUNS).map(|(_, info)| &info.run);
     let runs: Vec<_> = names.filter_map(|run| dashboard.load_run(run, LOAD_TIMEOUT)).collect();
     let mut text = String::new();
-    for metric in &RUN_METRICS {
+    for metric in &PROMETHEUS_RUN_METRICS {
         let suffix = if metric.kind == MetricType::Counter { "_total" } else { "" };
         let (name, help) = (metric.name, metric.help);
         let kind = if metric.kind == MetricType::Counter { "counter" } else { "gauge" };

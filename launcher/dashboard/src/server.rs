@@ -27,8 +27,9 @@ const MAX_CONNECTIONS: usize = 64;
 /// The largest number of pages that receive server-sent events at the same time. It is below
 /// [`MAX_CONNECTIONS`], so that other requests are still served.
 const MAX_STREAMS: usize = 32;
-/// The largest number of threads of the dashboard's server that read files.
-const MAX_READER_THREADS: usize = 8;
+/// The largest number of threads in which the dashboard's server reads the files of runs, to answer
+/// requests and to fill event streams.
+const MAX_FILE_READER_THREADS: usize = 8;
 /// The time within which a client must send the head (request line and headers) of an HTTP request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time within which a client must receive an HTTP response, or one message of an event stream.
@@ -89,7 +90,8 @@ impl BoundServer {
     /// Serves HTTP requests until the process ends. Fails if the event loop cannot be started.
     pub fn run(self) -> io::Result<()> {
         let mut builder = tokio::runtime::Builder::new_current_thread();
-        let runtime = builder.enable_io().enable_time().max_blocking_threads(MAX_READER_THREADS).build()?;
+        let runtime =
+            builder.enable_io().enable_time().max_blocking_threads(MAX_FILE_READER_THREADS).build()?;
         runtime.block_on(async move {
             let listener = TcpListener::from_std(self.listener)?;
             let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));

@@ -265,7 +265,7 @@ impl AgentDriver {
                 Some(message) = self.controller_messages.1.recv(), if self.waiting_hello.is_none() => {
                     self.on_controller_message(message)
                 }
-                Some(lock) = self.host_locks.1.recv() => self.on_host_locked(lock),
+                Some(lock) = self.host_locks.1.recv() => self.on_host_lock_result(lock),
                 Some(connection) = self.attach_requests.1.recv() => self.on_attach_request(connection),
                 Some(logs) = self.opened_logs.1.recv() => self.on_logs_opened(logs),
                 result = self.spawner.receive_result() => self.on_spawner_result(result),

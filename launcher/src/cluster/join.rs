@@ -15,7 +15,7 @@ mod node_name;
 mod node_relay;
 mod node_signals;
 mod node_table;
-mod rendezvous;
+mod rendezvous_listeners;
 
 pub(crate) use joined_node::join_run;
 pub(crate) use node_environment::NodeEnvironment;
@@ -97,5 +97,5 @@ impl Cluster for JoinCluster {
 /// Returns whether the rendezvous address, at which node 0 listens for the other nodes, belongs to
 /// this machine, which makes it node 0. Blocks for the resolution of the name.
 pub(crate) fn is_own_address(address: &RendezvousAddress) -> bool {
-    !rendezvous::find_own_addresses(address).is_empty()
+    !rendezvous_listeners::find_own_addresses(address).is_empty()
 }

@@ -29,7 +29,7 @@ pub(crate) trait Transport {
     ///
     /// Returns one result for each host, in the order of `hosts`, and does not wait until the
     /// agents run. Only the hello of an agent proves that it runs. If an agent on another host ends
-    /// without a hello, [`RemoteConnection::failure`] returns the reason.
+    /// without a hello, [`RemoteAgentConnection::failure`] returns the reason.
     fn start_agents(&mut self, hosts: &[String]) -> Vec<diagnostic::Result<AgentProcess>>;
 
     /// Returns how long the controller waits for agents to connect, when it uses a lost host again,
@@ -134,12 +134,12 @@ pub(crate) enum AgentHandle {
     /// The pid of a child process. The controller reaps it and the orphans that it leaves.
     Child(u32),
     /// The connection to an agent on another host.
-    Connection(Box<dyn RemoteConnection>),
+    Connection(Box<dyn RemoteAgentConnection>),
 }
 
 /// The controller's connection to an agent on another host, through which the connection is closed
 /// and its state is queried.
-pub(crate) trait RemoteConnection: Send + fmt::Debug {
+pub(crate) trait RemoteAgentConnection: Send + fmt::Debug {
     /// Closes the connection to the agent immediately, so that the streams end on both sides and
     /// the agent ends its workers.
     fn abort(&self);

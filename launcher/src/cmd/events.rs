@@ -81,7 +81,7 @@ fn convert_line_to_schema(line: &str, format: OutputFormat) -> String {
     }
     let stored = serde_json::from_str::<StoredEvent>(line);
     let converted = match stored {
-        Ok(StoredEvent { schema }) if schema != format.schema.number() => {
+        Ok(StoredEvent { schema }) if schema != format.schema.version_number() => {
             TimedEvent::from_json(line).and_then(|event| event.to_json(format.schema)).ok()
         }
         _ => None,

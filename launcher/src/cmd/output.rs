@@ -39,7 +39,7 @@ pub(crate) fn report_error(error: &Diagnostic, format: OutputFormat) -> u8 {
 /// diagnostic, `schema` (2) and `event` (`error`).
 fn build_error_event(error: &Diagnostic) -> Value {
     let mut event = error.to_json();
-    event["schema"] = json!(EventSchema::V2.number());
+    event["schema"] = json!(EventSchema::V2.version_number());
     event["event"] = json!("error");
     event
 }

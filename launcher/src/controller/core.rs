@@ -217,7 +217,7 @@ pub(crate) struct ControllerCore {
     next_return: Option<Duration>,
     /// The order in which [`ControllerCore::try_prepare_attempt`] examines the hosts; empty for the
     /// order of the list.
-    scan_order: Vec<HostIndex>,
+    selection_order: Vec<HostIndex>,
     /// How many hosts [`ControllerCore::try_prepare_attempt`] has examined.
     scanned: usize,
     /// How many of the examined hosts take part in the next attempt.
@@ -277,7 +277,7 @@ impl ControllerCore {
             streams: BTreeMap::new(),
             current_report: None,
             next_return: None,
-            scan_order: Vec::new(),
+            selection_order: Vec::new(),
             scanned: 0,
             scanned_joined: 0,
             actions: Vec::new(),

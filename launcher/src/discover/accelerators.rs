@@ -50,8 +50,9 @@ pub(super) fn discover_accelerators(
     })
 }
 
-/// Finds the accelerators of a machine from its device files below the root directory of `tree`, so
-/// that tests can describe a machine. `mig_uuids` lists the UUIDs of MIG instances.
+/// Finds the accelerators of a machine from the drivers' files in `/dev`, `/proc` and `/sys`, which
+/// are read through `tree` below a root directory that tests can replace. `mig_uuids` lists the
+/// UUIDs of MIG instances.
 fn discover_in_device_files(
     tree: &DeviceFiles<'_>,
     variable: &dyn Fn(&str) -> Option<String>,

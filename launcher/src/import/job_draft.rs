@@ -47,8 +47,8 @@ pub(crate) struct ImportNote {
     pub(crate) text: String,
 }
 
-/// The kind of a note about an import: about a key of job.yaml, or about a key that was not
-/// converted.
+/// The kind of an import note: about a key that was written to job.yaml, or about a key of the
+/// other launcher's configuration that was not converted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoteKind {
     /// A key of the job that was written.

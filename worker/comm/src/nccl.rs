@@ -18,6 +18,6 @@ pub use crate::nccl_error::{NcclError, Result};
 pub use binding::ID_BYTES;
 pub use comm::NcclComm;
 pub use cudarc::nccl::sys::ncclDataType_t;
-pub use equal_parts::EqualParts;
+pub use equal_parts::EqualPartsPlan;
 pub use library::NcclLibrary;
 pub use raw_comm::{CudaStream, PeerBuffer, RawNcclComm};

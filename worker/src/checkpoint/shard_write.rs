@@ -131,7 +131,8 @@ pub(super) struct RangeLabel {
 }
 
 impl RangeLabel {
-    /// Creates the label (name, role, first element) of the tensor range `o` that this rank owns.
+    /// Creates the label that identifies the tensor range `o` of this rank in a checkpoint: the
+    /// tensor's name, its role (weight or optimizer state) and the first element of the range.
     pub(super) fn new(o: &OwnedRange) -> Self {
         RangeLabel { name: o.name.into(), role: o.role, start_element: o.start_element }
     }

@@ -378,7 +378,7 @@ fn errors_render_with_message_cause_and_help() {
         DataError::Empty { path: path(), other_files: 1 },
         DataError::ChangedWhileRead { path: path() },
         tokenizer(TokenizerProblem::FileMissing),
-        tokenizer(TokenizerProblem::FileUnreadable(TextFileError::NotUtf8 { offset: 7 })),
+        tokenizer(TokenizerProblem::FileUnreadable(TokenizerTextFileError::NotUtf8 { offset: 7 })),
         template(ChatTemplateProblem::TokenizerHasNone),
         interpretation(
             InterpretationStep::LoadTokenizer,

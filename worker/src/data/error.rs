@@ -7,7 +7,7 @@ pub use interpretation::{FailedRecord, InterpretationError, InterpretationStep};
 pub(crate) use keys::FILES_KEY;
 pub use problems::{
     ChatProblem, ChatTemplateProblem, FilePatternProblem, ParquetProblem, RecordPosition, RecordProblem,
-    TemplateFailure, TextFileError, TokenCacheDamage, TokenCacheOperation, TokenizerProblem,
+    TemplateFailure, TokenCacheDamage, TokenCacheOperation, TokenizerProblem, TokenizerTextFileError,
 };
 
 use super::split::Split;

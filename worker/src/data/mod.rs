@@ -36,8 +36,8 @@ pub(crate) use json_lines::{parse_chat_record, parse_text_record};
 pub use dataset::Dataset;
 pub use error::{
     ChatProblem, ChatTemplateProblem, DataError, FailedRecord, FilePatternProblem, InterpretationError,
-    InterpretationStep, ParquetProblem, RecordPosition, RecordProblem, TemplateFailure, TextFileError,
-    TokenCacheDamage, TokenCacheOperation, TokenizerProblem,
+    InterpretationStep, ParquetProblem, RecordPosition, RecordProblem, TemplateFailure, TokenCacheDamage,
+    TokenCacheOperation, TokenizerProblem, TokenizerTextFileError,
 };
 pub use file_patterns::FilePatternCache;
 pub use interpreter::SANDBOX_ARGUMENT;

@@ -7,8 +7,8 @@
 use super::{
     byte_tokenizer,
     error::{
-        ChatTemplateProblem, DataError, FailedRecord, InterpretationError, InterpretationStep, TextFileError,
-        TokenizerProblem,
+        ChatTemplateProblem, DataError, FailedRecord, InterpretationError, InterpretationStep,
+        TokenizerProblem, TokenizerTextFileError,
     },
     interpreter::{
         DecodeTokensReply, Document, DocumentOptions, DocumentResult, InterpreterFailure, SandboxInterpreter,
@@ -269,8 +269,8 @@ fn read_tokenizer_file(path: &Path, limit: u64) -> Result<Option<String>, DataEr
 
 /// Reads the text of a regular UTF-8 file. Returns `None` if the file does not exist. Fails if the
 /// file has more than `limit` bytes.
-pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<Option<String>, TextFileError> {
-    let io_error = |e: std::io::Error| TextFileError::Io(e.to_string());
+pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<Option<String>, TokenizerTextFileError> {
+    let io_error = |e: std::io::Error| TokenizerTextFileError::Io(e.to_string());
     // Without O_NONBLOCK, opening a pipe would wait for a writer.
     let file = match File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
         Ok(file) => file,
@@ -278,15 +278,15 @@ pub(crate) fn read_text_file(path: &Path, limit: u64) -> Result<Option<String>, 
         Err(e) => return Err(io_error(e)),
     };
     if !file.metadata().map_err(io_error)?.is_file() {
-        return Err(TextFileError::NotRegular);
+        return Err(TokenizerTextFileError::NotRegular);
     }
     let mut bytes = Vec::new();
     file.take(limit + 1).read_to_end(&mut bytes).map_err(io_error)?;
     if bytes.len() as u64 > limit {
-        return Err(TextFileError::TooLarge { limit });
+        return Err(TokenizerTextFileError::TooLarge { limit });
     }
     let text = String::from_utf8(bytes);
-    text.map(Some).map_err(|e| TextFileError::NotUtf8 { offset: e.utf8_error().valid_up_to() })
+    text.map(Some).map_err(|e| TokenizerTextFileError::NotUtf8 { offset: e.utf8_error().valid_up_to() })
 }
 
 #[cfg(test)]
@@ -425,6 +425,6 @@ mod tests {
         let path = dir.path().join("tokenizer.json");
         File::create(&path).unwrap().set_len(1 << 40).unwrap();
         let problem = read_text_file(&path, 1000).unwrap_err();
-        assert!(matches!(problem, TextFileError::TooLarge { limit: 1000 }), "{problem}");
+        assert!(matches!(problem, TokenizerTextFileError::TooLarge { limit: 1000 }), "{problem}");
     }
 }

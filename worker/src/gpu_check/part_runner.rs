@@ -216,9 +216,10 @@ impl PartRunner<'_> {
         record
     }
 
-    /// Returns why a part of the GPU check failed, or `None` if its process ended as expected or a
-    /// row of the table already shows the failure. `end` is the last message of the process, if it
-    /// sent one.
+    /// Returns why the process of a part of the GPU check failed, for an additional row in the
+    /// printed table of results. Returns `None` if the process succeeded, or if it ran to its end
+    /// and one of its result rows (`rows`) already reports a failure. `end` is the last message of
+    /// the process, if it sent one.
     fn find_failure_reason(
         &mut self,
         part: &Part,

@@ -29,7 +29,8 @@ impl BufferSpec {
         BufferSpec { name: "", len, is_f32: true }
     }
 
-    /// Returns the element type of the buffer, if the model computes in the data type `compute`.
+    /// Returns the element type of the buffer: f32 if the buffer is always f32, otherwise
+    /// `compute`, the data type in which the model computes.
     fn dtype(self, compute: Dtype) -> Dtype {
         if self.is_f32 { Dtype::F32 } else { compute }
     }
@@ -71,17 +72,17 @@ impl ActivationBuffers {
     /// # Panics
     ///
     /// Panics if there are fewer buffers than fields.
-    pub(super) fn borrow_buffer_set<'a, S: BufferSet<&'a Buf>>(&'a self) -> S {
+    pub(super) fn borrow_as_struct<'a, S: BufferSet<&'a Buf>>(&'a self) -> S {
         S::from_values(&mut self.buffers.iter())
     }
 
-    /// Returns exclusive references to all of these buffers in a struct `S` (a buffer set) that has
-    /// one named field for each buffer.
+    /// Returns a struct `S` (a buffer set) whose named fields are exclusive references to these
+    /// buffers, one per field in the order of declaration.
     ///
     /// # Panics
     ///
     /// Panics if there are fewer buffers than fields.
-    pub(super) fn borrow_buffer_set_mut<'a, S: BufferSet<&'a mut Buf>>(&'a mut self) -> S {
+    pub(super) fn borrow_as_struct_mut<'a, S: BufferSet<&'a mut Buf>>(&'a mut self) -> S {
         S::from_values(&mut self.buffers.iter_mut())
     }
 }
@@ -192,9 +193,9 @@ mod tests {
             assert_eq!(buffers.find_buffer(name).map(describe), Some(expected), "{name}");
         }
         assert!(buffers.find_buffer("inner").is_none());
-        let OuterBuffers { first, second, inner } = buffers.borrow_buffer_set();
+        let OuterBuffers { first, second, inner } = buffers.borrow_as_struct();
         assert_eq!([first, second, inner.third].map(Buf::len), [3, 4, 5]);
-        let OuterBuffers { second, .. } = buffers.borrow_buffer_set_mut();
+        let OuterBuffers { second, .. } = buffers.borrow_as_struct_mut();
         second.host_slice_mut()[3] = 1.0;
         assert_eq!(buffers.find_buffer("second").map(|b| b.host_slice()[3]), Some(1.0));
     }

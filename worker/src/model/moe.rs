@@ -481,8 +481,9 @@ impl RouterStats {
         self.compute_loss_from_sums(&selections, &prob_sums, self.layers.iter().map(|t| t.lse_squares).sum())
     }
 
-    /// Computes the sum of the router losses from the average number of selections of each expert,
-    /// the sums of its probabilities, and the sum of the squared log-sum-exp.
+    /// Computes the weighted sum of the load-balancing loss and the z-loss from three inputs: each
+    /// expert's average number of selections per token and MoE layer, each expert's sum of router
+    /// probabilities, and the sum of the squared log-sum-exps of the router logits.
     fn compute_loss_from_sums(&self, mean_selections: &[f64], prob_sums: &[f64], squares: f64) -> f64 {
         let mean_probs = prob_sums.iter().map(|sum| sum / self.count_routed_rows());
         let balance: f64 = mean_selections.iter().zip(mean_probs).map(|(share, mean)| share * mean).sum();

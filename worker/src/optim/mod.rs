@@ -48,8 +48,8 @@ pub struct ParamGroup {
     pub params: Vec<String>,
 }
 
-/// The values that the updates of all parameters in one step have in common: learning rate, number
-/// of the step, and factor of the gradient.
+/// The values that are the same for the updates of all parameters in one optimizer step: learning
+/// rate, step number, and the number by which gradients are multiplied.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs {
     /// The learning rate of this step for groups with an `lr_scale` of 1.

@@ -359,8 +359,8 @@ impl AgentSession {
         }
     }
 
-    /// Returns the reason for which the agent (launch's process on the host) has aborted the
-    /// attempt, or `None` if it has not.
+    /// Returns why the agent (launch's process on the host) has aborted this attempt (start of all
+    /// workers), or `None` if it has not.
     fn find_abort_reason(&self) -> Option<String> {
         self.aborts.lock().unwrap_or_else(PoisonError::into_inner).reason.clone()
     }
@@ -526,8 +526,8 @@ impl AgentSession {
         })
     }
 
-    /// Sets what this rank does (its phase, such as loading or training), and reports it to the
-    /// agent (launch's process on the host).
+    /// Records the phase that this rank has entered, such as loading or training, and reports it to
+    /// the agent (launch's process on the host).
     pub(super) fn set_phase(&self, phase: WorkerPhase) -> Result<()> {
         tracing::info!(target: "worker::phase", phase = ?phase, step = self.step.load(Relaxed), "entering phase");
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;

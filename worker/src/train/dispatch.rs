@@ -43,13 +43,14 @@ pub(super) struct TokenDispatcher {
     max_rows: usize,
     /// The number of elements of a row.
     width: usize,
-    rows: PayloadBuffers,
-    weights: PayloadBuffers,
+    rows: ExpertRowBuffers,
+    weights: ExpertRowBuffers,
 }
 
-/// The buffers for sending and receiving rows of one kind (activations or router factors) between
-/// ranks. A running exchange owns them.
-struct PayloadBuffers {
+/// The send and receive buffers for exchanging one kind of data per token and chosen expert
+/// (activations, or the router's factors) between the ranks of a mixture-of-experts layer. A
+/// running exchange owns them.
+struct ExpertRowBuffers {
     /// The rows of this rank's tokens, sorted by the rank that has the expert of the row.
     packed: Buf,
     /// The rows for this rank's experts, sorted by the rank that sent them.
@@ -57,10 +58,10 @@ struct PayloadBuffers {
     pending: Option<PendingCollective<(Buf, Buf)>>,
 }
 
-impl PayloadBuffers {
+impl ExpertRowBuffers {
     /// Creates empty buffers for exchanging rows with elements of type `dtype`.
     fn new(ops: &dyn Ops, dtype: Dtype) -> Self {
-        PayloadBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
+        ExpertRowBuffers { packed: ops.zeroed(dtype, 0), received: ops.zeroed(dtype, 0), pending: None }
     }
 
     /// Starts to send rows between ranks, from the sender's buffer of packed rows to the receiver's
@@ -109,14 +110,14 @@ impl TokenDispatcher {
         width: usize,
     ) -> Self {
         let (world, rank, queue) = (engine.world(), engine.rank(), engine.queue().clone());
-        let buffers = |dtype| PayloadBuffers::new(ops.as_ref(), dtype);
+        let buffers = |dtype| ExpertRowBuffers::new(ops.as_ref(), dtype);
         let (rows, weights) = (buffers(engine.param_dtypes().compute), buffers(Dtype::F32));
         TokenDispatcher { ops, queue, world, rank, group, max_rows, width, rows, weights }
     }
 
     /// Returns the buffers for exchanging rows of the kind `payload` (activations or router
     /// factors), and the number of elements of such a row.
-    fn select_buffers(&mut self, payload: ExchangedRowKind) -> (&mut PayloadBuffers, usize) {
+    fn select_buffers(&mut self, payload: ExchangedRowKind) -> (&mut ExpertRowBuffers, usize) {
         match payload {
             ExchangedRowKind::Rows => (&mut self.rows, self.width),
             ExchangedRowKind::Weights => (&mut self.weights, 1),

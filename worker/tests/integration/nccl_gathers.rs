@@ -4,7 +4,7 @@
 use crate::{common::*, emulated::*, emulated_nccl, own_process::is_own_process};
 use comm::{
     Comm,
-    nccl::{EqualParts, NcclComm, NcclLibrary},
+    nccl::{EqualPartsPlan, NcclComm, NcclLibrary},
 };
 use device::{Buf, Cuda, Dtype, Storage, ops::NORM_BLOCK_LEN};
 use jobspec::{Precision, TrainSpec};
@@ -87,7 +87,7 @@ fn parts_of_every_benchmarked_model_are_gathered_by_the_native_all_gather() {
     for unit in list_benchmark_units() {
         for world in WORLD_SIZES {
             let counts = Partition::new(&unit, world).shard_lengths().to_vec();
-            let parts = EqualParts::new(&counts);
+            let parts = EqualPartsPlan::new(&counts);
             let (native, moved) = (parts.part_len() * world, parts.count_moved_elements());
             assert!(unit.len() - native < 65 * world, "{} at {world}: {native}", unit.len());
             if native > NORM_BLOCK_LEN * world {
@@ -122,7 +122,7 @@ fn unequal_parts_are_gathered_without_changing_a_bit() {
                 );
             });
             let after = NcclCounters::read();
-            let parts = EqualParts::new(counts);
+            let parts = EqualPartsPlan::new(counts);
             let calls = if parts.part_len() > 0 { world as i64 } else { 0 };
             assert_eq!(after.gathers - before.gathers, calls, "{} at {world} ranks", unit.len());
             let moved = if counts.iter().all(|n| *n == counts[0]) { 0 } else { parts.count_moved_elements() };
@@ -163,7 +163,7 @@ fn unequal_parts_are_summed_by_the_native_reduce_scatter() {
                 assert_eq!(*sum, expected, "element {i} of rank {me}, {counts:?}");
             }
         });
-        let calls = if EqualParts::new(&counts).part_len() > 0 { world as i64 } else { 0 };
+        let calls = if EqualPartsPlan::new(&counts).part_len() > 0 { world as i64 } else { 0 };
         assert_eq!(NcclCounters::read().reduce_scatters - before.reduce_scatters, calls, "{counts:?}");
     }
 }

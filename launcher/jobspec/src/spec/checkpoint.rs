@@ -59,7 +59,8 @@ section! {
     ]);
 }
 
-/// The advice to remove a key of `checkpoint`, for jobs that run a program.
+/// The advice to remove a key of the section `checkpoint` from the job file, if the job runs the
+/// user's own program (`run.command`) instead of the built-in training.
 const REMOVE_KEY_HELP: &str = "remove it; the program saves its own checkpoints";
 /// The rule that a key only has an effect in the built-in training, and is an error in a job that
 /// runs a program.

@@ -13,9 +13,9 @@ pub enum EventSchema {
 }
 
 impl EventSchema {
-    /// Returns the number of the version, which the JSON objects of events contain in the field
-    /// `schema`.
-    pub fn number(self) -> u8 {
+    /// Returns the version number of this JSON form of events, which each printed event has in its
+    /// field `schema` (from version 2 on).
+    pub fn version_number(self) -> u8 {
         match self {
             EventSchema::V1 => 1,
             EventSchema::V2 => 2,

@@ -131,7 +131,10 @@ impl AgentDriver {
 
     /// Handles the controller's first message, once it is known (`lock`) whether this agent could
     /// become the only agent of the run on its host.
-    pub(super) fn on_host_locked(&mut self, lock: Result<Option<UnixListener>, HostLockError>) -> AgentInput {
+    pub(super) fn on_host_lock_result(
+        &mut self,
+        lock: Result<Option<UnixListener>, HostLockError>,
+    ) -> AgentInput {
         let Some(hello) = self.waiting_hello.take() else { return AgentInput::Tick };
         match (lock, self.terms.clone()) {
             (Ok(Some(listener)), Some(terms)) => {

@@ -6,14 +6,16 @@ use super::{
     node_listener::{JoinContext, accept_nodes},
     node_name::parse_node_name,
     node_table::NodeTable,
-    rendezvous::open_node_0_listeners,
+    rendezvous_listeners::open_node_0_listeners,
 };
 use crate::{
     cluster::{
         local::start_local_agent,
         pending_agent::{AgentConnectionSlot, PendingAgent},
         provider::ClusterError,
-        transport::{AgentHandle, AgentOutput, AgentProcess, ArrivalLimits, RemoteConnection, Transport},
+        transport::{
+            AgentHandle, AgentOutput, AgentProcess, ArrivalLimits, RemoteAgentConnection, Transport,
+        },
     },
     leases::HELLO_TIMEOUT,
 };
@@ -172,7 +174,7 @@ impl fmt::Debug for PendingNodeConnection {
     }
 }
 
-impl RemoteConnection for PendingNodeConnection {
+impl RemoteAgentConnection for PendingNodeConnection {
     fn abort(&self) {
         self.slot.abort();
     }

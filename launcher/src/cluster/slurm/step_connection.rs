@@ -3,7 +3,7 @@
 use super::{srun, srun_process::SrunProcess};
 use crate::cluster::{
     pending_agent::{AgentConnectionSlot, PendingAgentReader},
-    transport::RemoteConnection,
+    transport::RemoteAgentConnection,
 };
 use diagnostic::{Diagnostic, codes::slurm};
 use protocol::control::ExitStatus;
@@ -39,7 +39,7 @@ impl fmt::Debug for SlurmAgentConnection {
     }
 }
 
-impl RemoteConnection for SlurmAgentConnection {
+impl RemoteAgentConnection for SlurmAgentConnection {
     fn abort(&self) {
         self.slot.abort();
     }

@@ -1,6 +1,6 @@
 //! [`ConnectionProgress`]: which stage the SSH connection to one host has reached and how it ended,
 //! shared by the connection's thread and the controller.
-use crate::cluster::transport::{AgentStartStep, ConnectionStage, RemoteConnection};
+use crate::cluster::transport::{AgentStartStep, ConnectionStage, RemoteAgentConnection};
 use diagnostic::{Diagnostic, codes::ssh};
 use nix::sys::socket::{Shutdown, shutdown};
 use protocol::control::ExitStatus;
@@ -133,7 +133,7 @@ impl fmt::Debug for ConnectionProgress {
     }
 }
 
-impl RemoteConnection for Arc<ConnectionProgress> {
+impl RemoteAgentConnection for Arc<ConnectionProgress> {
     fn abort(&self) {
         self.aborted.store(true, Ordering::SeqCst);
         self.shut_down_current_socket();

@@ -1,6 +1,6 @@
 //! [`StartedAgent`]: an agent that `launch check` has started on a host.
 use crate::{
-    cluster::{AgentHandle, AgentProcess, RemoteConnection, Transport},
+    cluster::{AgentHandle, AgentProcess, RemoteAgentConnection, Transport},
     processes::{lock_children, reap_group_leader},
 };
 use nix::{
@@ -31,7 +31,7 @@ impl StartedAgent {
     /// Returns the connection to the agent on a remote host, such as an SSH session, which has a
     /// stage of progress and can explain a failed start. Returns `None` if the agent is a child
     /// process or could not be started.
-    pub(super) fn remote_connection(&self) -> Option<&dyn RemoteConnection> {
+    pub(super) fn remote_connection(&self) -> Option<&dyn RemoteAgentConnection> {
         match self.agent.as_ref().ok().map(|agent| &agent.handle) {
             Some(AgentHandle::Connection(connection)) => Some(connection.as_ref()),
             Some(AgentHandle::Child(_)) | None => None,

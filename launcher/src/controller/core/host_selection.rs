@@ -21,7 +21,7 @@ impl ControllerCore {
             return;
         }
         while self.scanned < self.hosts.len() && self.scanned_joined < self.setup.use_hosts {
-            let host = &self.hosts[self.find_host_at_scan_position(self.scanned)];
+            let host = &self.hosts[self.host_at_selection_position(self.scanned)];
             match host.agent {
                 AgentConnectionState::Starting => return,
                 AgentConnectionState::Joined if !host.excluded => self.scanned_joined += 1,
@@ -37,7 +37,7 @@ impl ControllerCore {
         let joined = |id: &HostIndex| {
             self.hosts[*id].agent == AgentConnectionState::Joined && !self.hosts[*id].excluded
         };
-        let scanned = (0..self.scanned).map(|position| self.find_host_at_scan_position(position));
+        let scanned = (0..self.scanned).map(|position| self.host_at_selection_position(position));
         self.members = scanned.filter(joined).collect();
         // Ranks follow the order of the list of hosts.
         self.members.sort_unstable();
@@ -60,19 +60,19 @@ impl ControllerCore {
     /// last, because no attempt waits for them if the others are enough.
     pub(super) fn restart_host_scan(&mut self) {
         (self.scanned, self.scanned_joined) = (0, 0);
-        self.scan_order.clear();
+        self.selection_order.clear();
         let is_special = |host: &HostState| host.keeps_copies || host.is_returning;
         if self.hosts.iter().any(is_special) {
-            self.scan_order.extend(0..self.hosts.len());
+            self.selection_order.extend(0..self.hosts.len());
             let hosts = &self.hosts;
-            self.scan_order.sort_by_key(|id| (hosts[*id].is_returning, !hosts[*id].keeps_copies));
+            self.selection_order.sort_by_key(|id| (hosts[*id].is_returning, !hosts[*id].keeps_copies));
         }
     }
 
     /// Returns the host at the position `position` of the order in which hosts are considered for
     /// an attempt.
-    fn find_host_at_scan_position(&self, position: usize) -> HostIndex {
-        self.scan_order.get(position).copied().unwrap_or(position)
+    fn host_at_selection_position(&self, position: usize) -> HostIndex {
+        self.selection_order.get(position).copied().unwrap_or(position)
     }
 
     /// Fails the attempt because fewer hosts have joined than `run.min_hosts` requires.
@@ -89,10 +89,11 @@ impl ControllerCore {
         self.fail_attempt(now, RootCause::new(host, reason, message).with_exit_code(exit::CLUSTER));
     }
 
-    /// Begins the next attempt: starts the agents of missing hosts, and selects the hosts as soon
-    /// as enough have joined. Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail, if
-    /// the other hosts are enough. If fewer hosts have joined than the job uses, starts the agents
-    /// of the other hosts that are not excluded, except hosts in quarantine.
+    /// Begins the job's next attempt: starts the agent (launch's process on a host) on hosts where
+    /// none runs, if too few have joined, and selects the attempt's hosts as soon as enough have
+    /// joined. Excludes each host that made [`MAX_HOST_FAILURES`] attempts fail, if the other hosts
+    /// are enough. If fewer hosts have joined than the job uses, starts the agents of the other
+    /// hosts that are not excluded, except hosts in quarantine.
     pub(super) fn begin_next_attempt(&mut self, now: Duration) {
         self.state = AttemptState::Joining;
         self.exclude_failing_hosts();

@@ -133,8 +133,9 @@ impl ControllerCore {
         }
     }
 
-    /// Restores the hosts and workers of the present attempt after a takeover, in the state that
-    /// they had right after the workers had started.
+    /// Rebuilds this controller's records of the current attempt's hosts and workers, after it has
+    /// replaced a lost controller, as if the workers had just been started and had reported nothing
+    /// yet.
     fn restore_attempt(&mut self, adopted: AdoptedMembers) {
         let AdoptedMembers { members, logs, world, run_dir } = adopted;
         let default_log = |rank: Rank, directory: &Path| directory.join(format!("logs/rank-{rank}.log"));

@@ -1,5 +1,5 @@
 //! Observes which hosts pass on the messages of which other hosts in the tree of agents (see
-//! [`crate::cluster::RemoteConnection::tree_route`]).
+//! [`crate::cluster::RemoteAgentConnection::tree_route`]).
 use super::ControllerDriver;
 use crate::{
     cluster::AgentHandle,

@@ -441,9 +441,9 @@ impl AccelerateConversion<'_> {
     }
 }
 
-/// The keys of Accelerate's configuration, such as the number of processes, that do not become
-/// environment variables and are converted to keys of job.yaml elsewhere.
-/// [`AccelerateConversion::set_worker_env_variables`] must not report them as unknown.
+/// The keys of Accelerate's configuration, such as `num_processes`, that `set_worker_env_variables`
+/// skips, because other functions convert them to keys of job.yaml or report that they are not
+/// converted. [`AccelerateConversion::set_worker_env_variables`] must not report them as unknown.
 const SEPARATELY_CONVERTED_KEYS: [&str; 13] = [
     "compute_environment",
     "distributed_type",

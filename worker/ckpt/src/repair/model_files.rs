@@ -11,10 +11,11 @@ use crate::diff::{DiffOptions, DiffSide, diff_checkpoints};
 use crate::error::Result;
 use crate::layout::deepspeed::{self, UNIVERSAL_SUFFIX};
 
-/// Rebuilds the lost model files of the DeepSpeed checkpoint `tag` in the hidden copy of the
-/// damaged checkpoint directory, and reports each file. Rebuilds the files from the model files of
-/// other ranks, or else from a universal checkpoint of the same state. Does nothing if no model
-/// file is lost.
+/// Rebuilds the lost model files of a DeepSpeed checkpoint, in its subdirectory `tag` of
+/// `repair_dir` (a copy of the damaged directory, in which the repair takes place), and adds a line
+/// for the user to `repair_dir` for each file. Rebuilds the files from the model files of other
+/// ranks, or else from a universal checkpoint of the same state. Does nothing if no model file is
+/// lost.
 ///
 /// # Errors
 /// Fails if there is no universal checkpoint of this state, and the model files of other ranks

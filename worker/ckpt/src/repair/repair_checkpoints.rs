@@ -172,7 +172,7 @@ fn update_output_records(repair_dir: &RepairDir) -> Result<()> {
     for directory in ["", RUN_WEIGHTS_DIR] {
         let (copy, original) = (repair_dir.dir.join(directory), repair_dir.original.join(directory));
         if copy.is_dir() && original.is_dir() {
-            output_record::update_output_records_in_copy(&copy, &original, &repair_dir.restored)?;
+            output_record::update_file_lists_of_modified_copy(&copy, &original, &repair_dir.restored)?;
         }
     }
     Ok(())

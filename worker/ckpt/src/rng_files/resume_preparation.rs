@@ -15,7 +15,7 @@ use crate::error::{CkptError, Diagnosis, MissingPart, OutputProblem, Result};
 use crate::layout::deepspeed;
 use crate::layout::hf::companion_files::{TRAINER_STATE_FILE, read_global_step};
 use crate::open::open_external_checkpoint;
-use crate::save::output_record::update_output_records_in_copy;
+use crate::save::output_record::update_file_lists_of_modified_copy;
 use crate::save::{ReplaceMethod, publish_directory};
 use diagnostic::quantity::format_count;
 use std::collections::BTreeSet;
@@ -404,7 +404,7 @@ fn build_prepared_directory(
     let scratch = ScratchDir::new(&parent, &target_name)?;
     link_tree::link_or_copy_tree(&original, &scratch.dir, skip)?;
     fill(&scratch.dir)?;
-    update_output_records_in_copy(&scratch.dir, &original, &BTreeSet::new())?;
+    update_file_lists_of_modified_copy(&scratch.dir, &original, &BTreeSet::new())?;
     disk::sync_dir(&scratch.dir)?;
     // the scratch directory now has the previous content of `target`, and is removed on drop
     publish_directory(&scratch.dir, &target, ReplaceMethod::AtomicExchange)?;

@@ -209,14 +209,15 @@ impl OutputRecord {
     }
 }
 
-/// Updates the lists of written files (records) in `copy`, the repaired copy of the directory
-/// `original`, in which files were replaced, added and removed. Keeps the recorded hashes of the
-/// files `restored`, since a repair must have restored exactly their recorded content. Does nothing
-/// for records that are damaged or have no hashes.
+/// Updates the lists of written files (records) in the directory `copy` to the files that it now
+/// has. `copy` was made from the directory `original`, and files were then replaced, added or
+/// removed in it. Keeps the recorded hashes of the files `restored`, since a repair must have
+/// restored exactly their recorded content. Does nothing for records that are damaged or have no
+/// hashes.
 ///
 /// # Errors
 /// Fails if a file of `copy` cannot be read, or a record cannot be written.
-pub(crate) fn update_output_records_in_copy(
+pub(crate) fn update_file_lists_of_modified_copy(
     copy: &Path,
     original: &Path,
     restored: &BTreeSet<String>,
@@ -373,7 +374,8 @@ mod tests {
         for name in ["replaced", "restored", "new"] {
             std::fs::write(copy.join(name), "NEW").expect("written");
         }
-        update_output_records_in_copy(&copy, &original, &["restored".to_owned()].into()).expect("updated");
+        update_file_lists_of_modified_copy(&copy, &original, &["restored".to_owned()].into())
+            .expect("updated");
         let record = CONVERT_RECORD_KIND.read_record(&Directory::open(&copy).expect("exists"));
         let expected = [
             file("damaged", content("damaged")),

@@ -8,7 +8,7 @@
 //! they are done, and they run in order with the operations around them. Only pieces are
 //! transferred; the caller sums them in the same fixed order as on every other transport. Only
 //! [`Comm::reduce_scatter`] is summed by NCCL, in an order that depends on the number of ranks.
-use super::equal_parts::{EqualParts, intersect_ranges};
+use super::equal_parts::{EqualPartsPlan, intersect_ranges};
 use super::library::NcclLibrary;
 use super::raw_comm::{CudaStream, PeerBuffer, RawNcclComm};
 use super::watchdog::{EnteredCall, Watchdog};
@@ -103,7 +103,7 @@ impl NcclComm {
     /// No other memory is needed, and each rank copies only its own part. Padding each part to the
     /// longest one would need a second vector and a copy of the whole vector.
     fn gather_unequal_parts(&self, mut recv: ViewMut, send: View, counts: &[usize]) -> Result<()> {
-        let (parts, me) = (EqualParts::new(counts), self.rank());
+        let (parts, me) = (EqualPartsPlan::new(counts), self.rank());
         self.cuda.copy(recv.slice_mut(parts.owned_range(me)), send);
         let recv = recv.as_view();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
@@ -128,7 +128,7 @@ impl NcclComm {
         &self,
         mut recv: ViewMut,
         send: View,
-        parts: &EqualParts,
+        parts: &EqualPartsPlan,
         scratch: &mut Buf,
     ) -> Result<()> {
         let (me, len, world) = (self.rank(), parts.part_len(), self.world_size());
@@ -324,7 +324,7 @@ impl Comm for NcclComm {
         let call = CollectiveCall::summarize_reduce_scatter(self.group_position(), lens.0, lens.1, counts);
         let call = self.begin_call(call)?;
         let mut scratch = self.received.lock().unwrap_or_else(PoisonError::into_inner);
-        self.reduce_scatter_unequal_parts(recv, send, &EqualParts::new(counts), &mut scratch)?;
+        self.reduce_scatter_unequal_parts(recv, send, &EqualPartsPlan::new(counts), &mut scratch)?;
         self.watch_enqueued_call(call);
         Ok(())
     }

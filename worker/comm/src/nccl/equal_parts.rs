@@ -1,4 +1,4 @@
-//! [`EqualParts`]: plans the transfers that turn parts of unequal lengths into equal parts, which
+//! [`EqualPartsPlan`]: plans the transfers that turn parts of unequal lengths into equal parts, which
 //! NCCL's all-gather and reduce-scatter need.
 //!
 //! The gathered vector is divided into equal parts, one per rank, and a remainder that is shorter
@@ -14,23 +14,24 @@ use std::ops::Range;
 /// of parts are then as aligned as that of the vector, which NCCL's fast copies need.
 const PART_ALIGNMENT: usize = 64;
 
-/// Divides a vector, of which each rank has a part of a different length, into parts of equal
-/// length, which NCCL's collectives need, and a remainder.
-pub struct EqualParts {
+/// Plans which elements of a vector the ranks must exchange so that each rank, instead of a part of
+/// any length, has a part of the same length, as NCCL's all-gather and reduce-scatter need. The few
+/// elements at the end that cannot be divided equally are the remainder.
+pub struct EqualPartsPlan {
     /// The elements that each rank has before the all-gather.
     owned: Vec<Range<usize>>,
     /// Number of elements in each equal part.
     part_len: usize,
 }
 
-impl EqualParts {
+impl EqualPartsPlan {
     /// Divides a vector, of which rank r has the next `counts[r]` elements, into one part of equal
     /// length for each rank and a remainder.
     pub fn new(counts: &[usize]) -> Self {
         let owned =
             compute_part_offsets(counts).into_iter().zip(counts).map(|(start, len)| start..start + len);
         let part_len = counts.iter().sum::<usize>() / counts.len() / PART_ALIGNMENT * PART_ALIGNMENT;
-        EqualParts { owned: owned.collect(), part_len }
+        EqualPartsPlan { owned: owned.collect(), part_len }
     }
 
     /// Returns the number of elements in each equal part, which is 0 for a short vector.
@@ -89,7 +90,7 @@ mod tests {
         fn each_rank_has_its_part_and_the_remainder_after_the_moves(
             counts in prop::collection::vec(prop_oneof![Just(0usize), 1usize..500], 1..9)
         ) {
-            let (parts, world, total) = (EqualParts::new(&counts), counts.len(), counts.iter().sum());
+            let (parts, world, total) = (EqualPartsPlan::new(&counts), counts.len(), counts.iter().sum());
             prop_assert!(total - world * parts.part_len() < world * (PART_ALIGNMENT + 1));
             for rank in 0..world {
                 // how often this rank gets each element: by owning it or by a move
@@ -108,7 +109,7 @@ mod tests {
 
     #[test]
     fn only_elements_at_the_boundaries_move() {
-        let parts = EqualParts::new(&[4096, 4096 + 64, 4096 - 64]);
+        let parts = EqualPartsPlan::new(&[4096, 4096 + 64, 4096 - 64]);
         assert_eq!(parts.part_len(), 4096);
         let moves: Vec<_> = (0..9).flat_map(|i| parts.list_moves(i / 3, i % 3)).collect();
         assert_eq!(moves, vec![8192..8256; 1]);

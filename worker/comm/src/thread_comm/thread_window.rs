@@ -19,7 +19,8 @@ unsafe impl Send for ThreadWindow {}
 unsafe impl Sync for ThreadWindow {}
 
 impl ThreadWindow {
-    /// Allocates the memory of a shared window of `len` elements, filled with zeros.
+    /// Allocates zeroed memory for `len` elements of the type `dtype`, which all ranks of a group
+    /// (threads of this process) share.
     pub(super) fn new(dtype: Dtype, len: usize) -> Self {
         let mut memory = Buf::zeroed_as(dtype, len);
         let start = NonNull::from(memory.view_mut().host_bytes_mut()).cast();

@@ -351,9 +351,9 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the address of element `first` of the operand, after checking that the `lines` runs
-    /// of `len` contiguous elements that the micro-kernel reads from there are in bounds. The runs
-    /// are `stride` elements apart. Panics if a run is out of bounds.
+    /// Returns the address of element `first` of the operand. Panics if the micro-kernel, which
+    /// reads `lines` runs of `len` contiguous elements from this address on, would read out of
+    /// bounds. The runs are `stride` elements apart.
     fn get_checked_address(&self, first: usize, lines: usize, len: usize) -> *const f32 {
         self.data[first..first + (lines - 1) * self.stride + len].as_ptr()
     }

@@ -12,8 +12,8 @@ use crate::buffer::{Dtype, ViewMut};
 use crate::fp8::Fp8Format;
 use crate::ops::{Fp8Operand, Fp8Ops, WriteMode};
 
-/// Alignment that cuBLASLt requires of fp8 operands: a multiple of this number in their addresses
-/// (in bytes) and in the number of terms of each sum.
+/// In an fp8 matmul, cuBLASLt requires that the byte addresses of the matrices and the summed
+/// dimension `k` are multiples of this number.
 const ALIGNMENT: usize = 16;
 /// Maximum number of threads per block of the kernels that quantize to fp8. The kernel that
 /// transposes a tile has exactly this number of threads.

@@ -8,8 +8,9 @@ use crate::{
 use ckpt::memory_store::{COPY_HEADER_BYTES, MemoryStore};
 use std::ops::Range;
 
-/// The largest number of bytes of the copy of its training state that a rank sends to another host
-/// in one round.
+/// A rank sends the copy of its training state to other hosts in several all-to-all exchanges
+/// (rounds); this is the largest number of bytes that each of those hosts receives from the rank in
+/// one round.
 const MAX_BYTES_PER_ROUND: u64 = 4 << 20;
 
 /// Sends the copy number `sequence` of this rank's training state to the ranks on other hosts that

@@ -345,7 +345,7 @@ pub enum ChatTemplateProblem {
         /// Path of the template file.
         path: PathBuf,
         /// The reason why the file cannot be read.
-        problem: TextFileError,
+        problem: TokenizerTextFileError,
     },
     /// The job names no template, and the tokenizer has none.
     #[error("the tokenizer has no chat template")]
@@ -386,7 +386,7 @@ impl ChatTemplateProblem {
 
 /// Why a small text file, such as a chat template, cannot be read.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum TextFileError {
+pub enum TokenizerTextFileError {
     /// The operating system reported an error, with its message.
     #[error("{0}")]
     Io(String),
@@ -416,7 +416,7 @@ pub enum TokenizerProblem {
     /// tokenizer.json or a companion file cannot be read.
     #[serde(skip)]
     #[error("cannot read the file: {0}")]
-    FileUnreadable(TextFileError),
+    FileUnreadable(TokenizerTextFileError),
     /// The file is not a Hugging Face tokenizer.json. The text is the message of the tokenizer
     /// library.
     #[error("the file is not a valid tokenizer.json: {0}")]

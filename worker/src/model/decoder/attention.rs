@@ -69,8 +69,8 @@ impl Model {
             attention_out,
             attention_out_stats,
             ..
-        } = buffers.saved.borrow_buffer_set_mut();
-        let ScratchBuffers { norm, norm_factors, mut lora, .. } = buffers.scratch.borrow_buffer_set_mut();
+        } = buffers.saved.borrow_as_struct_mut();
+        let ScratchBuffers { norm, norm_factors, mut lora, .. } = buffers.scratch.borrow_as_struct_mut();
         let norm_in = self.create_input_norm(input, s.attention_in_norm.as_ref(), norm_factors);
         let x = norm_in.forward(input.x, norm, attention_in_stats);
         self.linears.select_linear(input, &s.qkv).forward(x, qkv.view_mut(), &mut lora);
@@ -114,9 +114,9 @@ impl Model {
             attention_out,
             attention_out_stats,
             ..
-        } = buffers.saved.borrow_buffer_set_mut();
+        } = buffers.saved.borrow_as_struct_mut();
         let ScratchBuffers { norm, dnorm, dattention, dqkv, norm_factors, mut lora, .. } =
-            buffers.scratch.borrow_buffer_set_mut();
+            buffers.scratch.borrow_as_struct_mut();
         let (qkv_linear, o) =
             (self.linears.select_linear(input, &s.qkv), self.linears.select_linear(input, &s.o));
         let branch = (s.attention_out_norm.as_ref(), &self.layer_dropout[input.layer].attention_out);

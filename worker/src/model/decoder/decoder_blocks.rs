@@ -130,7 +130,7 @@ impl Model {
         scratch: &mut ActivationBuffers,
     ) {
         let (d, v) = (self.config.sizes.hidden, self.config.sizes.vocab);
-        let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_buffer_set_mut();
+        let ScratchBuffers { norm: normed, norm_factors, head_stats, .. } = scratch.borrow_as_struct_mut();
         let (norm, matrix) = self.select_head_norm_and_matrix(input, norm_factors);
         let mut row = normed.view_mut().slice(0..d);
         norm.forward(
@@ -158,7 +158,7 @@ impl Model {
         let (ops, sizes, softcap) = (input.ops, self.config.sizes, self.config.logit_softcap);
         let shape = ClassifierShape { m: labels.len(), d: sizes.hidden, v: sizes.vocab, softcap };
         let ScratchBuffers { norm: normed, dnorm, norm_factors, head_stats, .. } =
-            scratch.borrow_buffer_set_mut();
+            scratch.borrow_as_struct_mut();
         let (norm, matrix) = self.select_head_norm_and_matrix(input, norm_factors);
         norm.forward(normed.view_mut(), head_stats.view_mut(), input.x);
         let x = normed.view();

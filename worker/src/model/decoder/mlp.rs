@@ -43,9 +43,8 @@ impl Model {
     ) {
         let (ops, s) = (input.ops, &self.spans);
         let SavedBuffers { residual, mlp_in_stats, gate_up, mlp_out, mlp_out_stats, .. } =
-            buffers.saved.borrow_buffer_set_mut();
-        let ScratchBuffers { norm, act, norm_factors, mut lora, .. } =
-            buffers.scratch.borrow_buffer_set_mut();
+            buffers.saved.borrow_as_struct_mut();
+        let ScratchBuffers { norm, act, norm_factors, mut lora, .. } = buffers.scratch.borrow_as_struct_mut();
         let norm_in = self.create_input_norm(input, s.mlp_in_norm.as_ref(), norm_factors);
         let x = norm_in.add_and_norm_forward(residual, input.x, norm, mlp_in_stats);
         self.linears.select_linear(input, &s.gate_up).forward(x, gate_up.view_mut(), &mut lora);
@@ -86,9 +85,9 @@ impl Model {
     ) {
         let s = &self.spans;
         let SavedBuffers { residual, mlp_in_stats, gate_up, mlp_out, mlp_out_stats, .. } =
-            buffers.saved.borrow_buffer_set_mut();
+            buffers.saved.borrow_as_struct_mut();
         let ScratchBuffers { norm, dnorm, act, dgate_up, norm_factors, mut lora, .. } =
-            buffers.scratch.borrow_buffer_set_mut();
+            buffers.scratch.borrow_as_struct_mut();
         let (up, down) =
             (self.linears.select_linear(input, &s.gate_up), self.linears.select_linear(input, &s.down));
         let branch = (s.mlp_out_norm.as_ref(), &self.layer_dropout[input.layer].mlp_out);

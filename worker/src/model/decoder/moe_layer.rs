@@ -82,9 +82,8 @@ impl<'a> MoeModel<'a> {
         let model = self.model;
         model.attention_half_forward(input, buffers);
         let (ops, m, shape) = (input.ops, input.batch.row_count(), self.config.shape);
-        let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_buffer_set_mut();
-        let ScratchBuffers { norm, norm_factors, router_logits, .. } =
-            buffers.scratch.borrow_buffer_set_mut();
+        let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_as_struct_mut();
+        let ScratchBuffers { norm, norm_factors, router_logits, .. } = buffers.scratch.borrow_as_struct_mut();
         let norm_in = model.create_input_norm(input, model.spans.mlp_in_norm.as_ref(), norm_factors);
         let x = norm_in.add_and_norm_forward(residual, input.x, norm, mlp_in_stats);
         let (logits, w) = (router_logits.view_mut(), input.params.slice(model.router_span()));
@@ -96,7 +95,7 @@ impl<'a> MoeModel<'a> {
     /// normalized rows that the most recent call of [`MoeModel::attention_and_router_forward`]
     /// wrote to `scratch`.
     pub fn normed_expert_inputs<'b>(&self, scratch: &'b ActivationBuffers) -> View<'b> {
-        let ScratchBuffers { norm, .. } = scratch.borrow_buffer_set();
+        let ScratchBuffers { norm, .. } = scratch.borrow_as_struct();
         norm.view()
     }
 
@@ -116,7 +115,7 @@ impl<'a> MoeModel<'a> {
         routing: &RouterOutput,
         saved: &ActivationBuffers,
     ) {
-        let SavedBuffers { residual, .. } = saved.borrow_buffer_set();
+        let SavedBuffers { residual, .. } = saved.borrow_as_struct();
         let d = self.config.shape.hidden;
         let (m, weights) = (y.len() / d, Some(routing.weights.view()));
         ops.combine_rows(y.reborrow(), rows, weights, choice_rows, m, d, WriteMode::Overwrite);
@@ -140,9 +139,9 @@ impl<'a> MoeModel<'a> {
         for span in model.spans.list_norm_and_bias_spans().filter(|s| s.end <= router.start) {
             ops.fill_with_zeros(g.slice_mut(span));
         }
-        let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_buffer_set_mut();
+        let SavedBuffers { residual, mlp_in_stats, .. } = buffers.saved.borrow_as_struct_mut();
         let ScratchBuffers { norm, dnorm, norm_factors, router_logits: dlogits, .. } =
-            buffers.scratch.borrow_buffer_set_mut();
+            buffers.scratch.borrow_as_struct_mut();
         let (rows, choices) = (expert_grads.rows, expert_grads.choice_rows);
         ops.combine_rows(dnorm.view_mut(), rows, None, choices, m, d, WriteMode::Overwrite);
         routing.router_backward(ops, dlogits.view_mut(), expert_grads, shape);

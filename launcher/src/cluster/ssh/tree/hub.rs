@@ -4,7 +4,7 @@ use super::planner::{ExecutableSource, TreePlace, TreePlanner};
 use crate::{
     cluster::{
         ssh::connection_progress::ConnectionProgress,
-        transport::{ConnectionStage, RemoteConnection, TreeRoute},
+        transport::{ConnectionStage, RemoteAgentConnection, TreeRoute},
     },
     connection::tree::{
         HEARTBEATS_PER_LEASE, LinkId, LinkInput, LinkSet, LocalStream, LocalStreamEvent, RouterAction,
@@ -327,7 +327,7 @@ impl fmt::Debug for TreeConnection {
     }
 }
 
-impl RemoteConnection for TreeConnection {
+impl RemoteAgentConnection for TreeConnection {
     fn abort(&self) {
         self.progress.abort();
         // An error means that the hub has ended.

@@ -55,8 +55,9 @@ fn extract_expert_tensor(entry: &ExternalTensor, member: &SeparateExpertTensor) 
 }
 
 impl ExternalFacts {
-    /// Replaces the name of each weight that contains all experts of a layer by the names of its
-    /// parts, in the parameter groups, the steps and the list of frozen weights.
+    /// Replaces the name of each weight that contains all experts of a layer by the names of the
+    /// single experts' weights, wherever the training state lists weights: in the optimizer's
+    /// parameter groups, in the update count of each weight, and in the list of frozen weights.
     fn rename_fused_weights(&mut self, fused: &FusedExperts) {
         let stored_names = |name: &String| fused.stored_names(name).collect::<Vec<_>>();
         let each = |names: &mut Vec<String>| *names = names.iter().flat_map(stored_names).collect();

@@ -324,9 +324,9 @@ impl<'t> PickleView<'t> {
         self.to_json_limited(&mut left)
     }
 
-    /// Converts a dict to JSON and leaves out the entry with the string key `skipped`. Subtracts
-    /// the number of converted values from `left`. Returns `None` for other types, and for a dict
-    /// of `left` or more values.
+    /// Converts a dict to a JSON object, without the entry whose key is the string in `skipped`.
+    /// Subtracts the number of converted values from `left`. Returns `None` for other types, and
+    /// for a dict of `left` or more values.
     pub(crate) fn to_json_map(self, skipped: &str, left: &mut usize) -> Option<Map<String, Json>> {
         let mut map = Map::new();
         for (key, value) in self.as_pairs()?.filter(|(key, _)| key.as_str() != Some(skipped)) {

@@ -175,8 +175,8 @@ impl Checkpoint {
         &self.local_files
     }
 
-    /// Returns the host that stores the rank file (shard) number `file`, or `None` if the hosts
-    /// share the checkpoint directory.
+    /// Returns the host that stores the shard (one rank's file) with the index `file`, or `None` if
+    /// all hosts share the checkpoint directory.
     pub fn shard_host(&self, file: usize) -> Option<&StorageHost> {
         self.manifest.shard_host(file)
     }

@@ -91,7 +91,8 @@ impl CallBatch {
         self.calls.push(RecordedCall::Kernel { name, function, config, arguments });
     }
 
-    /// Records a matmul that is ready to be issued.
+    /// Appends a matmul, whose addresses and algorithm are already chosen, to this list of recorded
+    /// GPU calls, without issuing it to the stream.
     pub(in super::super) fn push_matmul(&mut self, matmul: PreparedMatmul) {
         self.calls.push(RecordedCall::Matmul(matmul));
     }
