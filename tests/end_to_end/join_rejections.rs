@@ -31,6 +31,10 @@ fn a_process_that_is_one_node_of_several_joins_or_fails() {
             assert_eq!(expect_error(variables, args), (2, code.to_owned()), "{args:?} {variables:?}");
         }
     }
+}
+
+#[test]
+fn options_that_describe_several_nodes_are_checked() {
     let torchrun = "torchrun --nnodes 2 --node-rank 1 --master-addr h --no-python true";
     let accelerate = "accelerate launch --num_machines 2 --machine_rank 1 --main_process_ip h --multi_gpu \
                       --num_processes 4 --no_python true";

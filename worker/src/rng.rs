@@ -24,8 +24,6 @@ pub enum Purpose {
     DataOrder,
     /// Rounding to a narrower type; the scope is the parameter's name.
     StochasticRounding,
-    /// Noise on a router's logits; the scope is the layer.
-    RouterJitter,
     /// Tokens that a model generates; the scope is the prompt.
     Generation,
 }
@@ -40,7 +38,6 @@ impl Purpose {
             Purpose::Dropout => "dropout",
             Purpose::DataOrder => "data-order",
             Purpose::StochasticRounding => "stochastic-rounding",
-            Purpose::RouterJitter => "router-jitter",
             Purpose::Generation => "sample",
         }
     }

@@ -192,18 +192,7 @@ fn train_as_rank(
     require_writable_checkpoint_storage(&ready, &root, &layout)?;
 
     session.set_phase(WorkerPhase::Resuming)?;
-    let files = tokenizer
-        .build_hf_tokenizer_files()
-        .into_iter()
-        .map(|(name, text)| TextFile { name, text })
-        .collect();
-    let tokens = (files, tokenizer.eod_token());
-    let mut metadata =
-        RunMetadata::new(&ready.trainer, ready.train_spec(), job, samples.digest.clone(), tokens);
-    metadata.batch_job = init.batch_job.as_ref().map(|batch_job| batch_job.id.clone());
-    if let Some(pretrained) = &pretrained {
-        pretrained.update_text_files(&mut metadata.tokenizer);
-    }
+    let mut metadata = describe_run(init, &ready, &samples.digest, tokenizer, pretrained.as_ref());
     let memory = connect_memory_copies(memory, init, ready.trainer.engine.queue())?;
     let dirs =
         CheckpointLocations { root: &root, workdir: &init.workdir, layout: &layout, memory: memory.as_ref() };
@@ -238,6 +227,28 @@ fn train_as_rank(
     session.set_phase(WorkerPhase::Ending)?;
     wait_for_all_ranks(&running)?;
     Ok(exit)
+}
+
+/// Describes the run for its checkpoints: the job, the digest of the training data, the files of the
+/// tokenizer, and the batch job in which the run was started. A pretrained model replaces files of
+/// the tokenizer by its own.
+fn describe_run(
+    init: &WorkerInit,
+    ready: &UninitializedTrainer,
+    data_digest: &str,
+    tokenizer: &TextTokenizer,
+    pretrained: Option<&PretrainedModel>,
+) -> RunMetadata {
+    let files = tokenizer.build_hf_tokenizer_files().into_iter();
+    let files = files.map(|(name, text)| TextFile { name, text }).collect();
+    let tokens = (files, tokenizer.eod_token());
+    let digest = data_digest.to_owned();
+    let mut metadata = RunMetadata::new(&ready.trainer, ready.train_spec(), &init.job, digest, tokens);
+    metadata.batch_job = init.batch_job.as_ref().map(|batch_job| batch_job.id.clone());
+    if let Some(pretrained) = pretrained {
+        pretrained.update_text_files(&mut metadata.tokenizer);
+    }
+    metadata
 }
 
 /// Connects the devices of all ranks for collectives, and records each collective in this rank's

@@ -1,7 +1,7 @@
 //! Formats events as one line of text for people.
 use crate::format::{format_hosts, format_number};
 use diagnostic::quantity::{format_bytes, format_count, format_duration};
-use protocol::event::{Event, FailureReport, ResumeSource};
+use protocol::event::{Event, FailureReport, ResumeSource, StepTimesReport};
 
 /// Formats an event of a run, such as a step or a failure, as one line of text. Omits the output
 /// lines and the help of a failure.
@@ -18,30 +18,12 @@ pub(crate) fn format_event(event: &Event) -> String {
                 "training {parameters} parameters from step {step} to {total_steps}, {tokens} tokens per step"
             )
         }
-        Event::Resume { step, path, world, stage, source, reason } => {
-            let stage = stage.map_or_else(String::new, |stage| format!(" at ZeRO stage {stage}"));
-            let workers = world.map(|world| format_count(world, "worker"));
-            let writer =
-                workers.map_or_else(String::new, |workers| format!(" (written by {workers}{stage})"));
-            let path = match source {
-                ResumeSource::Memory => "copies in memory".to_owned(),
-                ResumeSource::Checkpoint => path.display().to_string(),
-            };
-            let reason = reason.as_ref().map_or_else(String::new, |reason| format!("; {reason}"));
-            format!("resuming at step {step} from {path}{writer}{reason}")
-        }
+        Event::Resume { .. } => format_resume(event),
         Event::Step { step, loss, grad_norm, lr, tokens_per_s, .. } => {
             let speed = format_number(*tokens_per_s);
             format!("step {step}  loss {loss:.4}  grad norm {grad_norm:.3}  lr {lr:.3e}  {speed} tokens/s")
         }
-        Event::StepTimes(times) => {
-            let (work, waiting) = (&times.work_s, &times.waiting_s);
-            format!(
-                "step {}: {:.3} s per step; ranks work for {:.3} to {:.3} s (rank {}) and wait for {:.3} to \
-                 {:.3} s",
-                times.step, times.step_s, work.min, work.max, times.slowest_rank, waiting.min, waiting.max
-            )
-        }
+        Event::StepTimes(times) => format_step_times(times),
         Event::Straggler(report) => report.message.clone(),
         Event::Overflow { step, loss_scale, skipped, .. } => format!(
             "step {step}: skipped because a gradient overflowed fp16 ({skipped} skipped so far); \
@@ -82,6 +64,31 @@ pub(crate) fn format_event(event: &Event) -> String {
             format!("ended with exit code {exit_code} after {}", format_duration(*seconds))
         }
     }
+}
+
+/// Formats the event [`Event::Resume`]: from which checkpoint or copies in memory the run resumes.
+/// Returns an empty text for other events.
+fn format_resume(event: &Event) -> String {
+    let Event::Resume { step, path, world, stage, source, reason } = event else { return String::new() };
+    let stage = stage.map_or_else(String::new, |stage| format!(" at ZeRO stage {stage}"));
+    let workers = world.map(|world| format_count(world, "worker"));
+    let writer = workers.map_or_else(String::new, |workers| format!(" (written by {workers}{stage})"));
+    let path = match source {
+        ResumeSource::Memory => "copies in memory".to_owned(),
+        ResumeSource::Checkpoint => path.display().to_string(),
+    };
+    let reason = reason.as_ref().map_or_else(String::new, |reason| format!("; {reason}"));
+    format!("resuming at step {step} from {path}{writer}{reason}")
+}
+
+/// Formats the times of the ranks in a step: the time of the step, and the ranges of the times in
+/// which ranks work and wait for other ranks.
+fn format_step_times(times: &StepTimesReport) -> String {
+    let (work, waiting) = (&times.work_s, &times.waiting_s);
+    format!(
+        "step {}: {:.3} s per step; ranks work for {:.3} to {:.3} s (rank {}) and wait for {:.3} to {:.3} s",
+        times.step, times.step_s, work.min, work.max, times.slowest_rank, waiting.min, waiting.max
+    )
 }
 
 /// Formats a failure as one line, such as

@@ -199,7 +199,7 @@ fn write_probe(root: &Path, name: &str) -> Result<(ProbeGuard, ProbeFile)> {
         build_directory_error(codes::STORAGE_NOT_WRITABLE, root, "cannot be written").with_cause(&e)
     };
     let mut nonce = vec![0; NONCE_BYTES];
-    File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut nonce)).map_err(failed)?;
+    getrandom::fill(&mut nonce).map_err(|error| failed(error.into()))?;
     std::fs::create_dir_all(root).map_err(failed)?;
     // An existing file of this name was written by a worker that was killed.
     match std::fs::remove_file(&path) {

@@ -334,6 +334,40 @@ fn an_error_in_a_source_has_its_name() {
     assert_eq!(e.to_diagnostic().subject(), Some("train.eval.files"));
 }
 
+/// Creates an error of each step in which the sandbox interprets the file `data/a.jsonl`.
+fn create_interpretation_errors() -> [DataError; 3] {
+    let interpretation = |step, records, rules: Option<&str>, error| {
+        let rules = rules.map(Into::into);
+        DataError::Uninterpretable(Box::new(InterpretationError {
+            step,
+            path: "data/a.jsonl".into(),
+            records,
+            rules,
+            error,
+        }))
+    };
+    [
+        interpretation(
+            InterpretationStep::LoadTokenizer,
+            None,
+            None,
+            SandboxError::OutOfMemory { limit_bytes: 896 << 20 },
+        ),
+        interpretation(
+            InterpretationStep::Tokenize,
+            Some(FailedRecord { first: RecordPosition::Line(3), is_exact: true }),
+            Some("tokenizer.json"),
+            SandboxError::OutOfCpuTime { limit_s: 3 },
+        ),
+        interpretation(
+            InterpretationStep::ReadRows,
+            Some(FailedRecord { first: RecordPosition::Row(1), is_exact: false }),
+            None,
+            SandboxError::Ended("by signal SIGKILL".into()),
+        ),
+    ]
+}
+
 /// Checks the texts that users see for every kind of data error.
 #[test]
 fn errors_render_with_message_cause_and_help() {
@@ -343,16 +377,6 @@ fn errors_render_with_message_cause_and_help() {
         |problem| DataError::InvalidRecord { path: path(), position: RecordPosition::Line(3), problem };
     let tokenizer = |problem| DataError::InvalidTokenizer { path: "tokenizer.json".into(), problem };
     let template = |problem| DataError::InvalidChatTemplate { problem };
-    let interpretation = |step, records, rules: Option<&str>, error| {
-        let rules = rules.map(Into::into);
-        DataError::Uninterpretable(Box::new(InterpretationError {
-            step,
-            path: path(),
-            records,
-            rules,
-            error,
-        }))
-    };
     let errors = [
         DataError::NoFilesGiven,
         DataError::NoMatch { pattern: "*.txt".into(), directory: "/data".into() },
@@ -380,24 +404,6 @@ fn errors_render_with_message_cause_and_help() {
         tokenizer(TokenizerProblem::FileMissing),
         tokenizer(TokenizerProblem::FileUnreadable(TokenizerTextFileError::NotUtf8 { offset: 7 })),
         template(ChatTemplateProblem::TokenizerHasNone),
-        interpretation(
-            InterpretationStep::LoadTokenizer,
-            None,
-            None,
-            SandboxError::OutOfMemory { limit_bytes: 896 << 20 },
-        ),
-        interpretation(
-            InterpretationStep::Tokenize,
-            Some(FailedRecord { first: RecordPosition::Line(3), is_exact: true }),
-            Some("tokenizer.json"),
-            SandboxError::OutOfCpuTime { limit_s: 3 },
-        ),
-        interpretation(
-            InterpretationStep::ReadRows,
-            Some(FailedRecord { first: RecordPosition::Row(1), is_exact: false }),
-            None,
-            SandboxError::Ended("by signal SIGKILL".into()),
-        ),
         DataError::SandboxUnavailable { source: SandboxError::NotStarted(io()) },
         DataError::RecordNotTokenized {
             path: path(),
@@ -417,7 +423,8 @@ fn errors_render_with_message_cause_and_help() {
         DataError::TooShort { split: Split::Train, documents: 1, tokens: 4, required: 5 },
         DataError::NoFilesGiven.with_source_name("web"),
     ];
-    let shown = errors.map(|error| diagnostic::render(&error.into(), false));
+    let errors = errors.into_iter().chain(create_interpretation_errors());
+    let shown: Vec<String> = errors.map(|error| diagnostic::render(&error.into(), false)).collect();
     insta::assert_snapshot!(shown.join("\n"));
 }
 
