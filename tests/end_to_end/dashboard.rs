@@ -1,66 +1,20 @@
 //! Tests of `launch serve` and `launch report` with the real executable and a real run. If
 //! Chromium and Node.js are installed, a browser opens the page.
-use crate::support::{JobDirectory, environment::clean_command, report_skip};
+use crate::support::{JobDirectory, environment::clean_command, report_skip, served_page::ServedPage};
 use serde_json::Value;
 use std::{
     fs,
-    io::{BufRead, BufReader, Read, Write},
-    net::TcpStream,
-    process::{Child, Stdio},
+    io::{BufRead, BufReader},
     time::Duration,
 };
 
 /// The time in which the server must send data, also on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A process of `launch serve`, which is killed at the end of the test.
-struct Served {
-    process: Child,
-    /// The address of the page.
-    url: String,
-}
-
-impl Served {
-    fn start(job: &JobDirectory, args: &[&str]) -> Served {
-        let args: Vec<&str> = ["serve"].iter().chain(args).copied().collect();
-        let mut process =
-            job.launch_command(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
-        let mut url = String::new();
-        BufReader::new(process.stdout.as_mut().unwrap()).read_line(&mut url).unwrap();
-        Served { process, url: url.trim_end().to_owned() }
-    }
-
-    /// Requests a path with the token of the page, or without a token, and returns the connection.
-    fn request(&self, path: &str, has_token: bool) -> TcpStream {
-        let (host, rest) = self.url.strip_prefix("http://").unwrap().split_once("/?token=").unwrap();
-        let token = rest.split('#').next().unwrap();
-        let authorization =
-            if has_token { format!("Authorization: Bearer {token}\r\n") } else { String::new() };
-        let mut stream = TcpStream::connect(host).unwrap();
-        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\n{authorization}\r\n").unwrap();
-        stream
-    }
-
-    /// Requests a path, and returns the whole answer.
-    fn get(&self, path: &str, has_token: bool) -> String {
-        let mut answer = String::new();
-        self.request(path, has_token).read_to_string(&mut answer).unwrap();
-        answer
-    }
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        _ = self.process.kill();
-        _ = self.process.wait();
-    }
-}
-
 #[test]
 fn a_page_is_live_during_a_run_and_a_report_keeps_it() {
     let job = JobDirectory::new();
-    let served = Served::start(&job, &[]);
+    let served = ServedPage::start(&job, &[]);
     assert!(served.get("/metrics", false).starts_with("HTTP/1.1 401 "));
     let mut process = job.start(&[]);
     let end = std::time::Instant::now() + TIMEOUT;
@@ -117,7 +71,7 @@ fn a_browser_shows_a_failed_run_and_runs_no_script_of_its_log() {
         "echo '</script><script>window.attacked=1</script><img src=x onerror=window.attacked=1>'; exit 7";
     let output = job.run_launch(&["run", "--workers", "2", "--", "sh", "-c", text]);
     assert_eq!(output.status.code(), Some(1));
-    let served = Served::start(&job, &[]);
+    let served = ServedPage::start(&job, &[]);
     let report = job.run_launch(&["report", "--output", "report.html"]);
     assert!(report.status.success(), "{report:?}");
     let file = format!("file://{}", job.path("report.html").display());

@@ -1,5 +1,7 @@
 //! Tests that another user of the machine cannot affect a running job. The other user is the uid
 //! 65534, so the tests need root.
+mod served_page;
+
 use crate::support::{FinishedRun, JobDirectory, environment::clean_command, output_to_text, report_skip};
 use std::{
     collections::BTreeSet,

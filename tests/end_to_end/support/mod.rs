@@ -4,6 +4,7 @@ pub(crate) mod environment;
 pub(crate) mod fork_server;
 pub(crate) mod live_run;
 pub(crate) mod resumed_job;
+pub(crate) mod served_page;
 pub(crate) mod simulated_hosts;
 pub(crate) mod slowed_worker;
 pub(crate) mod token_cache_locks;
