@@ -7,6 +7,7 @@ mod memory_copies;
 mod networks;
 mod slow_links;
 mod stop_requests;
+mod top;
 mod unmodified_programs;
 
 use crate::support::{self, FinishedRun, JobDirectory, TINY_JOB, simulated_hosts::SimulatedHosts};

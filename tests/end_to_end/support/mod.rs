@@ -7,6 +7,7 @@ pub(crate) mod resumed_job;
 pub(crate) mod served_page;
 pub(crate) mod simulated_hosts;
 pub(crate) mod slowed_worker;
+pub(crate) mod tmux_terminal;
 pub(crate) mod token_cache_locks;
 pub(crate) mod trainer_script;
 
