@@ -1,15 +1,33 @@
 //! Tests of `launch serve` and `launch report` with the real executable and a real run. If
 //! Chromium and Node.js are installed, a browser opens the page.
-use crate::support::{JobDirectory, environment::clean_command, report_skip, served_page::ServedPage};
+use crate::support::{
+    JobDirectory, environment::clean_command, live_run::read_events, report_skip, served_page::ServedPage,
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::Value;
 use std::{
     fs,
     io::{BufRead, BufReader},
+    path::{Path, PathBuf},
+    process::Stdio,
     time::Duration,
 };
 
 /// The time in which the server must send data, also on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
+/// Settings of a training that does not end by itself. Its steps take so long that the curve of the
+/// loss keeps each of them during the test.
+const SLOW_STEPS: [&str; 6] = [
+    "train.steps=100000",
+    "train.model.hidden_size=192",
+    "train.model.intermediate_size=384",
+    "train.data.seq_len=96",
+    "train.batch.global=12",
+    "checkpoint.every=never",
+];
 
 #[test]
 fn a_page_is_live_during_a_run_and_a_report_keeps_it() {
@@ -57,15 +75,50 @@ fn a_page_is_live_during_a_run_and_a_report_keeps_it() {
     assert!(!report.contains("http:") && !report.contains("https:"), "a report loads nothing");
 }
 
-#[test]
-fn a_browser_shows_a_failed_run_and_runs_no_script_of_its_log() {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/dashboard/check_page.mjs");
+/// Returns the path of a script of this repository that opens a page in Chromium. Returns `None` if
+/// Chromium and Node.js are not installed; the test is then skipped.
+fn find_browser_script_or_skip(test: &str, name: &str) -> Option<PathBuf> {
     let is_installed =
         |program: &str| clean_command(program).arg("--version").output().is_ok_and(|o| o.status.success());
     if !is_installed("node") || !is_installed("chromium") {
-        let test = "a_browser_shows_a_failed_run_and_runs_no_script_of_its_log";
-        return report_skip(test, "Chromium and Node.js are not installed");
+        report_skip(test, "Chromium and Node.js are not installed");
+        return None;
     }
+    Some(Path::new(env!("CARGO_MANIFEST_DIR")).join(name))
+}
+
+#[test]
+fn a_browser_draws_the_loss_of_a_training_live_and_shows_its_end() {
+    let test = "a_browser_draws_the_loss_of_a_training_live_and_shows_its_end";
+    let Some(script) = find_browser_script_or_skip(test, "tests/dashboard/check_live_page.mjs") else {
+        return;
+    };
+    let job = JobDirectory::new();
+    let served = ServedPage::start(&job, &[]);
+    let mut training = job.start(&SLOW_STEPS);
+    let events = read_events(&mut training);
+    // The pipe must not fill up.
+    let reader = std::thread::spawn(move || events.for_each(drop));
+    let mut node = clean_command("node")
+        .arg(script)
+        .arg(&served.url)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut grown = String::new();
+    BufReader::new(node.stdout.as_mut().unwrap()).read_line(&mut grown).unwrap();
+    kill(Pid::from_raw(training.id() as i32), Signal::SIGTERM).unwrap();
+    let checked = node.wait_with_output().unwrap();
+    assert!(checked.status.success(), "{grown}{}", String::from_utf8_lossy(&checked.stderr));
+    assert_eq!(training.wait().unwrap().code(), Some(143));
+    reader.join().unwrap();
+}
+
+#[test]
+fn a_browser_shows_a_failed_run_and_runs_no_script_of_its_log() {
+    let test = "a_browser_shows_a_failed_run_and_runs_no_script_of_its_log";
+    let Some(script) = find_browser_script_or_skip(test, "tests/dashboard/check_page.mjs") else { return };
     let job = JobDirectory::new();
     let text =
         "echo '</script><script>window.attacked=1</script><img src=x onerror=window.attacked=1>'; exit 7";
@@ -76,7 +129,7 @@ fn a_browser_shows_a_failed_run_and_runs_no_script_of_its_log() {
     assert!(report.status.success(), "{report:?}");
     let file = format!("file://{}", job.path("report.html").display());
     for address in [&served.url, &file] {
-        let checked = clean_command("node").args([script, address]).output().unwrap();
+        let checked = clean_command("node").arg(&script).arg(address).output().unwrap();
         assert!(checked.status.success(), "{address}: {}", String::from_utf8_lossy(&checked.stderr));
     }
 }
