@@ -251,6 +251,10 @@ fn escape_label_value(value: &str) -> String {
 }
 
 #[cfg(test)]
+#[path = "grafana_tests.rs"]
+mod grafana_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::untrusted::testing::build_dashboard;
