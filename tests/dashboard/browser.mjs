@@ -51,7 +51,7 @@ export async function openBrowser(executable = process.env.CHROMIUM || "chromium
     return result.value;
   };
   return {
-    requests, errors, call, evaluate,
+    requests, errors, call, evaluate, pid: process_.pid,
     open: (url) => call("Page.navigate", { url }),
     /** Waits until a JavaScript expression is true. Fails after `limit` milliseconds. */
     async waitFor(expression, limit = 20000) {

@@ -1,7 +1,11 @@
 //! Tests of `launch serve` and `launch report` with the real executable and a real run. If
 //! Chromium and Node.js are installed, a browser opens the page.
 use crate::support::{
-    JobDirectory, environment::clean_command, live_run::read_events, report_skip, served_page::ServedPage,
+    JobDirectory,
+    environment::{LAUNCH_EXECUTABLE, clean_command, create_test_directory, isolated_command},
+    live_run::read_events,
+    output_to_text, report_skip,
+    served_page::ServedPage,
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -18,6 +22,9 @@ use std::{
 
 /// The time in which the server must send data, also on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
+/// The largest memory, in bytes, that a page with 1,000 ranks may need in the browser and in the
+/// server.
+const MAX_PAGE_BYTES: f64 = 100e6;
 /// Settings of a training that does not end by itself. Its steps take so long that the curve of the
 /// loss keeps each of them during the test.
 const SLOW_STEPS: [&str; 6] = [
@@ -113,6 +120,26 @@ fn a_browser_draws_the_loss_of_a_training_live_and_shows_its_end() {
     assert!(checked.status.success(), "{grown}{}", String::from_utf8_lossy(&checked.stderr));
     assert_eq!(training.wait().unwrap().code(), Some(143));
     reader.join().unwrap();
+}
+
+/// Checks the memory that a page with 1,000 ranks needs. The times are only printed, because they
+/// depend on the machine.
+#[test]
+fn a_page_with_a_thousand_ranks_needs_less_than_100_mb() {
+    let test = "a_page_with_a_thousand_ranks_needs_less_than_100_mb";
+    let Some(script) = find_browser_script_or_skip(test, "scripts/bench/dashboard.mjs") else { return };
+    let directory = create_test_directory();
+    let mut node = isolated_command("node", directory.path());
+    node.arg(script).args(["--launch", LAUNCH_EXECUTABLE, "--ranks", "1000", "--steps", "20000", "--json"]);
+    let measured = node.output().unwrap();
+    assert!(measured.status.success(), "{}", output_to_text(&measured));
+    let figures: Value = serde_json::from_slice(&measured.stdout).unwrap();
+    println!("{figures:#}");
+    assert!(figures["grid_ms"].as_f64() > Some(0.0), "{figures}");
+    for name in ["js_heap_bytes", "page_bytes", "server_peak_bytes"] {
+        let bytes = figures[name].as_f64().unwrap();
+        assert!((1.0..MAX_PAGE_BYTES).contains(&bytes), "{name}: {figures}");
+    }
 }
 
 #[test]
