@@ -6,6 +6,7 @@
 mod accelerator_pool;
 mod accelerator_selection;
 mod cpu_binding;
+mod hang_detection;
 mod job_host;
 mod key_error;
 mod master_address;
@@ -13,6 +14,7 @@ mod memory_copies;
 mod worker_command;
 mod worker_env;
 
+pub(crate) use hang_detection::HangDetectionReason;
 pub use job_host::JobHost;
 pub(crate) use memory_copies::MemoryCopyCost;
 
@@ -113,6 +115,7 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
     let run_dir = resolve_run_dir(job, run);
     let attempt_job = adapt_job_to_attempt(job, attempt);
     let on_cpus = capacities.iter().all(|capacity| capacity.accelerators.computes_on_cpus());
+    let hang_detection = hang_detection::choose_hang_detection(job, on_cpus);
     let mut first_rank = 0;
     let mut host_plans = Vec::with_capacity(hosts.len());
     for (group, (host, capacity)) in hosts.iter().zip(&capacities).enumerate() {
@@ -145,6 +148,7 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             world,
             workers: plan_workers(&job_env, &ranks)?,
             grace_ms: job.run.grace_period_ms,
+            hang_detection,
             debug_filter: String::new(),
         });
         first_rank += capacity.workers;

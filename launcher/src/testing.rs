@@ -1,7 +1,7 @@
 //! A sample job for unit tests.
 use jobspec::{
-    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, HostSelection, JobSpec, JoinSpec,
-    LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSignalActions, RunSpec,
+    CheckpointSpec, ClusterSpec, CommBackend, CpuBind, DeviceSelection, HangTimeout, HostSelection, JobSpec,
+    JoinSpec, LogsSpec, MasterPort, MinHosts, ResumeFrom, ResumeSpec, RngPolicy, RunSignalActions, RunSpec,
     SaveInterval, SignalAction, SshClient, SshConfig, SshSpec, StoreHost, StragglerSpec, VisibleDevices,
     WorkersPerHost,
 };
@@ -83,7 +83,7 @@ fn sample_run() -> RunSpec {
         controller_lease_ms: 60_000,
         on_controller_loss: None,
         controller_timeout_ms: 900_000,
-        hang_timeout_ms: None,
+        hang_timeout: HangTimeout::Auto,
         progress_pattern: None,
         signals: RunSignalActions {
             usr1: SignalAction::Save,

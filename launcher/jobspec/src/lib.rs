@@ -46,6 +46,7 @@ pub use spec::{
     data_source::{DataSource, LossTargets, RecordFormat},
     environment::{EnvSource, is_reserved_variable},
     experts::{ExpertPlacement, ExpertsSpec},
+    hang_timeout::HangTimeout,
     host_values::HostSelection,
     job::{JobSpec, make_job_name},
     join::JoinSpec,

@@ -9,6 +9,7 @@ pub(crate) mod data_source;
 pub(crate) mod environment;
 pub(crate) mod experts;
 pub(crate) mod families;
+pub(crate) mod hang_timeout;
 pub(crate) mod host_values;
 pub(crate) mod job;
 pub(crate) mod join;

@@ -18,7 +18,7 @@ pub use batch_job::BatchJobRecord;
 pub use exec::{EXEC_CHUNK_BYTES, EXEC_WINDOW_BYTES, ExecId, ExecReply, ExecRequest};
 pub use exit_status::ExitStatus;
 pub use host_network::{is_routable, select_host_address};
-pub use host_plan::{HostPlan, WorkerPlan};
+pub use host_plan::{HangDetection, HostPlan, WorkerPlan};
 pub use host_usage::{GpuUsage, HostUsage, WorkerUsage};
 pub use inventory::{HostInventory, InterfaceAddress};
 pub use node_join::{JobSettingHash, JoinAnswer, JoinRequest};
@@ -45,7 +45,7 @@ use std::{
 /// The version of the control messages between controller, agents and workers, which changes with
 /// every change of a message. All processes run the same executable, so a different version means
 /// that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 14;
+pub const PROTOCOL_VERSION: u32 = 15;
 /// The largest body of a frame (one message on the connection of a controller and an agent), in
 /// bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
@@ -322,6 +322,9 @@ pub enum FromAgent {
         stalled_ms: u64,
         /// Whether the process is suspended (state T).
         suspended: bool,
+        /// Whether the job hangs if all workers stall. At least one worker must report this
+        /// ([`HangDetection::only_in_collectives`]).
+        shows_hang: bool,
     },
     /// What the agent has collected about a worker of an attempt that hangs, in answer to
     /// [`ToAgent::Kill`] with `stacks`.

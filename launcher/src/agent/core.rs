@@ -12,7 +12,7 @@ mod workers;
 
 pub(crate) use actions::{AgentAction, AgentInput, ProcessGroupSignal};
 
-use super::progress::WorkerProgress;
+use super::progress::{CollectiveActivity, WorkerProgress};
 use crate::leases::HEARTBEAT_INTERVAL;
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::{ReloadValues, ids::Rank};
@@ -20,7 +20,8 @@ use kill_request::KillRequest;
 use previous_controller::PreviousController;
 use protocol::{
     control::{
-        ExitStatus, FromAgent, HostInventory, HostPlan, SupervisionTerms, ToWorker, WorkerInit, WorkerPeers,
+        ExitStatus, FromAgent, HangDetection, HostInventory, HostPlan, SupervisionTerms, ToWorker,
+        WorkerInit, WorkerPeers,
     },
     failure::GpuFault,
 };
@@ -41,6 +42,9 @@ pub(crate) const WORKER_LEASE: Duration = Duration::from_secs(30);
 pub(crate) const STACKS_TIMEOUT: Duration = Duration::from_secs(8);
 /// The interval at which the agent measures the activity (CPU time) of its workers.
 pub(crate) const ACTIVITY_INTERVAL: Duration = Duration::from_secs(1);
+/// The delay of a measurement after which the time before it counts as progress of all workers. The
+/// delay shows that the agent was suspended, probably together with the workers, as by Slurm.
+const MAX_ACTIVITY_DELAY: Duration = Duration::from_secs(30);
 /// How long the agent waits, after the end of a worker's process, for the worker's last output and
 /// for its final report (the last message of a built-in worker).
 pub(crate) const FINAL_OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
@@ -150,8 +154,8 @@ pub(crate) struct AgentCore {
     stacks_deadline: Duration,
     /// The time of the next measurement of the workers' activity.
     activity_at: Duration,
-    /// The time without progress after which a worker counts as stalled (`run.hang_timeout`).
-    hang_timeout: Option<Duration>,
+    /// How the agent detects that workers hang; `None` if it does not.
+    hang_detection: Option<HangDetection>,
     /// The time at which the workers are killed; `None` if no kill is scheduled.
     kill_at: Option<Duration>,
     /// The time at which the last message of the controller arrived; `None` if the controller has
@@ -200,7 +204,7 @@ impl AgentCore {
             kill_after_stacks: None,
             stacks_deadline: Duration::MAX,
             activity_at: Duration::MAX,
-            hang_timeout: None,
+            hang_detection: None,
             kill_at: None,
             controller_heard_at: None,
             unattended_since: None,
@@ -421,8 +425,9 @@ impl AgentCore {
         self.reports.drop_reports_of_earlier_attempts();
         (self.attempt, self.kill_after_stacks, self.peers) = (plan.attempt, None, None);
         (self.stop_requested, self.kill_requested, self.may_leave) = (false, false, false);
-        self.hang_timeout = plan.job.run.hang_timeout_ms.map(Duration::from_millis);
-        self.activity_at = if self.hang_timeout.is_some() { now + ACTIVITY_INTERVAL } else { Duration::MAX };
+        self.hang_detection = plan.hang_detection;
+        self.activity_at =
+            if self.hang_detection.is_some() { now + ACTIVITY_INTERVAL } else { Duration::MAX };
         self.select_rejoining_and_kill_others(now, &plan);
         self.workers.clear();
         self.unreported.clear();
@@ -517,6 +522,9 @@ impl AgentCore {
             self.execute_postponed_kill(now);
         }
         if now >= self.activity_at && self.state == AgentState::Running {
+            if now.saturating_sub(self.activity_at) > MAX_ACTIVITY_DELAY {
+                self.running_ranks().into_iter().for_each(|rank| self.on_progress(now, rank));
+            }
             self.activity_at = now + ACTIVITY_INTERVAL;
             self.out.push(AgentAction::MeasureActivity);
         }
@@ -555,34 +563,41 @@ impl AgentCore {
 
     // ---- progress ----
 
-    /// Handles a new measurement of a worker's CPU time and of its counter of collectives, from
-    /// which the agent detects that a worker hangs or is stopped. Reports a stall to the controller
-    /// if the worker has made no progress for `run.hang_timeout`.
+    /// Handles a new measurement of a worker's CPU time and of its collectives, from which the
+    /// agent detects that a worker hangs or is stopped. Reports a stall to the controller if the
+    /// worker has made no progress for the time of [`HangDetection`].
     fn on_activity_measured(
         &mut self,
         now: Duration,
         rank: Rank,
-        (ticks, collectives): (u64, Option<u64>),
+        (ticks, collectives): (u64, Option<CollectiveActivity>),
         stopped: bool,
     ) {
-        let (Some(timeout), Some(plan)) = (self.hang_timeout, self.plan.as_ref()) else { return };
-        let has_pattern = plan.job.run.progress_pattern.is_some();
+        let (Some(detection), Some(plan)) = (self.hang_detection, self.plan.as_ref()) else { return };
+        let HangDetection { timeout_ms, only_in_collectives } = detection;
+        let has_pattern = plan.job.run.progress_pattern.is_some() && !only_in_collectives;
         let Some(worker) = self.workers.get_mut(&rank).filter(|w| w.is_alive()) else { return };
+        let is_waiting = collectives.is_some_and(|collectives| collectives.is_waiting);
         let used_cpu = worker.progress.record_cpu_time(ticks, worker.builtin, has_pattern);
-        let progressed = match collectives {
-            Some(count) if worker.builtin => worker.progress.record_collectives(count) || used_cpu,
-            Some(count) => worker.progress.record_collectives(count) && !has_pattern,
+        let changed = collectives.map(|collectives| worker.progress.record_collectives(collectives.count));
+        let progressed = match changed {
+            Some(changed) if worker.builtin => changed || used_cpu,
+            // A rank that waits in a collective may use CPU time.
+            Some(changed) if only_in_collectives => changed || used_cpu && !is_waiting,
+            Some(changed) => changed && !has_pattern,
             None => used_cpu,
         };
         if progressed && !stopped {
             return self.on_progress(now, rank);
         }
+        let timeout = Duration::from_millis(timeout_ms);
         if let Some((for_ms, stopped)) = worker.progress.take_stall_report(now, timeout, stopped) {
             self.send_to_controller(FromAgent::Stalled {
                 attempt: self.attempt,
                 rank,
                 stalled_ms: for_ms,
-                suspended: stopped,
+                suspended: stopped && !only_in_collectives,
+                shows_hang: !only_in_collectives || is_waiting && !stopped,
             });
         }
     }

@@ -7,6 +7,15 @@ use std::time::Duration;
 /// clock ticks (10 ms on Linux). A process that waits in a poll loop uses less CPU time.
 const MIN_PROGRESS_TICKS: u64 = 2;
 
+/// The collectives of one worker, from which a hang is detected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CollectiveActivity {
+    /// A number that changes whenever the worker enters or completes a collective.
+    pub(crate) count: u64,
+    /// Whether the worker has entered a collective that is known to be incomplete.
+    pub(crate) is_waiting: bool,
+}
+
 /// When one worker last made progress, the values that show progress when they change, and whether
 /// a lack of progress was reported since.
 #[derive(Debug)]

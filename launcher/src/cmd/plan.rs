@@ -10,20 +10,20 @@ use crate::{
     agent::{environment_activation::activate_environments, environment_changes::EnvironmentChanges},
     cluster::{self, HostTarget},
     format::{format_ranges, format_rank_label, format_table, quote_shell_words},
-    plan::MemoryCopyCost,
+    plan::{HangDetectionReason, MemoryCopyCost},
     secrets::{redact_job_secrets, redact_secret_value},
 };
 use diagnostic::{
     Diagnostic, Location,
-    quantity::{format_bytes, format_count},
+    quantity::{format_bytes, format_count, format_seconds},
 };
 use jobspec::{EnvSource, RankSelection, hide_secret_arguments, ids::RunId};
 use protocol::{
-    control::{HostPlan, WorkerPlan},
+    control::{HangDetection, HostPlan, WorkerPlan},
     preflight::MemoryEstimate,
 };
 use serde_json::{Map, Value, json};
-use std::fmt::Write;
+use std::{fmt::Write, time::Duration};
 
 /// Runs `launch plan`: prints which worker of a job would run where, with which CPUs, GPUs and
 /// environment, and returns the exit code.
@@ -115,12 +115,17 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
         })
         .collect();
     let warnings: Vec<Value> = p.warnings.iter().map(warning_to_json).collect();
-    let host = &p.inventory;
+    let (host, detection) = (&p.inventory, find_hang_detection(p));
     json!({
         "name": p.job.name,
         "world": p.plan.world,
         "run_dir": p.plan.run_dir,
         "checkpoint_dir": resolve_checkpoint_dir(p),
+        "hang_detection": {
+            "timeout_ms": detection.map(|detection| detection.timeout_ms),
+            "only_in_collectives": detection.is_some_and(|detection| detection.only_in_collectives),
+            "reason": HangDetectionReason::explain(&p.job, detection).name(),
+        },
         "host": {
             "name": host.host, "cpus": host.cpus, "quota": host.quota, "memory": host.memory,
         },
@@ -182,6 +187,10 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
     if let Some(dir) = resolve_checkpoint_dir(p) {
         _ = writeln!(text, "checkpoints: {}", dir.display());
     }
+    let detection = find_hang_detection(p);
+    let timeout = detection.map(|detection| format_seconds(Duration::from_millis(detection.timeout_ms)));
+    let reason = HangDetectionReason::explain(&p.job, detection).describe();
+    _ = writeln!(text, "hang timeout: {} ({reason})", timeout.as_deref().unwrap_or("off"));
     _ = write!(text, "\n{}", format_table(&format_rank_rows(p)));
     _ = write!(text, "\n{}", format_environment(p));
     if let (Some(report), Some(train)) = (&p.preflight, &p.job.train) {
@@ -218,6 +227,12 @@ fn collect_device_names(p: &PreparedJob) -> Vec<String> {
         crate::plan::list_device_labels(&p.job, &inventory, plan.workers.len() as u32)
     };
     p.hosts.iter().zip(&p.plan.host_plans).flat_map(host_devices).collect()
+}
+
+/// Returns how the agents detect hangs, or `None` if they do not. The value is the same on all
+/// hosts.
+fn find_hang_detection(p: &PreparedJob) -> Option<HangDetection> {
+    p.plan.host_plans.first().and_then(|plan| plan.hang_detection)
 }
 
 /// Returns the path of the job's checkpoint directory, or `None` for a job that runs a program.
@@ -372,6 +387,7 @@ command: built-in training
 workdir: /w
 run directory: /w/runs/demo/{run}
 checkpoints: /w/runs/demo/checkpoints
+hang timeout: off (default of workers without accelerators)
 
 rank  host  local rank  device  cpus  threads  memory
 0     node  0           cpu     0-3   4        3.0 MiB
@@ -410,6 +426,10 @@ memory of all ranks: 5.0 MiB; this machine has 8.0 GiB
         let plan = render_json(&prepare_sample_job(TRAIN, Some(make_preflight_report())));
         assert_eq!(plan["parameters"], 1_234_567);
         assert_eq!(plan["checkpoint_dir"], "/w/runs/demo/checkpoints");
+        let detection = json!({
+            "timeout_ms": null, "only_in_collectives": false, "reason": "no_accelerators",
+        });
+        assert_eq!(plan["hang_detection"], detection);
         assert_eq!(plan["ranks"][1]["env"]["RANK"], "1");
         assert_eq!(plan["ranks"][1]["cpus"], json!([4, 5, 6, 7]));
         assert_eq!(plan["ranks"][0]["memory"]["parts"]["process"], 1024);

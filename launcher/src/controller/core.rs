@@ -118,12 +118,23 @@ struct WorkerState {
     /// For how long the worker had made no progress when its agent reported the stall; `None` while
     /// the worker makes progress.
     stalled_for: Option<Duration>,
+    /// Whether the last reported stall shows a hang if all other workers stall, too.
+    stall_shows_hang: bool,
 }
 
 impl WorkerState {
     /// Creates the state of a worker whose process is to be started on host `host`.
     fn new(host: HostIndex, log: PathBuf) -> WorkerState {
-        WorkerState { host, log, pid: None, ended: None, oom: false, final_report: None, stalled_for: None }
+        WorkerState {
+            host,
+            log,
+            pid: None,
+            ended: None,
+            oom: false,
+            final_report: None,
+            stalled_for: None,
+            stall_shows_hang: false,
+        }
     }
 
     /// Returns whether the worker's process was started and has not ended.

@@ -373,6 +373,7 @@ mod tests {
             world: 1,
             workers: Vec::new(),
             grace_ms: 0,
+            hang_detection: None,
             debug_filter: String::new(),
         };
         Plan {

@@ -258,6 +258,42 @@ fn a_job_with_a_gpu_on_one_host_is_not_on_cpus() {
     assert!(!on_cpus(&[remote_host("a", None, 0), remote_host("b", None, 1)]));
 }
 
+/// Checks in which jobs hangs are detected, after which time, and whether only while a rank waits
+/// in a collective.
+#[test]
+fn hangs_are_detected_by_default_if_a_host_has_gpus() {
+    let detection = |text: &str, gpus: u32| {
+        let hosts = [remote_host("a", None, 0), remote_host("b", None, gpus)];
+        let plan = plan_hosts(&load_job_text(text), &hosts, &Attempt::default()).expect("a plan");
+        let detections: Vec<_> = plan.host_plans.iter().map(|plan| plan.hang_detection).collect();
+        assert_eq!(detections[0], detections[1], "the hosts agree");
+        let reason = HangDetectionReason::explain(&load_job_text(text), detections[0]);
+        (detections[0].map(|d| (d.timeout_ms, d.only_in_collectives)), reason)
+    };
+    let program = |settings: &str| format!("run: {{command: [a]{settings}}}");
+    let by_default = Some((600_000, true));
+    for (text, gpus, expected) in [
+        (program(""), 1, (by_default, HangDetectionReason::HasAccelerators)),
+        (program(""), 0, (None, HangDetectionReason::HasNoAccelerators)),
+        (program("}\ncluster: {devices: cpu"), 1, (None, HangDetectionReason::HasNoAccelerators)),
+        (program(", hang_timeout: off"), 1, (None, HangDetectionReason::Requested)),
+        (program(", hang_timeout: 9s"), 0, (Some((9000, false)), HangDetectionReason::Requested)),
+        (program(", terminal: 0"), 1, (None, HangDetectionReason::HasTerminal)),
+        (program(", container: {image: i, runtime: podman}"), 1, (None, HangDetectionReason::InContainer)),
+        ("train: {data: {files: [a]}}".to_owned(), 1, (None, HangDetectionReason::HasNoAccelerators)),
+    ] {
+        assert_eq!(detection(&text, gpus), expected, "{text}");
+    }
+    let inventory = HostInventory { accelerators: vec![new_gpu(0)], ..build_inventory(&[0, 1], None) };
+    for devices in ["cuda", "[0]"] {
+        let job = load_job_text(&format!("cluster: {{devices: {devices}}}\ntrain: {{data: {{files: [a]}}}}"));
+        let plan = expect_plan(&job, &inventory);
+        let detection = plan.host_plans[0].hang_detection;
+        assert_eq!(detection.map(|d| (d.timeout_ms, d.only_in_collectives)), Some((600_000, false)));
+        assert_eq!(HangDetectionReason::explain(&job, detection), HangDetectionReason::TrainsOnGpus);
+    }
+}
+
 #[test]
 fn each_worker_gets_its_own_gpu() {
     let inventory =

@@ -4,6 +4,7 @@ use super::{
     cluster::MAX_HOST_COUNT,
     container::ContainerSpec,
     environment::{EnvSource, declare_environment_sources, declare_environment_values},
+    hang_timeout::HangTimeout,
     run_values::{command_type, variable_pattern_type},
     signals::{RunSignalActions, signals_type},
     straggler::StragglerSpec,
@@ -14,7 +15,6 @@ use crate::{
     keys::{
         choice::{choice_type, choices},
         collections::described_list_type,
-        job_values::JobValues,
         key::Key,
         key_info::{Condition, Rule},
         numbers::{boolean_type, integer_type},
@@ -114,11 +114,10 @@ section! {
     /// `on_controller_loss: continue`.
     pub controller_timeout_ms: u64 = Key::new(duration_type(), "15m").with_rules(CONTROLLER_TIMEOUT_RULES);
     /// The time without progress after which the attempt fails.
-    pub hang_timeout_ms: Option<u64> = Key::computed(
-        duration_range_type(1000..=u64::MAX, "a duration of 1s or more").documented_as("duration of 1s or more").or_none("off"),
-        "`10m` in the built-in training on GPUs, else `off`",
-        |_, v| default_hang_timeout(v),
-    );
+    ///
+    /// `auto` stands for 10 minutes if workers have accelerators, and for `off` otherwise.
+    #[serde(rename = "hang_timeout_ms", default)]
+    pub hang_timeout: HangTimeout = Key::new(HangTimeout::value_type(), "auto");
     /// The text whose occurrence in an output line counts as progress.
     ///
     /// If this value is `None`, CPU time counts as progress.
@@ -131,19 +130,6 @@ section! {
     pub straggler: StragglerSpec = inner_section();
     /// The settings of workers' logs and of the console.
     pub logs: LogsSpec = inner_section();
-}
-
-/// The default of `run.hang_timeout` in milliseconds for the built-in training on GPUs. A rank that
-/// waits for its GPU cannot notice that the GPU or a peer hangs.
-const GPU_HANG_TIMEOUT_MS: u64 = 10 * 60 * 1000;
-
-/// Computes the default of `run.hang_timeout` in milliseconds; `None` for programs and for training
-/// on CPUs. Programs have none, because an idle program, such as a server or a debugger, is not a
-/// hang.
-fn default_hang_timeout(values: &JobValues) -> Option<u64> {
-    let trains = values.get("run.command").is_none();
-    let has_gpus = !matches!(values.get("cluster.devices"), None | Some("auto" | "cpu"));
-    (trains && has_gpus).then_some(GPU_HANG_TIMEOUT_MS)
 }
 
 /// Returns the value type ([`ValueType`]) of leases (the time after which a silent host or

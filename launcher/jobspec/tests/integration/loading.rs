@@ -2,8 +2,8 @@
 //! which must not cause a panic.
 use diagnostic::{Code, Diagnostic, Location, Severity, codes::job as codes, render_all};
 use jobspec::{
-    JobSource, JobSpec, KEYS, KeyDefault, OptimizerName, ResumeFrom, SaveInterval, ScheduleName, SourceMap,
-    TokenizerSpec, WorkersPerHost, load_job,
+    HangTimeout, JobSource, JobSpec, KEYS, KeyDefault, OptimizerName, ResumeFrom, SaveInterval, ScheduleName,
+    SourceMap, TokenizerSpec, WorkersPerHost, load_job,
 };
 use proptest::prelude::*;
 
@@ -421,18 +421,20 @@ proptest! {
 }
 
 #[test]
-fn only_the_built_in_training_on_gpus_has_a_hang_timeout_by_default() {
-    let train = "train: {data: {files: [a.txt]}}";
-    for (text, expected) in [
-        (format!("cluster: {{devices: cuda}}\n{train}"), Some(600_000)),
-        (format!("cluster: {{devices: [0, 1]}}\n{train}"), Some(600_000)),
-        (format!("cluster: {{devices: cuda}}\nrun: {{hang_timeout: off}}\n{train}"), None),
-        (format!("cluster: {{devices: cuda}}\nrun: {{hang_timeout: 3h}}\n{train}"), Some(10_800_000)),
-        (format!("cluster: {{devices: cpu}}\n{train}"), None),
-        (train.to_owned(), None),
-        ("cluster: {devices: cuda}\nrun: {command: [a]}".to_owned(), None),
+fn a_hang_timeout_is_automatic_off_or_a_duration() {
+    for (run, expected) in [
+        ("command: [a]", HangTimeout::Auto),
+        ("command: [a], hang_timeout: auto", HangTimeout::Auto),
+        ("command: [a], hang_timeout: off", HangTimeout::Off),
+        ("command: [a], hang_timeout: 3h", HangTimeout::After(10_800_000)),
     ] {
-        let job = load_job(JobSource::Text { name: "a.yaml".to_owned(), text: text.clone() }, &[]);
-        assert_eq!(job.unwrap_or_else(|e| panic!("{e:?}")).0.run.hang_timeout_ms, expected, "{text}");
+        let text = format!("run: {{{run}}}");
+        let (job, _, _) = load_job(JobSource::Text { name: "a.yaml".to_owned(), text }, &[])
+            .unwrap_or_else(|e| panic!("{e:?}"));
+        assert_eq!(job.run.hang_timeout, expected, "{run}");
+        let (printed, _, _) =
+            load_job(JobSource::Text { name: "b.yaml".to_owned(), text: job.to_yaml() }, &[])
+                .unwrap_or_else(|e| panic!("{e:?}"));
+        assert_eq!(printed.run.hang_timeout, expected, "{run}");
     }
 }

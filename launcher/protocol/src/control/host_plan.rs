@@ -32,9 +32,23 @@ pub struct HostPlan {
     pub workers: Vec<WorkerPlan>,
     /// The time from SIGTERM to SIGKILL, in milliseconds.
     pub grace_ms: u64,
+    /// How the agent detects that workers hang; `None` if it does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hang_detection: Option<HangDetection>,
     /// The filter of the agent's debug log, in the syntax of `LAUNCH_LOG`. Empty in stored plans.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub debug_filter: String,
+}
+
+/// How agents and the controller detect that workers hang (`run.hang_timeout`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HangDetection {
+    /// The time without progress after which a worker counts as stalled, in milliseconds.
+    pub timeout_ms: u64,
+    /// Whether a stall of all workers is a hang only if a worker waits in a collective, and CPU
+    /// time is progress of a worker that does not wait in one. This is the case if the user has not
+    /// requested the detection, because launch cannot distinguish an idle program from a hang.
+    pub only_in_collectives: bool,
 }
 
 /// How an agent starts one worker's process: its command, its environment, and the CPUs that it is

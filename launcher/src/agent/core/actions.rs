@@ -1,5 +1,6 @@
 //! The types [`AgentInput`] and [`AgentAction`]: events that the agent's state machine receives,
 //! and actions that the state machine requests.
+use crate::agent::progress::CollectiveActivity;
 use diagnostic::Diagnostic;
 use jobspec::ids::Rank;
 use protocol::{
@@ -57,9 +58,8 @@ pub(crate) enum AgentInput {
     },
     /// A measurement of one worker, in answer to [`AgentAction::MeasureActivity`]: the CPU time
     /// that its processes have used so far, in clock ticks, and whether a signal has stopped its
-    /// first process. `collectives` changes when the program enters or completes a collective;
-    /// `None` if the program publishes no counters.
-    Activity { rank: Rank, ticks: u64, stopped: bool, collectives: Option<u64> },
+    /// first process. `collectives` is `None` if the worker publishes no counters of collectives.
+    Activity { rank: Rank, ticks: u64, stopped: bool, collectives: Option<CollectiveActivity> },
     /// What the host and the workers of an attempt have used since the previous measurement.
     Usage { attempt: u32, usage: HostUsage },
     /// A line of a worker's output contains `run.progress_pattern`.

@@ -168,7 +168,8 @@ mod tests {
 
     #[test]
     fn only_the_newest_stall_of_a_rank_is_kept() {
-        let stalled = |rank| FromAgent::Stalled { attempt: 0, rank, stalled_ms: 5, suspended: false };
+        let stalled =
+            |rank| FromAgent::Stalled { attempt: 0, rank, stalled_ms: 5, suspended: false, shows_hang: true };
         let mut log = ReportLog::default();
         for rank in [0, 1, 0] {
             log.append_report(Duration::ZERO, stalled(rank));

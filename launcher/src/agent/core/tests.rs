@@ -7,6 +7,7 @@ use protocol::{
     exit::WorkerExit,
 };
 
+mod hang_detection;
 mod kept_workers;
 mod leases;
 mod random_events;
@@ -39,6 +40,7 @@ fn make_plan(builtin: &[bool]) -> HostPlan {
         world,
         workers: workers.collect(),
         grace_ms: 1000,
+        hang_detection: None,
         debug_filter: String::new(),
     }
 }

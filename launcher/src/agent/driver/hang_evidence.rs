@@ -5,6 +5,7 @@ use crate::agent::{
     activity,
     core::AgentInput,
     hang::{self, EvidenceRequest, HangingWorker, read_nccl_warnings},
+    progress::CollectiveActivity,
     stacks::{self, StackTarget},
 };
 use jobspec::ids::Rank;
@@ -36,21 +37,24 @@ impl AgentDriver {
                 rank,
                 ticks: measured.ticks,
                 stopped: measured.stopped,
-                collectives: self.read_collective_counter(rank),
+                collectives: self.read_collective_activity(rank),
             });
         }
     }
 
-    /// Returns a counter that changes whenever the worker `rank` enters or completes a collective,
-    /// from which a hang is detected. Returns `None` if the worker has reported no collectives.
-    fn read_collective_counter(&self, rank: Rank) -> Option<u64> {
+    /// Returns how many collectives the worker `rank` has entered and completed, and whether it
+    /// waits in one, from which a hang is detected. Returns `None` if the worker has reported no
+    /// collectives.
+    fn read_collective_activity(&self, rank: Rank) -> Option<CollectiveActivity> {
         let plan = self.plan.as_ref()?;
         let worker = plan.workers.iter().find(|worker| worker.rank == rank)?;
         if worker.command.is_some() {
-            return self.hang_hook.as_ref()?.read_collective_counter(rank);
+            return self.hang_hook.as_ref()?.read_collective_activity(rank);
         }
         let status = self.status_memory.as_ref()?.read(worker.local_rank, plan.attempt)?;
-        Some(status.entered.wrapping_add(status.completed.unwrap_or(0)))
+        let completed = status.completed.unwrap_or(0);
+        let is_waiting = status.completed.is_some_and(|completed| status.entered > completed);
+        Some(CollectiveActivity { count: status.entered.wrapping_add(completed), is_waiting })
     }
 
     /// Starts a thread that collects evidence about the hanging workers `ranks`, and writes their
@@ -95,7 +99,8 @@ impl AgentDriver {
     /// Builds the request to collect evidence about hanging workers: their pids, and where the
     /// evidence is found.
     fn build_evidence_request(&mut self, plan: &HostPlan, workers: &[(&WorkerPlan, u32)]) -> EvidenceRequest {
-        let window = Duration::from_millis(plan.job.run.hang_timeout_ms.unwrap_or(0)) + MAX_GPU_FAULT_AGE;
+        let timeout_ms = plan.hang_detection.map_or(0, |detection| detection.timeout_ms);
+        let window = Duration::from_millis(timeout_ms) + MAX_GPU_FAULT_AGE;
         let pids: Vec<u32> = workers.iter().map(|(_, pid)| *pid).collect();
         let trees = activity::list_process_trees(&pids);
         let mut host_gpu_faults = self.gpu_faults.list_unattributed_faults(window);

@@ -182,7 +182,7 @@ impl AgentDriver {
     /// that reports the rank's collectives) and switch on torch's flight recorder. Without the
     /// hook, the state of the threads is the only evidence.
     fn add_hang_hook(&mut self, plan: &HostPlan, worker: &mut WorkerPlan, changes: &EnvironmentChanges) {
-        let Some(timeout) = plan.job.run.hang_timeout_ms.filter(|_| worker.command.is_some()) else { return };
+        let Some(detection) = plan.hang_detection.filter(|_| worker.command.is_some()) else { return };
         if self.hang_hook.is_none() && !self.hang_hook_failed {
             match HookDirectory::create() {
                 Ok(hook) => self.hang_hook = Some(hook),
@@ -208,7 +208,7 @@ impl AgentDriver {
             (None, Some((_, value))) => value.map(|value| value.to_string_lossy().into_owned()),
             (None, None) => std::env::var(env::PYTHONPATH).ok(),
         };
-        hook.add_variables(&mut worker.env, path, Duration::from_millis(timeout));
+        hook.add_variables(&mut worker.env, path, Duration::from_millis(detection.timeout_ms));
     }
 
     /// Makes a process that was kept from an earlier attempt (start of all workers) take part in
@@ -346,7 +346,7 @@ fn build_pump_options(plan: &HostPlan, worker: &WorkerPlan) -> PumpOptions {
         rank: worker.rank,
         // Output would disturb the rank that has the terminal.
         show: run.terminal.is_none() && run.logs.show.contains(&worker.rank),
-        progress_pattern: run.progress_pattern.clone().filter(|_| run.hang_timeout_ms.is_some()),
+        progress_pattern: run.progress_pattern.clone().filter(|_| plan.hang_detection.is_some()),
         error_file: error_file.map(|(_, file)| worker.workdir.join(file)),
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! The watchdog of an agent that was killed removes the directory. Agents without a watchdog leave
 //! it, and the next agent on the host removes it.
-use crate::private_files::open_own_file_without_links;
+use crate::{agent::progress::CollectiveActivity, private_files::open_own_file_without_links};
 use jobspec::{env, ids::Rank};
 use protocol::{
     control::WorkerPlan,
@@ -137,17 +137,15 @@ impl HookDirectory {
         worker.env.extend(missing.map(|((name, value), _)| (name.to_owned(), value)));
     }
 
-    /// Returns a counter that changes whenever one of the processes of the rank `rank` enters or
-    /// completes a collective. Returns `None` if no process of the rank has initialized torch's
-    /// process groups.
-    pub(in crate::agent) fn read_collective_counter(&self, rank: Rank) -> Option<u64> {
-        let groups: Vec<GroupCounters> =
-            list_rank_processes(&self.path, rank).iter().flat_map(HookProcess::read_groups).collect();
-        let count = |n: i64| u64::try_from(n).unwrap_or(0);
-        (!groups.is_empty()).then(|| {
-            groups
-                .iter()
-                .fold(0u64, |sum, g| sum.wrapping_add(count(g.enqueued)).wrapping_add(count(g.completed)))
+    /// Returns how many collectives the processes of the rank `rank` have entered and completed,
+    /// and whether one of them waits in a collective. Returns `None` if no process of the rank has
+    /// initialized torch's process groups.
+    pub(in crate::agent) fn read_collective_activity(&self, rank: Rank) -> Option<CollectiveActivity> {
+        let processes = list_rank_processes(&self.path, rank);
+        let statuses = processes.iter().filter(|p| p.is_alive()).map(HookProcess::read_status);
+        statuses.filter_map(HookStatus::collective_activity).reduce(|first, second| CollectiveActivity {
+            count: first.count.wrapping_add(second.count),
+            is_waiting: first.is_waiting || second.is_waiting,
         })
     }
 }
@@ -200,6 +198,12 @@ impl HookProcess {
         list_rank_processes(directory, rank).into_iter().find(|process| tree.contains(&(process.pid as i32)))
     }
 
+    /// Returns whether the process with the hang hook exists. Processes that have ended leave their
+    /// files.
+    fn is_alive(&self) -> bool {
+        Path::new("/proc").join(self.pid.to_string()).exists()
+    }
+
     /// Returns the pid of this process with the hang hook.
     pub(super) fn pid(&self) -> u32 {
         self.pid
@@ -223,9 +227,14 @@ impl HookProcess {
     /// Reads the counters of collectives that the hang hook in the process has published last, one
     /// entry per process group.
     pub(super) fn read_groups(&self) -> Vec<GroupCounters> {
+        limit_groups(self.read_status().groups)
+    }
+
+    /// Reads the status that the hang hook in the process has published last. The status is empty
+    /// if there is none.
+    fn read_status(&self) -> HookStatus {
         let text = read_limited(&self.base.with_extension("status")).unwrap_or_default();
-        let status: HookStatus = serde_json::from_slice(&text).unwrap_or_default();
-        limit_groups(status.groups)
+        serde_json::from_slice(&text).unwrap_or_default()
     }
 }
 
@@ -233,7 +242,21 @@ impl HookProcess {
 /// its counters of collectives.
 #[derive(Default, Deserialize)]
 struct HookStatus {
+    /// The sum of the numbers of entered and completed collectives; `None` if the process has no
+    /// process groups.
+    count: Option<u64>,
+    /// Whether torch's flight recorder has a collective that is not complete.
+    waiting: bool,
+    /// The counters of each process group; empty if they do not fit into the file.
     groups: Vec<GroupCounters>,
+}
+
+impl HookStatus {
+    /// Returns how many collectives the process has entered and completed, and whether it waits in
+    /// one; `None` if it has no process groups.
+    fn collective_activity(self) -> Option<CollectiveActivity> {
+        Some(CollectiveActivity { count: self.count?, is_waiting: self.waiting })
+    }
 }
 
 /// What the hang hook (a Python module in a worker) answers to the agent's request for evidence:
@@ -333,15 +356,27 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let lock = lock_directory(directory.path()).expect("a lock");
         let hook = HookDirectory { path: directory.path().to_owned(), _lock: lock };
-        assert_eq!(hook.read_collective_counter(3), None);
-        let status = "{\"groups\": [{\"name\": \"0\", \"backend\": \"gloo\", \"ranks\": [0], \
+        assert_eq!(hook.read_collective_activity(3), None);
+        let status = "{\"count\": 7, \"waiting\": true, \"groups\": [{\"name\": \"0\", \"backend\": \"gloo\", \"ranks\": [0], \
                       \"enqueued\": 4, \"completed\": 3}]}    ";
-        fs::write(directory.path().join("rank-3.77.status"), status).expect("written");
-        assert_eq!(hook.read_collective_counter(3), Some(7));
-        let process = HookProcess::find_for_rank(directory.path(), 3, &[70, 77]).expect("found");
-        assert_eq!((process.pid(), process.read_groups().len()), (77, 1));
+        let (this, parent) = (std::process::id(), std::os::unix::process::parent_id());
+        let write = |rank: Rank, pid: u32, ending: &str, text: &str| {
+            fs::write(directory.path().join(format!("rank-{rank}.{pid}.{ending}")), text).expect("written");
+        };
+        write(3, this, "status", status);
+        let read = |rank| hook.read_collective_activity(rank).map(|read| (read.count, read.is_waiting));
+        assert_eq!(read(3), Some((7, true)));
+        let other = "{\"count\": 2, \"waiting\": false, \"groups\": []}";
+        write(3, parent, "status", other);
+        assert_eq!(read(3), Some((9, true)), "two processes of one rank");
+        write(4, this, "status", "   ");
+        assert_eq!(read(4), None, "nothing is published yet");
+        write(5, u32::MAX, "status", status);
+        assert_eq!(read(5), None, "the process has ended");
+        let process = HookProcess::find_for_rank(directory.path(), 3, &[70, this as i32]).expect("found");
+        assert_eq!((process.pid(), process.read_groups().len()), (this, 1));
         assert!(process.read_answer().is_none());
-        fs::write(directory.path().join("rank-3.77.evidence"), "{\"groups\": []").expect("written");
+        write(3, this, "evidence", "{\"groups\": []");
         assert!(process.read_answer().is_none(), "an incomplete file is no answer");
         std::mem::forget(hook);
     }

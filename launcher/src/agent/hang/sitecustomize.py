@@ -5,7 +5,7 @@ beginning of PYTHONPATH. The hook
 - imports the sitecustomize module that it hides, if there is one,
 - registers faulthandler for a real-time signal, which writes the stacks of all threads to a file,
 - starts a thread when torch.distributed.init_process_group returns. The thread publishes the
-  numbers of collectives once per interval, and writes torch's flight recorder and the stacks of
+  numbers of collectives and whether one is incomplete once per interval, and writes torch's flight recorder and the stacks of
   all threads to a file on request.
 
 An error of the hook never disturbs the program.
@@ -97,6 +97,30 @@ def _list_status(c10d):
     return groups
 
 
+def _is_waiting():
+    """Returns whether the flight recorder has a collective that is not complete."""
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        # Only with the entries that are active. Entries of Gloo always count as active.
+        text = _dump(name, True, True)
+        for entry in (_load(text).get("entries") or []) if text else ():
+            if not entry.get("retired") and entry.get("state") != "completed":
+                return True
+    return False
+
+
+def _describe_status(c10d, previous):
+    """Returns the status as JSON, and the number that shows a progress of collectives. `previous`
+    is the number of the status before."""
+    import json
+
+    groups = _list_status(c10d)
+    count = sum(max(group["enqueued"], 0) + max(group["completed"], 0) for group in groups)
+    status = {"count": count if groups else None, "waiting": count == previous and _is_waiting()}
+    text = json.dumps({**status, "groups": groups})
+    # The lists of ranks may be long.
+    return (text if len(text) < _STATUS_BYTES else json.dumps({**status, "groups": []})), count
+
+
 def _list_entries():
     """Returns the newest entries of torch's flight recorder."""
     import pickle
@@ -161,7 +185,6 @@ def _write(path, value):
 
 def _serve(c10d):
     """Publishes the status once per interval, and answers requests of the agent."""
-    import json
     import select
 
     interval = int(os.environ["LAUNCH_HANG_INTERVAL_MS"]) / 1000
@@ -169,10 +192,10 @@ def _serve(c10d):
     os.mkfifo(base + ".request", 0o600)
     requests = os.open(base + ".request", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.open(base + ".status", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    count = None
     while True:
-        text = json.dumps({"groups": _list_status(c10d)})
-        if len(text) < _STATUS_BYTES:
-            os.pwrite(status, text.encode().ljust(_STATUS_BYTES), 0)
+        text, count = _describe_status(c10d, count)
+        os.pwrite(status, text.encode().ljust(_STATUS_BYTES), 0)
         if select.select([requests], [], [], interval)[0]:
             os.read(requests, 4096)
             stacks, in_call = _list_stacks()

@@ -15,6 +15,7 @@ use diagnostic::codes::{self, run};
 use jobspec::{ReloadValues, ids::Rank};
 use protocol::control::{HostInventory, PROTOCOL_VERSION, WorkerAddresses};
 
+mod hangs;
 mod host_selection;
 mod random_events;
 mod stop_requests;

@@ -67,8 +67,9 @@ impl ControllerCore {
             FromAgent::Failed { rank: Some(rank), diagnostic, .. } => {
                 self.handle_worker_failure(now, host, rank, diagnostic);
             }
-            FromAgent::Stalled { rank, stalled_ms, suspended, .. } => {
-                self.handle_stalled_worker(now, host, rank, Duration::from_millis(stalled_ms), suspended);
+            FromAgent::Stalled { rank, stalled_ms, suspended, shows_hang, .. } => {
+                let stalled_for = Duration::from_millis(stalled_ms);
+                self.handle_stalled_worker(now, (host, rank), stalled_for, suspended, shows_hang);
             }
             FromAgent::HangEvidence { evidence, .. } => self.store_hang_evidence(host, *evidence),
             FromAgent::Recovered { rank, .. } => {
@@ -258,18 +259,20 @@ impl ControllerCore {
     }
 
     /// Records that a worker has made no progress for the time `stalled_for`, and fails the attempt
-    /// if this is true of all running workers. Also fails the attempt if the process of the worker
-    /// is suspended (`suspended`), for example by SIGSTOP.
+    /// if this is true of all running workers, and if the report of at least one of them shows a
+    /// hang (`shows_hang`). Also fails the attempt if the process of the worker is suspended
+    /// (`suspended`), for example by SIGSTOP.
     fn handle_stalled_worker(
         &mut self,
         now: Duration,
-        host: HostIndex,
-        rank: Rank,
+        (host, rank): (HostIndex, Rank),
         stalled_for: Duration,
         suspended: bool,
+        shows_hang: bool,
     ) {
         let Some(worker) = self.find_worker(host, rank).filter(|w| w.is_running()) else { return };
         let is_new = worker.stalled_for.replace(stalled_for).is_none();
+        worker.stall_shows_hang = shows_hang;
         self.stalled += usize::from(is_new);
         let seconds = stalled_for.as_secs();
         let cause = if suspended {
@@ -277,7 +280,10 @@ impl ControllerCore {
                 format!("no progress for {seconds} s: the process is suspended (state T, as after SIGSTOP)");
             RootCause::new(host, FailureReason::Suspended { seconds, verdict: None }, message)
                 .with_rank(Some(rank))
-        } else if self.stalled == self.running && self.state == AttemptState::Running {
+        } else if self.stalled == self.running
+            && self.state == AttemptState::Running
+            && self.workers.iter().any(|w| w.is_running() && w.stall_shows_hang)
+        {
             let running = self.workers.iter().zip(0u32..).filter(|(w, _)| w.is_running());
             let ranks: Vec<Rank> = running.map(|(_, rank)| rank).collect();
             let message = format!(

@@ -453,6 +453,7 @@ impl Simulation {
                 world,
                 workers,
                 grace_ms: 3000,
+                hang_detection: None,
                 debug_filter: String::new(),
             };
             (*host, plan)
