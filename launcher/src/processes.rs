@@ -6,5 +6,5 @@ pub(crate) use children::{
     become_subreaper, decode_wait_status, lock_children, reap_children, reap_group_leader,
 };
 pub(crate) use descendants::{
-    ProcessStat, kill_descendants, list_children, list_processes, read_start_ticks,
+    ProcessStat, kill_descendants, list_children, list_processes, read_start_ticks, signal_if_unchanged,
 };

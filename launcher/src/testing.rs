@@ -76,6 +76,8 @@ fn sample_run() -> RunSpec {
         cpu_bind: CpuBind::Auto,
         visible_devices: VisibleDevices::All,
         local_rank_argument: false,
+        stop_signal: jobspec::StopSignal::Term,
+        stop_timeout_ms: 60_000,
         grace_period_ms: 3000,
         restarts: 0,
         min_hosts: MinHosts::All,

@@ -108,6 +108,17 @@ fn an_indexed_job_has_a_headless_service() {
 }
 
 #[test]
+fn a_pod_of_a_program_has_the_time_of_all_its_signals() {
+    let job_dir = JobDirectory::new();
+    for (run, seconds) in [("", 75), (", stop_signal: SIGUSR1, stop_timeout: 90s", 165)] {
+        let job = format!("name: tiny\nrun: {{command: [\"true\"], grace_period: 45s{run}}}\n");
+        std::fs::write(job_dir.path("job.yaml"), job).unwrap();
+        let job = build_objects(&job_dir, &["--kind", "job", "--nodes", "2"])("Job");
+        assert_eq!(job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"], seconds, "{run}");
+    }
+}
+
+#[test]
 fn the_batch_script_is_that_of_sbatch() {
     let job_dir = JobDirectory::new();
     let [manifest, sbatch] = [&["manifest", "slurm", "job.yaml"][..], &["sbatch", "--print", "job.yaml"]]

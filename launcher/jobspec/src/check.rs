@@ -32,6 +32,7 @@ pub(crate) fn check_job(d: &mut JobDecoder, job: &JobSpec) {
     check_run_or_train(d, job);
     check_rules(d, job);
     check_devices(d, job);
+    warn_about_late_stop(d, job);
     warn_about_secrets(d, job);
     if let Some(train) = &job.train {
         check_train(d, train);
@@ -139,6 +140,29 @@ fn check_devices(d: &mut JobDecoder, job: &JobSpec) {
         );
         let help = "use `auto` or `host`, or `cluster.workers_per_gpu: 2`";
         d.report_error(codes::JOB_KEYS_CONFLICT, BACKEND_KEY, message, help);
+    }
+}
+
+/// Warns about a program that may still be running at the time limit of its Slurm job, although it
+/// was asked to stop `slurm.signal_time` before. Slurm then ends the job, which is not requeued.
+fn warn_about_late_stop(d: &mut JobDecoder, job: &JobSpec) {
+    const SIGNAL_KEY: &str = "run.stop_signal";
+    let keys = ["run.command", SIGNAL_KEY, "run.stop_timeout", "run.grace_period", "slurm.signal_time"];
+    let end_ms = job.run.sigterm_delay_ms().saturating_add(job.run.grace_period_ms);
+    if d.are_keys_valid(&keys)
+        && job.run.command.is_some()
+        && d.sources.is_key_given("slurm")
+        && d.sources.is_key_given(SIGNAL_KEY)
+        && end_ms > job.slurm.signal_time_ms
+    {
+        let message = format!(
+            "`{SIGNAL_KEY}` lets a program run for {} s after a request to stop (`run.stop_timeout` and \
+             `run.grace_period`), but the time limit follows after {} s (`slurm.signal_time`)",
+            end_ms as f64 / 1000.0,
+            job.slurm.signal_time_ms as f64 / 1000.0
+        );
+        let help = "raise `slurm.signal_time`, or lower `run.stop_timeout`";
+        d.report_warning(codes::JOB_KEYS_CONFLICT, SIGNAL_KEY, message, help);
     }
 }
 

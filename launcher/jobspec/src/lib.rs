@@ -58,7 +58,7 @@ pub use spec::{
     ports::PortSelection,
     run::{ControllerLossAction, CpuBind, LogsSpec, MinHosts, RunSpec, VisibleDevices},
     schedule::{ScheduleName, ScheduleSpec},
-    signals::{RunSignalActions, SignalAction},
+    signals::{RunSignalActions, SignalAction, StopSignal},
     slurm::SlurmSpec,
     ssh::{KnownHosts, SshClient, SshConfig, SshSpec},
     straggler::StragglerSpec,

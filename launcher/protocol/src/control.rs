@@ -86,7 +86,8 @@ pub enum ToAgent {
     /// Starts the workers that the plan lists. The controller sends this message once per attempt.
     Start(Box<HostPlan>),
     /// Stops the workers. Built-in workers save a checkpoint at the next step boundary and exit.
-    /// Programs get SIGTERM.
+    /// Programs get the signal `run.stop_signal` of the plan's job, and SIGTERM after
+    /// `run.stop_timeout`.
     Stop {
         /// The attempt that the message is for.
         attempt: u32,

@@ -8,6 +8,7 @@ mod kill_request;
 mod previous_controller;
 mod report_log;
 mod worker_kills;
+mod worker_stops;
 mod workers;
 
 pub(crate) use actions::{AgentAction, AgentInput, ProcessGroupSignal};
@@ -90,6 +91,9 @@ struct SupervisedWorker {
     progress: WorkerProgress,
     /// Whether the worker has left the attempt, so that its process waits for the next attempt.
     has_left: bool,
+    /// Whether the worker runs a program that was asked to stop by `run.stop_signal`, and has not
+    /// got SIGTERM yet.
+    awaits_sigterm: bool,
 }
 
 impl SupervisedWorker {
@@ -137,6 +141,11 @@ pub(crate) struct AgentCore {
     preparing: bool,
     /// Whether the controller has requested that the workers of the attempt stop.
     stop_requested: bool,
+    /// The time at which programs that were asked to stop by `run.stop_signal` get SIGTERM. `None`
+    /// without such programs, and after this time.
+    terminate_at: Option<Duration>,
+    /// Whether the user was warned that a program does not handle `run.stop_signal`.
+    unhandled_stop_reported: bool,
     /// Whether the controller has requested that the workers of the attempt be killed.
     kill_requested: bool,
     /// The number of the current attempt or, without workers, of the previous attempt.
@@ -196,6 +205,8 @@ impl AgentCore {
             spawning: false,
             preparing: false,
             stop_requested: false,
+            terminate_at: None,
+            unhandled_stop_reported: false,
             kill_requested: false,
             attempt: 0,
             may_leave: false,
@@ -233,7 +244,8 @@ impl AgentCore {
         let heartbeat_at = self.unattended_since.is_none().then_some(self.heartbeat_at);
         let (activity_at, stacks_deadline) = (Some(self.activity_at), Some(self.stacks_deadline));
         let deadlines = [heartbeat_at, self.unattended_deadline(), self.kill_at, self.waiting_until];
-        let deadlines = deadlines.into_iter().chain([report_at, activity_at, stacks_deadline]);
+        let others = [report_at, activity_at, stacks_deadline, self.terminate_at];
+        let deadlines = deadlines.into_iter().chain(others);
         deadlines.flatten().fold(Duration::MAX, Duration::min)
     }
 
@@ -293,10 +305,8 @@ impl AgentCore {
                 }
             }
             AgentInput::Swept { left } => self.on_sweep_finished(&left),
-            AgentInput::Warning { rank, message } => {
-                let event = protocol::event::Event::new_notice(Some(rank), message);
-                self.send_to_controller(FromAgent::Event { attempt: self.attempt, rank, event });
-            }
+            AgentInput::StopSignalUnhandled { rank } => self.on_stop_signal_unhandled(rank),
+            AgentInput::Warning { rank, message } => self.report_warning(rank, message),
             AgentInput::Terminated => self.on_batch_system_sigterm(now),
             AgentInput::Tick => {}
         }
@@ -304,6 +314,12 @@ impl AgentCore {
         self.report_ended_workers(now);
         self.sweep_if_all_ended();
         std::mem::take(&mut self.out)
+    }
+
+    /// Reports a warning about a worker, for the user, to the controller.
+    fn report_warning(&mut self, rank: Rank, message: String) {
+        let event = protocol::event::Event::new_notice(Some(rank), message);
+        self.send_to_controller(FromAgent::Event { attempt: self.attempt, rank, event });
     }
 
     /// Sends a report to the controller and, if reports of this kind must not be lost, keeps it for
@@ -425,6 +441,7 @@ impl AgentCore {
         self.reports.drop_reports_of_earlier_attempts();
         (self.attempt, self.kill_after_stacks, self.peers) = (plan.attempt, None, None);
         (self.stop_requested, self.kill_requested, self.may_leave) = (false, false, false);
+        (self.terminate_at, self.unhandled_stop_reported) = (None, false);
         self.hang_detection = plan.hang_detection;
         self.activity_at =
             if self.hang_detection.is_some() { now + ACTIVITY_INTERVAL } else { Duration::MAX };
@@ -458,32 +475,6 @@ impl AgentCore {
         }
     }
 
-    /// Requests that all workers of this host stop by themselves. Schedules a kill of the workers
-    /// that still run `deadline_ms` milliseconds after `now`. With `None`, no kill is scheduled.
-    fn stop_workers(&mut self, now: Duration, deadline_ms: Option<u64>) {
-        // A second SIGTERM, from a later controller, would end some programs without a save.
-        let is_repeated = std::mem::replace(&mut self.stop_requested, true);
-        let ranks = if is_repeated { Vec::new() } else { self.running_ranks() };
-        ranks.into_iter().for_each(|rank| self.stop_worker(rank));
-        if self.preparing {
-            // No worker was started, and the preparation may be blocked by a disk.
-            (self.preparing, self.spawning) = (false, false);
-        }
-        if let Some(ms) = deadline_ms {
-            self.schedule_kill(now + Duration::from_millis(ms));
-        }
-    }
-
-    /// Requests that the worker `rank` stop by itself. A built-in worker gets a message, and a
-    /// program gets SIGTERM.
-    fn stop_worker(&mut self, rank: Rank) {
-        if self.workers[&rank].builtin {
-            self.send_to_worker(rank, ToWorker::Stop);
-        } else {
-            self.out.push(AgentAction::Signal(rank, ProcessGroupSignal::Terminate));
-        }
-    }
-
     // ---- time ----
 
     /// Performs what is due at the time `now`: sends heartbeats, checks for silent workers and a
@@ -501,6 +492,7 @@ impl AgentCore {
             // No worker was started, and the preparation may be blocked by a disk.
             (self.preparing, self.spawning) = (false, false);
         }
+        self.terminate_remaining_programs(now);
         if self.state == AgentState::Running && self.kill_at.is_some_and(|at| now >= at) {
             // The kill is repeated, so that a worker that was being started meanwhile is killed,
             // too.

@@ -60,6 +60,9 @@ pub(super) fn log_action(action: &AgentAction) {
         AgentAction::Signal(rank, signal) => {
             info!(target: "agent::signal", rank, ?signal, "ending process group");
         }
+        AgentAction::RequestStop(rank, signal) => {
+            info!(target: "agent::signal", rank, signal = signal.name(), "requesting stop");
+        }
         AgentAction::RequestSave(rank, signal) => {
             info!(target: "agent::signal", rank, signal, "requesting save");
         }

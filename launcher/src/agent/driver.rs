@@ -34,7 +34,7 @@ use crate::{
 use controller_connection::{ConnectionNumber, ControllerConnection};
 use diagnostic::Diagnostic;
 use exec_state::LaunchExecCommands;
-use jobspec::ids::Rank;
+use jobspec::{StopSignal, ids::Rank};
 use nix::sys::signal::Signal;
 use opened_logs::OpenedLogs;
 use protocol::{
@@ -457,6 +457,7 @@ impl AgentDriver {
                     process::signal_worker_process_group(pid, ending);
                 }
             }
+            AgentAction::RequestStop(rank, signal) => return self.request_stop(rank, signal),
             AgentAction::RequestSave(rank, signal) => return self.request_save(rank, signal),
             AgentAction::Bind(bind) => return Some(self.bind_rendezvous_port(&bind)),
             AgentAction::MeasureActivity => self.measure_activity(),
@@ -478,6 +479,21 @@ impl AgentDriver {
     /// a reaped worker, because another process may have got the pid.
     fn find_unreaped_pid(&self, rank: Rank) -> Option<u32> {
         self.workers.get(&rank).map(|r| r.pid).filter(|pid| self.leaders.contains_key(pid))
+    }
+
+    /// Asks a worker that runs a program to save and stop, by sending the signal to those of its
+    /// processes that handle the signal. If there are none, returns this as the answer for the
+    /// agent's state machine.
+    fn request_stop(&self, rank: Rank, signal: StopSignal) -> Option<AgentInput> {
+        let signal = match signal {
+            StopSignal::Term => Signal::SIGTERM,
+            StopSignal::Int => Signal::SIGINT,
+            StopSignal::Hup => Signal::SIGHUP,
+            StopSignal::Usr1 => Signal::SIGUSR1,
+            StopSignal::Usr2 => Signal::SIGUSR2,
+        };
+        let is_sent = process::signal_handling_processes(self.find_unreaped_pid(rank)?, signal);
+        (!is_sent).then_some(AgentInput::StopSignalUnhandled { rank })
     }
 
     /// Requests that a worker which runs a program save a checkpoint, by sending it the signal

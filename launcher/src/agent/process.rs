@@ -4,9 +4,11 @@
 //! worker when the thread that started the worker ends. The agent therefore starts workers only
 //! from a thread that ends with the agent (`driver/worker_spawner.rs`).
 mod child_setup;
+mod handled_signal;
 mod login_shell;
 mod terminal;
 
+pub(super) use handled_signal::{signal_handling_processes, signal_if_handled};
 pub(super) use terminal::BorrowedTerminal;
 
 pub(super) use login_shell::{ShellError, ShellLimits, ShellOutput, run_login_shell};
@@ -394,24 +396,6 @@ pub(super) fn signal_worker_process_group(pid: u32, ending: ProcessGroupSignal) 
             _ = killpg(group, Signal::SIGCONT);
         }
     }
-}
-
-/// Sends a signal to the process with this pid if the process has a handler for the signal. Returns
-/// whether the signal was sent.
-///
-/// Without a handler, the default action of the signal would kill the process or have no effect.
-pub(super) fn signal_if_handled(pid: u32, signal: i32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let Ok(signal) = Signal::try_from(signal) else { return false };
-    has_handler(&status, signal as i32) && nix::sys::signal::kill(Pid::from_raw(pid as i32), signal).is_ok()
-}
-
-/// Returns whether a process has a handler for a signal. `status` is the content of
-/// `/proc/PID/status`.
-fn has_handler(status: &str, signal: i32) -> bool {
-    let mask = status.lines().find_map(|l| l.strip_prefix("SigCgt:"));
-    let mask = mask.and_then(|m| u64::from_str_radix(m.trim(), 16).ok()).unwrap_or(0);
-    (1..=64).contains(&signal) && mask >> (signal - 1) & 1 == 1
 }
 
 /// Runs the command that removes the container of a killed worker, and waits up to `limit` until

@@ -36,7 +36,7 @@ pub(crate) fn kill_descendants(spared: &[u32]) -> Vec<i32> {
                 continue;
             }
             parents.push(process.pid);
-            if kill_if_unchanged(process) {
+            if signal_if_unchanged(process, Signal::SIGKILL) {
                 killed.push(process.pid);
             }
         }
@@ -94,9 +94,9 @@ fn parse_process_stat(pid: i32, stat: &str) -> Option<ProcessStat> {
     (state != "Z" && state != "X").then_some(ProcessStat { pid, parent, start_time, ticks, stopped })
 }
 
-/// Sends SIGKILL to the process `pid` if its start time is still the expected one, so that no other
-/// process that got the same pid is killed. Returns whether the signal was sent.
-fn kill_if_unchanged(process: ProcessStat) -> bool {
+/// Sends `signal` to the process `pid` if its start time is still the expected one, so that no
+/// other process that got the same pid gets the signal. Returns whether the signal was sent.
+pub(crate) fn signal_if_unchanged(process: ProcessStat, signal: Signal) -> bool {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, process.pid, 0) };
     if fd < 0 {
@@ -104,7 +104,7 @@ fn kill_if_unchanged(process: ProcessStat) -> bool {
         return Errno::last() == Errno::ENOSYS
             && read_process_stat(process.pid)
                 .is_some_and(|current| current.start_time == process.start_time)
-            && nix::sys::signal::kill(Pid::from_raw(process.pid), Signal::SIGKILL).is_ok();
+            && nix::sys::signal::kill(Pid::from_raw(process.pid), signal).is_ok();
     }
     // SAFETY: the kernel returned this descriptor, nothing else owns it, and descriptors fit into
     // i32.
@@ -120,7 +120,7 @@ fn kill_if_unchanged(process: ProcessStat) -> bool {
             libc::syscall(
                 libc::SYS_pidfd_send_signal,
                 fd.as_raw_fd(),
-                libc::SIGKILL,
+                signal as i32,
                 std::ptr::null::<libc::siginfo_t>(),
                 0,
             )
@@ -160,6 +160,7 @@ mod tests {
     #[test]
     fn a_process_with_another_start_time_is_not_killed() {
         let process = read_process_stat(Pid::this().as_raw()).unwrap();
-        assert!(!kill_if_unchanged(ProcessStat { start_time: process.start_time + 1, ..process }));
+        let other = ProcessStat { start_time: process.start_time + 1, ..process };
+        assert!(!signal_if_unchanged(other, Signal::SIGKILL));
     }
 }

@@ -96,3 +96,70 @@ fn a_closed_terminal_stops_the_job() {
     assert!(job.path("saved").exists());
     assert_eq!(job.list_processes(), BTreeMap::new());
 }
+
+/// The settings of `run` with which programs are asked to stop by SIGUSR1, and get SIGTERM after
+/// `stop_timeout`.
+fn stop_signal_settings(stop_timeout: &str) -> [String; 2] {
+    ["stop_signal: SIGUSR1".to_owned(), format!("stop_timeout: {stop_timeout}")]
+}
+
+#[test]
+fn a_program_saves_on_its_stop_signal_before_sigterm() {
+    let program = "trap 'sleep 0.5; echo saved > saved.$RANK; exit 0' USR1; \
+                   trap 'echo term > term.$RANK; exit 1' TERM; echo up > up.$RANK; \
+                   while :; do sleep 0.01; done\n";
+    // The program of rank 1 is started by a shell, which does not handle the signal.
+    let script = "[ $RANK = 0 ] && . ./program.sh; sh ./program.sh; :";
+    let settings = stop_signal_settings("1h");
+    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+        let job = MarkedJob::with_shell_script(2, script, &settings.each_ref().map(String::as_str));
+        fs::write(job.path("program.sh"), program).unwrap();
+        let running = job.start(&[]);
+        ["up.0", "up.1"].iter().for_each(|name| wait_for_file(&job.path(name)));
+        running.send_signal(signal);
+        let ended = running.wait_for_end();
+        assert_eq!(ended.exit_code(), if signal == Signal::SIGINT { 130 } else { 143 }, "{}", ended.stderr);
+        for rank in 0..2 {
+            assert!(job.path(&format!("saved.{rank}")).exists(), "{signal} {rank}: {}", ended.stderr);
+            assert!(!job.path(&format!("term.{rank}")).exists(), "{signal} {rank}: {}", ended.stderr);
+        }
+    }
+}
+
+#[test]
+fn a_program_that_continues_after_its_stop_signal_gets_sigterm_and_sigkill() {
+    let script = "trap 'date +%s%N > usr1.$RANK' USR1; trap 'date +%s%N > term.$RANK' TERM; \
+                  echo up $RANK; while :; do sleep 0.01; done";
+    let mut settings = stop_signal_settings("700ms").to_vec();
+    settings.push("grace_period: 300ms".to_owned());
+    let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
+    let job = MarkedJob::with_shell_script(1, script, &settings);
+    let mut running = job.start(&[]);
+    running.read_until("up");
+    running.send_signal(Signal::SIGTERM);
+    let ended = running.wait_for_end();
+    assert_eq!(ended.exit_code(), 143, "{}", ended.stderr);
+    job.assert_snapshot("stopped_after_its_stop_signal", &ended.stderr);
+    let read_ms =
+        |name: &str| fs::read_to_string(job.path(name)).unwrap().trim().parse::<u64>().unwrap() / 1_000_000;
+    let (usr1, term) = (read_ms("usr1.0"), read_ms("term.0"));
+    // The handler of the shell runs up to a sleep later than the signal.
+    assert!(term >= usr1 + 500, "SIGUSR1 at {usr1} ms, SIGTERM at {term} ms");
+}
+
+#[test]
+fn a_program_that_ignores_its_stop_signal_gets_sigterm_at_once() {
+    let script = "trap '' USR1; trap 'echo term > term.$RANK; exit 0' TERM; echo up > up.$RANK; \
+                  while :; do sleep 0.01; done";
+    let settings = stop_signal_settings("1h");
+    let job = MarkedJob::with_shell_script(2, script, &settings.each_ref().map(String::as_str));
+    let running = job.start(&["--json"]);
+    ["up.0", "up.1"].iter().for_each(|name| wait_for_file(&job.path(name)));
+    running.send_signal(Signal::SIGTERM);
+    let ended = running.wait_for_end();
+    assert_eq!(ended.exit_code(), 143, "{}", ended.stderr);
+    assert!(job.path("term.0").exists() && job.path("term.1").exists());
+    let events = ended.parse_events();
+    let of_rank = events.iter().filter(|event| event["event"] == "notice" && event["rank"].is_u64());
+    assert_eq!(of_rank.count(), 1, "one warning for all ranks: {events:?}");
+}

@@ -6,7 +6,7 @@ use super::{
     environment::{EnvSource, declare_environment_sources, declare_environment_values},
     hang_timeout::HangTimeout,
     run_values::{command_type, variable_pattern_type},
-    signals::{RunSignalActions, signals_type},
+    signals::{RunSignalActions, StopSignal, signals_type},
     straggler::StragglerSpec,
     wrap::WrapSpec,
 };
@@ -85,6 +85,12 @@ section! {
     ///
     /// Older launchers do so. `N` is the local rank.
     pub local_rank_argument: bool = Key::new(boolean_type(), "false").with_rules(PROGRAM_RULES);
+    /// The signal that asks a program to save and stop.
+    #[serde(default)]
+    pub stop_signal: StopSignal = Key::new(choice_type(), "SIGTERM").with_rules(PROGRAM_RULES);
+    /// The time from `stop_signal` to SIGTERM, in which a program can save and exit.
+    #[serde(default = "default_stop_timeout")]
+    pub stop_timeout_ms: u64 = Key::new(duration_type(), "60s").with_rules(STOP_TIMEOUT_RULES);
     /// The time from SIGTERM to SIGKILL when a program must end.
     #[serde(rename = "grace_ms")]
     pub grace_period_ms: u64 = Key::new(duration_type(), "30s").with_deprecated_name("grace");
@@ -132,6 +138,14 @@ section! {
     pub logs: LogsSpec = inner_section();
 }
 
+impl RunSpec {
+    /// Returns the time from a request to stop until programs get SIGTERM, in milliseconds. The
+    /// time is 0 if `run.stop_signal` is SIGTERM itself.
+    pub fn sigterm_delay_ms(&self) -> u64 {
+        if self.stop_signal == StopSignal::Term { 0 } else { self.stop_timeout_ms }
+    }
+}
+
 /// Returns the value type ([`ValueType`]) of leases (the time after which a silent host or
 /// controller counts as lost): durations of at least 2 s. A lease is longer than the interval of
 /// heartbeats.
@@ -168,12 +182,25 @@ const TERMINAL_RULES: &[Rule] = &[Rule::no_effect(&[Condition::NotGiven("run.com
 /// which one rank has the terminal (`run.terminal`).
 const SHOW_RULES: &[Rule] = &[Rule::no_effect(&[Condition::Given("run.terminal")]).into_warning()];
 
+/// The rules that warn about `run.stop_timeout` in a job whose programs get no signal before
+/// SIGTERM.
+const STOP_TIMEOUT_RULES: &[Rule] = &[
+    Rule::no_effect(&[Condition::NotGiven("run.command")]).into_warning(),
+    Rule::no_effect(&[Condition::OneOf("run.stop_signal", &["SIGTERM"])]).into_warning(),
+];
+
 /// The largest value of `run.activate_timeout`, in milliseconds.
 const MAX_ACTIVATE_TIMEOUT_MS: u64 = 3_600_000;
 
 /// Returns the value of `run.activate_timeout` (the time limit for activating environments) in
 /// stored jobs of earlier versions, which do not have the key.
 fn default_activate_timeout() -> u64 {
+    60_000
+}
+
+/// Returns the value of `run.stop_timeout` (the time from the signal to stop to SIGTERM) in stored
+/// jobs of earlier versions, which do not have the key.
+fn default_stop_timeout() -> u64 {
     60_000
 }
 

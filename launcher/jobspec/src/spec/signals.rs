@@ -1,4 +1,5 @@
-//! `run.signals`: the actions of launch on signals.
+//! `run.signals`: the actions of launch on signals. `run.stop_signal`: the signal that asks a
+//! program to save and stop.
 use crate::{
     keys::{
         choice::{choice_type, choices},
@@ -32,10 +33,28 @@ choices! {
         /// The built-in training saves a checkpoint and continues. A program that handles the
         /// signal gets it.
         Save = "save",
-        /// The built-in training saves a checkpoint and stops. A program gets SIGTERM.
+        /// The built-in training saves a checkpoint and stops. A program gets
+        /// `run.stop_signal`.
         SaveAndStop = "save_and_stop",
         /// The signal has no effect.
         Ignore = "ignore",
+    }
+}
+
+choices! {
+    /// `run.stop_signal`: the signal that asks a program to save and stop.
+    #[derive(Default)]
+    pub enum StopSignal {
+        /// The signal that every program gets before SIGKILL.
+        Term = "SIGTERM" is default,
+        /// The signal of Ctrl-C. Python raises `KeyboardInterrupt`.
+        Int = "SIGINT",
+        /// The signal of a closed terminal.
+        Hup = "SIGHUP",
+        /// A signal whose meaning the program defines, such as a save.
+        Usr1 = "SIGUSR1",
+        /// A signal whose meaning the program defines, such as a save.
+        Usr2 = "SIGUSR2",
     }
 }
 

@@ -3,7 +3,7 @@
 use diagnostic::{Code, Diagnostic, Location, Severity, codes::job as codes, render_all};
 use jobspec::{
     HangTimeout, JobSource, JobSpec, KEYS, KeyDefault, OptimizerName, ResumeFrom, SaveInterval, ScheduleName,
-    SourceMap, TokenizerSpec, WorkersPerHost, load_job,
+    SourceMap, StopSignal, TokenizerSpec, WorkersPerHost, load_job,
 };
 use proptest::prelude::*;
 
@@ -272,6 +272,45 @@ fn a_key_by_its_present_and_its_deprecated_name_is_a_conflict() {
 }
 
 #[test]
+fn a_program_has_a_stop_signal_and_a_time_until_sigterm() {
+    let load = |run: &str| load_text(&format!("run: {{command: [a]{run}}}"), &[]);
+    for (run, signal, delay_ms) in [
+        ("", StopSignal::Term, 0),
+        (", stop_signal: SIGUSR1", StopSignal::Usr1, 60_000),
+        (", stop_signal: SIGUSR2, stop_timeout: 1500ms", StopSignal::Usr2, 1500),
+        (", stop_signal: SIGINT, stop_timeout: 0s", StopSignal::Int, 0),
+        (", stop_signal: SIGHUP, stop_timeout: 2m", StopSignal::Hup, 120_000),
+    ] {
+        let (spec, _, warnings) = load(run);
+        assert_eq!((spec.run.stop_signal, spec.run.sigterm_delay_ms()), (signal, delay_ms), "{run}");
+        assert_eq!(warnings, [], "{run}");
+    }
+    // Jobs that earlier versions have stored lack both keys.
+    let mut stored = serde_json::to_value(load(", stop_signal: SIGUSR1").0).expect("a job is JSON");
+    let run = stored["run"].as_object_mut().expect("the section `run`");
+    assert!(run.remove("stop_signal").is_some() && run.remove("stop_timeout_ms").is_some());
+    let spec: JobSpec = serde_json::from_value(stored).expect("a stored job");
+    assert_eq!((spec.run.stop_signal, spec.run.sigterm_delay_ms()), (StopSignal::Term, 0));
+}
+
+#[test]
+fn a_program_that_may_run_until_the_time_limit_of_slurm_is_a_warning() {
+    for (run, slurm, warns) in [
+        ("stop_signal: SIGUSR1", "slurm: {signal_time: 60s}", true),
+        ("stop_signal: SIGUSR1, stop_timeout: 30s", "slurm: {signal_time: 60s}", false),
+        ("stop_signal: SIGUSR1", "slurm: {nodes: 2}", false),
+        ("stop_signal: SIGUSR1, stop_timeout: 10m", "slurm: {nodes: 2}", true),
+        ("stop_signal: SIGUSR1, stop_timeout: 10m", "", false),
+        ("grace_period: 10m", "slurm: {nodes: 2}", false),
+    ] {
+        let (_, _, warnings) = load_text(&format!("run: {{command: [a], {run}}}\n{slurm}"), &[]);
+        let found: Vec<_> = warnings.iter().map(|warning| (warning.code(), warning.subject())).collect();
+        let expected = (codes::JOB_KEYS_CONFLICT, Some("run.stop_signal"));
+        assert_eq!(found, if warns { vec![expected] } else { vec![] }, "{run} {slurm}");
+    }
+}
+
+#[test]
 fn settings_without_effect_on_the_result_are_warnings() {
     let train = "train: {data: {files: [a]}}";
     for (text, set, code) in [
@@ -283,6 +322,9 @@ fn settings_without_effect_on_the_result_are_warnings() {
         (train, "cluster.comm_backend=host", codes::JOB_KEY_HAS_NO_EFFECT),
         (train, "run.visible_devices=one", codes::JOB_KEY_HAS_NO_EFFECT),
         (train, "run.local_rank_argument=true", codes::JOB_KEY_HAS_NO_EFFECT),
+        (train, "run.stop_signal=SIGUSR1", codes::JOB_KEY_HAS_NO_EFFECT),
+        (train, "run.stop_timeout=9s", codes::JOB_KEY_HAS_NO_EFFECT),
+        ("run: {command: [a]}", "run.stop_timeout=9s", codes::JOB_KEY_HAS_NO_EFFECT),
         ("run: {command: [a]}", "resume.rng=strict", codes::JOB_KEY_HAS_NO_EFFECT),
         ("cluster: {hosts: local}\nrun: {command: [a]}", "run.host_lease=9s", codes::JOB_KEY_HAS_NO_EFFECT),
         (

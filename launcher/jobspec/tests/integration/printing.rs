@@ -16,7 +16,7 @@ fn load_text(text: &str, set: &[String]) -> (JobSpec, SourceMap) {
 const JOBS: &[&str] = &[
     "cluster: {hosts: [a, 'me@n[1-3]:22'], include: ['a:0@n1:22'], ssh: {user: 'x', port: 2222, key: ~/.ssh/k, config: none, client: openssh, known_hosts: accept_new, jump: 'j@b:1', connect_timeout: 5s, fanout: 3}}\nrun: {command: [a]}",
     "cluster: {hosts: {file: 'my hosts'}, exclude: 'b:1', ssh: {config: ./cfg}}\nrun: {command: [a]}",
-    "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\", S: {from_env: T}, F: {from_file: 'a b}.txt'}}, grace_period: 1500ms, restarts: 3, min_hosts: 2, hang_timeout: 90s, progress_pattern: 'step ', host_lease: 4s, controller_lease: 3m, on_controller_loss: continue, controller_timeout: 1h, signals: {SIGUSR2: save, SIGTERM: ignore}}\ncluster: {use_hosts: 4}",
+    "run: {command: [a, -b, '', '1', 'x y'], env: {A: 'true', B: \"\\n\", S: {from_env: T}, F: {from_file: 'a b}.txt'}}, grace_period: 1500ms, restarts: 3, min_hosts: 2, hang_timeout: 90s, progress_pattern: 'step ', host_lease: 4s, controller_lease: 3m, on_controller_loss: continue, controller_timeout: 1h, signals: {SIGUSR2: save, SIGTERM: ignore}, stop_signal: SIGUSR2, stop_timeout: 2m}\ncluster: {use_hosts: 4}",
     "train: {data: {files: [a.txt]}}\n\
      slurm: {partition: 'a,b', account: c, qos: d, nodes: 4, time: 2h, gpus_per_node: 8, cpus_per_task: 96, mem: 64GiB, \
      extra: [\"--constraint=x y\"], signal_time: 90s, requeues: 0, bcast: true}",

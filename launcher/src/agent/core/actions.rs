@@ -2,7 +2,7 @@
 //! and actions that the state machine requests.
 use crate::agent::progress::CollectiveActivity;
 use diagnostic::Diagnostic;
-use jobspec::ids::Rank;
+use jobspec::{StopSignal, ids::Rank};
 use protocol::{
     control::{
         AttachPurpose, AttachRejection, ControllerToken, ExitStatus, FromAgent, FromWorker, HostPlan,
@@ -82,6 +82,9 @@ pub(crate) enum AgentInput {
     /// The agent has killed the descendant processes that its workers left. `left` are the pids of
     /// processes that did not end after SIGKILL. The answer to [`AgentAction::Sweep`].
     Swept { left: Vec<i32> },
+    /// No process of a program handles the signal of [`AgentAction::RequestStop`], so the signal
+    /// was not sent.
+    StopSignalUnhandled { rank: Rank },
     /// A warning about a worker for the user. The worker continues.
     Warning { rank: Rank, message: String },
     /// A batch system has sent SIGTERM to the agent, because it is about to end the job.
@@ -122,6 +125,9 @@ pub(crate) enum AgentAction {
     ShowOutput(Vec<Rank>),
     /// Send a signal to a worker's process group.
     Signal(Rank, ProcessGroupSignal),
+    /// Ask a program to save and stop, by sending this signal to those of its processes that handle
+    /// the signal. If none does, the answer is [`AgentInput::StopSignalUnhandled`].
+    RequestStop(Rank, StopSignal),
     /// Request a save from a program by sending this signal number. Warn instead if the program has
     /// no handler for the signal.
     RequestSave(Rank, i32),

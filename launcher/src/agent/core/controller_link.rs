@@ -160,7 +160,7 @@ impl AgentCore {
         let save_time = Duration::from_millis(terms.controller_timeout_ms).max(MIN_UNATTENDED_SAVE_TIME);
         let is_builtin = self.workers.values().any(|worker| worker.builtin);
         let grace_ms = match &self.plan {
-            Some(plan) if !is_builtin => plan.grace_ms,
+            Some(plan) if !is_builtin => plan.grace_ms.saturating_add(plan.job.run.sigterm_delay_ms()),
             _ => save_time.as_millis() as u64,
         };
         self.stop_workers(now, Some(grace_ms));

@@ -11,6 +11,7 @@ mod hang_detection;
 mod kept_workers;
 mod leases;
 mod random_events;
+mod stop_signals;
 mod worker_ends;
 
 /// Returns a plan of one host with one worker for each element of `builtin`. `true` stands for a
@@ -94,11 +95,17 @@ impl TestAgent {
     /// Creates an agent whose reaction to the loss of the controller is `on_controller_loss`, and
     /// starts the workers of a plan from [`make_plan`].
     fn start_with_action(builtin: &[bool], on_controller_loss: ControllerLossAction) -> TestAgent {
+        TestAgent::start_plan(make_plan(builtin), on_controller_loss)
+    }
+
+    /// Creates an agent whose reaction to the loss of the controller is `on_controller_loss`, and
+    /// starts the workers of `plan`.
+    fn start_plan(plan: HostPlan, on_controller_loss: ControllerLossAction) -> TestAgent {
         let mut agent = TestAgent { core: create_core(), now: ms(0), next_pid: 100 };
         let terms = Some(Box::new(make_terms(on_controller_loss)));
         agent.receive_message(ToAgent::Hello { version: PROTOCOL_VERSION, terms });
         agent.receive_message(ToAgent::Memo("memo".into()));
-        agent.receive_message(ToAgent::Start(Box::new(make_plan(builtin))));
+        agent.receive_message(ToAgent::Start(Box::new(plan)));
         agent
     }
 

@@ -61,6 +61,8 @@ impl AgentCore {
     /// period of 0, all workers are killed immediately instead.
     fn end_workers_with_grace_period(&mut self, now: Duration, request: KillRequest) {
         let KillRequest { reason, grace_ms, leave_ms } = request;
+        // Programs get SIGTERM or SIGKILL now.
+        self.terminate_at = None;
         let leave_ms = leave_ms.filter(|_| self.trains_on_cpus());
         self.may_leave = leave_ms.is_some();
         if !self.may_leave {

@@ -79,6 +79,7 @@ impl AgentCore {
             gpu: None,
             progress: WorkerProgress::new(now),
             has_left: false,
+            awaits_sigterm: false,
         };
         self.workers.insert(rank, worker);
         self.send_to_controller(FromAgent::Started { attempt: self.attempt, rank, pid });
@@ -239,6 +240,7 @@ impl AgentCore {
             self.state = AgentState::Sweeping;
             // Without workers no deadline applies.
             (self.kill_at, self.activity_at, self.stacks_deadline) = (None, Duration::MAX, Duration::MAX);
+            self.terminate_at = None;
             self.out.push(AgentAction::Sweep { kept: self.waiting_ranks() });
         }
     }

@@ -356,7 +356,10 @@ impl KubernetesManifestBuilder<'_> {
     /// Returns how long a pod may take to save and stop after SIGTERM, in seconds.
     fn compute_grace_seconds(&self) -> u64 {
         match self.job.run.command {
-            Some(_) => self.job.run.grace_period_ms.div_ceil(1000) + SHUTDOWN_SECONDS,
+            Some(_) => {
+                let run = &self.job.run;
+                run.sigterm_delay_ms().saturating_add(run.grace_period_ms).div_ceil(1000) + SHUTDOWN_SECONDS
+            }
             None => BUILTIN_SAVE_SECONDS,
         }
     }

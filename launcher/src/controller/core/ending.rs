@@ -87,27 +87,27 @@ impl ControllerCore {
     fn request_save_and_stop(&mut self, now: Duration, request: StopRequest) {
         self.state = AttemptState::Stopping(request);
         self.send_stop_to_workers(now);
-        let (builtin, grace) = (self.setup.builtin, self.setup.grace);
-        let signal = match request {
+        let received = match request {
             StopRequest::Interrupt => "received SIGINT",
             StopRequest::Terminate => "received SIGTERM",
             StopRequest::TimeLimit => "received SIGUSR1 (the time limit is near)",
             StopRequest::BatchSystem => "the batch system is about to end the job",
         };
-        self.emit_notice(if builtin {
-            format!("{signal}: workers save at the next step boundary and stop; a second signal kills them")
+        self.emit_notice(if self.setup.builtin {
+            format!("{received}: workers save at the next step boundary and stop; a second signal kills them")
         } else {
-            let grace = grace.as_secs_f64();
-            format!("{signal}: sent SIGTERM to the workers, SIGKILL follows in {grace} s; a second signal kills them now")
+            let (sent, following) = self.setup.describe_program_stop();
+            format!("{received}: sent {sent} to the workers, {following}; a second signal kills them now")
         });
     }
 
     /// Sends the request to save and stop to built-in workers, without a time limit. Programs get
-    /// SIGTERM, and SIGKILL after the grace period.
+    /// the signal to stop (`run.stop_signal`), SIGTERM, and SIGKILL after the grace period.
     pub(super) fn send_stop_to_workers(&mut self, now: Duration) {
-        let (builtin, grace) = (self.setup.builtin, self.setup.grace);
-        let deadline_ms = (!builtin).then_some(grace.as_millis() as u64);
-        self.phase_deadline = (!builtin).then_some(now + grace + AGENT_END_TIMEOUT);
+        let time_to_kill = self.setup.sigterm_delay.saturating_add(self.setup.grace);
+        let time_to_kill = (!self.setup.builtin).then_some(time_to_kill);
+        let deadline_ms = time_to_kill.map(|time| time.as_millis() as u64);
+        self.phase_deadline = time_to_kill.map(|time| now + time + AGENT_END_TIMEOUT);
         self.send_memo();
         self.broadcast_to_active_agents(&ToAgent::Stop { attempt: self.attempt, deadline_ms });
     }

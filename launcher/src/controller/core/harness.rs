@@ -39,6 +39,8 @@ pub(super) fn create_setup(hosts: u32, builtin: bool) -> CoreSetup {
         builtin,
         has_memory_copies: false,
         keeps_workers: false,
+        stop_signal: jobspec::StopSignal::Term,
+        sigterm_delay: Duration::ZERO,
         grace: millis(3000),
         host_lease: millis(5000),
         token: ControllerToken { epoch: 1, id: 1 },

@@ -148,11 +148,8 @@ impl ControllerCore {
         self.emit_notice(if self.setup.builtin {
             format!("{subject}: workers save at the next step boundary and restart on the other hosts")
         } else {
-            let grace = self.setup.grace.as_secs_f64();
-            format!(
-                "{subject}: sent SIGTERM to the workers (SIGKILL follows in {grace} s); they restart on \
-                 the other hosts"
-            )
+            let (sent, following) = self.setup.describe_program_stop();
+            format!("{subject}: sent {sent} to the workers ({following}); they restart on the other hosts")
         });
     }
 

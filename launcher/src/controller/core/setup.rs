@@ -1,6 +1,6 @@
 //! [`CoreSetup`]: the settings of a job on which the controller's decisions depend.
 use crate::cluster::ArrivalLimits;
-use jobspec::{ControllerLossAction, JobSpec, MinHosts};
+use jobspec::{ControllerLossAction, JobSpec, MinHosts, StopSignal};
 use protocol::control::ControllerToken;
 use std::{path::PathBuf, time::Duration};
 
@@ -29,6 +29,11 @@ pub(crate) struct CoreSetup {
     /// Whether workers that did not fail keep their processes when an attempt ends
     /// (`checkpoint.memory.keep_workers`).
     pub(crate) keeps_workers: bool,
+    /// The signal that asks programs to save and stop (`run.stop_signal`).
+    pub(crate) stop_signal: StopSignal,
+    /// The time from a request to stop until programs get SIGTERM. Zero if `stop_signal` is
+    /// SIGTERM.
+    pub(crate) sigterm_delay: Duration,
     /// The time from SIGTERM to SIGKILL of programs.
     pub(crate) grace: Duration,
     /// The silence after which the agent of another host counts as lost (`run.host_lease`).
@@ -79,6 +84,8 @@ impl CoreSetup {
             has_memory_copies: job.checkpoint.memory.is_some(),
             keeps_workers: job.run.command.is_none()
                 && job.checkpoint.memory.as_ref().is_some_and(|memory| memory.keep_workers),
+            stop_signal: job.run.stop_signal,
+            sigterm_delay: Duration::from_millis(job.run.sigterm_delay_ms()),
             grace: Duration::from_millis(job.run.grace_period_ms),
             host_lease: Duration::from_millis(job.run.host_lease_ms),
             token,
@@ -95,5 +102,16 @@ impl CoreSetup {
             arrival: ArrivalLimits::default(),
             run_dir: PathBuf::new(),
         }
+    }
+
+    /// Returns the signal that programs get at a request to stop, and the signals that follow if
+    /// they do not end, as phrases of a message: "SIGTERM" and "SIGKILL follows in 30 s".
+    pub(super) fn describe_program_stop(&self) -> (&'static str, String) {
+        let (delay, grace) = (self.sigterm_delay.as_secs_f64(), self.grace.as_secs_f64());
+        let following = match self.stop_signal {
+            StopSignal::Term => format!("SIGKILL follows in {grace} s"),
+            _ => format!("SIGTERM follows in {delay} s and SIGKILL {grace} s later"),
+        };
+        (self.stop_signal.name(), following)
     }
 }

@@ -125,6 +125,8 @@ impl SimScenario {
             builtin: self.builtin,
             has_memory_copies: self.has_memory_copies,
             keeps_workers: self.builtin && self.has_memory_copies,
+            stop_signal: jobspec::StopSignal::Term,
+            sigterm_delay: Duration::ZERO,
             grace: Duration::from_secs(3),
             host_lease: HOST_LEASE,
             token,

@@ -15,6 +15,7 @@ enum RandomEvent {
     Fatal(Rank),
     ConnectionEnds(Rank),
     Ends(Rank, u8),
+    StopSignalUnhandled(Rank),
 }
 
 fn random_event_strategy() -> impl Strategy<Value = RandomEvent> {
@@ -29,6 +30,7 @@ fn random_event_strategy() -> impl Strategy<Value = RandomEvent> {
         (0u32..4).prop_map(RandomEvent::Fatal),
         (0u32..4).prop_map(RandomEvent::ConnectionEnds),
         (0u32..4, 0u8..3).prop_map(|(r, c)| RandomEvent::Ends(r, c)),
+        (0u32..4).prop_map(RandomEvent::StopSignalUnhandled),
     ]
 }
 
@@ -36,8 +38,12 @@ proptest! {
     /// Checks that in every order of events the end of each process is reported once, and that one
     /// sweep follows the last exit.
     #[test]
-    fn every_order_of_events_ends_cleanly(builtin in proptest::collection::vec(any::<bool>(), 1..4), events in proptest::collection::vec(random_event_strategy(), 0..40)) {
-        let mut agent = TestAgent::start(&builtin);
+    fn every_order_of_events_ends_cleanly(builtin in proptest::collection::vec(any::<bool>(), 1..4), has_stop_signal in any::<bool>(), events in proptest::collection::vec(random_event_strategy(), 0..40)) {
+        let mut plan = make_plan(&builtin);
+        if has_stop_signal {
+            (plan.job.run.stop_signal, plan.job.run.stop_timeout_ms) = (jobspec::StopSignal::Usr1, 1000);
+        }
+        let mut agent = TestAgent::start_plan(plan, ControllerLossAction::Stop);
         let mut actions = Vec::new();
         for event in events {
             actions.extend(match event {
@@ -51,6 +57,7 @@ proptest! {
                 RandomEvent::Fatal(rank) => agent.feed_input(AgentInput::Worker { rank, message: FromWorker::Fatal { exit: WorkerExit::Failed, diagnostic: Diagnostic::error(run::INTERNAL, "m") } }),
                 RandomEvent::ConnectionEnds(rank) => agent.feed_input(AgentInput::WorkerConnectionEnded { rank, error: None }),
                 RandomEvent::Ends(rank, code) => agent.feed_input(AgentInput::WorkerExited { rank, status: ExitStatus::Code(code), oom: false, gpu: None }),
+                RandomEvent::StopSignalUnhandled(rank) => agent.feed_input(AgentInput::StopSignalUnhandled { rank }),
             });
         }
         for rank in 0..builtin.len() as u32 {
@@ -70,7 +77,7 @@ proptest! {
         for command in &actions {
             match command {
                 AgentAction::DrainOutput(rank) => _ = ended.insert(*rank),
-                AgentAction::Signal(rank, _) => prop_assert!(!ended.contains(rank)),
+                AgentAction::Signal(rank, _) | AgentAction::RequestStop(rank, _) => prop_assert!(!ended.contains(rank)),
                 _ => {}
             }
         }

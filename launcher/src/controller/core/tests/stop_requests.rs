@@ -36,6 +36,26 @@ fn interrupt_gives_programs_a_grace_period_and_accepts_any_exit() {
 }
 
 #[test]
+fn programs_with_a_stop_signal_have_more_time_before_they_are_killed() {
+    for stop in
+        [StopRequest::Interrupt, StopRequest::Terminate, StopRequest::TimeLimit, StopRequest::BatchSystem]
+    {
+        let mut harness = CoreHarness::new_with_running_workers(1, 1, false);
+        harness.core.setup.stop_signal = jobspec::StopSignal::Usr1;
+        harness.core.setup.sigterm_delay = millis(20_000);
+        let actions = harness.feed_input(ControllerInput::Stop(stop));
+        let order = ToAgent::Stop { attempt: 0, deadline_ms: Some(23_000) };
+        assert!(actions.contains(&ControllerAction::Send(0, order)), "{stop:?}");
+        // The agent itself is killed only if it does not kill the program.
+        let limit = millis(23_000) + AGENT_END_TIMEOUT;
+        harness.now = limit - millis(1);
+        assert!(harness.send_from_agent(0, FromAgent::Heartbeat).is_empty(), "{stop:?}");
+        let actions = harness.tick_at(limit);
+        assert!(actions.contains(&ControllerAction::KillAgent(0)), "{stop:?}: {actions:?}");
+    }
+}
+
+#[test]
 fn a_second_signal_kills_the_workers() {
     for builtin in [true, false] {
         let mut harness = CoreHarness::new_with_running_workers(1, 2, builtin);

@@ -159,6 +159,7 @@ impl Simulation {
                 self.schedule_rank_end(host, rank, at, ExitStatus::Signal(number, false));
                 None
             }
+            AgentAction::RequestStop(rank, _) => Some(AgentInput::StopSignalUnhandled { rank }),
             AgentAction::DrainOutput(rank) => {
                 Some(AgentInput::Drained { rank, tail: vec!["last".into()], error: None })
             }
