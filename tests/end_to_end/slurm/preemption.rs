@@ -113,10 +113,11 @@ fn preempted_jobs_save_are_requeued_and_resume() {
         check_preempted_training(&cluster, partition, count, &expected);
     }
     check_preempted_evaluation(&cluster);
-    // a program, in a batch script that does not let launch requeue the job
-    let script =
-        "[ -e saved ] && exit 0; trap 'touch saved; exit 0' TERM; touch up; while :; do sleep 0.1; done";
-    cluster.write_program_job("{}", "grace_period: 8s", script);
+    // a program, in a batch script that does not let launch requeue the job. The program ignores
+    // the SIGTERM that Slurm sends to it (proctrack/linuxproc).
+    let script = "[ -e saved ] && exit 0; trap '' TERM; trap 'touch saved; exit 0' USR1; touch up; \
+                  while :; do sleep 0.1; done";
+    cluster.write_program_job("{}", "grace_period: 8s\n  stop_signal: SIGUSR1", script);
     let submit = "sbatch -p requeued --parsable -N1 --exclusive -o program.out --wrap './launch job.yaml'";
     let job = cluster.run_on_node_successfully("h0", submit);
     let up = || cluster.shared_path("up").exists().then_some(());
