@@ -148,7 +148,12 @@ mod tests {
             }
         }
 
-        fn hosts(&self, job: &JobSpec, local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
+        fn hosts(
+            &self,
+            job: &JobSpec,
+            local_host: &str,
+            _warnings: &mut Vec<Diagnostic>,
+        ) -> Result<Vec<HostTarget>, ClusterError> {
             let host = |n| HostTarget {
                 name: format!("{}-{n}.{local_host}", job.name),
                 slots: Some(8),
@@ -170,7 +175,8 @@ mod tests {
         let names = |job: &JobSpec| -> Vec<String> {
             let cluster =
                 select_first_matching_provider(providers, job).unwrap_or_else(|error| panic!("{error:?}"));
-            cluster.hosts(job, "here").expect("hosts").into_iter().map(|host| host.name).collect()
+            let hosts = cluster.hosts(job, "here", &mut Vec::new()).expect("hosts");
+            hosts.into_iter().map(|host| host.name).collect()
         };
         assert_eq!(names(&job), ["here"]);
         job.name = "pod".to_owned();

@@ -25,7 +25,11 @@ fn expect_failure_event(text: &str) -> Value {
 
 #[test]
 fn programs_run_in_allocations_of_every_kind() {
-    let Some(cluster) = SlurmCluster::start("programs_run_in_allocations_of_every_kind", 4) else { return };
+    let gpus = [4, 4, 4, 2];
+    let Some(cluster) = SlurmCluster::start_with_gpus("programs_run_in_allocations_of_every_kind", &gpus)
+    else {
+        return;
+    };
     let report_rank = "echo $(hostname) $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $WORLD_SIZE $MASTER_ADDR $SLURM_STEP_NODELIST $SLURM_ARRAY_TASK_ID > rank.$SLURM_JOB_ID.$RANK";
     cluster.write_program_job(
         "{nodes: 4, extra: [\"--array=0-1\"]}",
@@ -84,6 +88,8 @@ fn programs_run_in_allocations_of_every_kind() {
         ("0,1,2,3", "0")
     );
     check_gpus_requested_in_total(&cluster);
+    check_exclusive_nodes_with_unequal_gpus(&cluster);
+    check_jobs_that_share_a_node(&cluster);
     check_step_variables(&cluster);
     check_step_options_and_activation(&cluster);
     cluster.assert_nothing_left();
@@ -99,6 +105,41 @@ fn check_gpus_requested_in_total(cluster: &SlurmCluster) {
     let lines = cluster.run_on_node_successfully("h0", "cat total.*");
     let expected: Vec<String> = (0..4).map(|rank| format!("h1 {rank}/4 0,1,2,3")).collect();
     assert_eq!(lines.lines().collect::<Vec<_>>(), [expected, vec!["h2 0/1 0".into()]].concat());
+}
+
+/// Checks that a job that has whole nodes (`--exclusive`) without a request for GPUs has one rank
+/// for each GPU, although the node of the batch script has more GPUs than the other one.
+fn check_exclusive_nodes_with_unequal_gpus(cluster: &SlurmCluster) {
+    let report = "echo $(hostname) $LOCAL_RANK/$LOCAL_WORLD_SIZE $CUDA_VISIBLE_DEVICES > whole.$RANK";
+    cluster.write_program_job("{}", "env: {}\ncluster: {devices: cuda}", report);
+    let submit = "sbatch --wait -Q --exclusive -o whole.out --wrap './launch job.yaml'";
+    let ran = cluster.run_on_node("h0", &format!("{submit} -N2 -w 'h[3-4]'"));
+    assert!(ran.status.success(), "{}", cluster.read_shared_file("whole.out"));
+    let ranks = |host: &str, gpus: &[u32], devices: &str| -> Vec<String> {
+        gpus.iter().map(|rank| format!("{host} {rank}/{} {devices}", gpus.len())).collect()
+    };
+    let lines = cluster.run_on_node_successfully("h0", "cat whole.*[0-9]");
+    let expected = [ranks("h3", &[0, 1, 2, 3], "0,1,2,3"), ranks("h4", &[0, 1], "0,1")].concat();
+    assert_eq!(lines.lines().collect::<Vec<_>>(), expected);
+}
+
+/// Checks that the ranks of two jobs that share a node at the same time see only the GPUs of the
+/// rank's job.
+fn check_jobs_that_share_a_node(cluster: &SlurmCluster) {
+    let report = "echo $CUDA_VISIBLE_DEVICES > part.$SLURM_JOB_ID.$RANK; \
+                  while [ $(ls part.*.[01] | wc -l) -lt 4 ]; do sleep 0.1; done";
+    let run = "env: {}\n  visible_devices: one\ncluster: {devices: cuda}";
+    cluster.write_program_job("{}", run, report);
+    let submit = "sbatch --wait -Q -w h1 --gres=gpu:2 -o part.%j.out --wrap './launch job.yaml'";
+    let both = format!("{{ {submit} & first=$!; {submit} && wait $first; }}");
+    let ran = cluster.run_on_node("h0", &both);
+    assert!(ran.status.success(), "{}", cluster.run_on_node_successfully("h0", "cat part.*.out"));
+    let devices = cluster.run_on_node_successfully("h0", "cat part.*.[01]");
+    let mut numbers: Vec<&str> = devices.lines().collect();
+    let (first, second) = numbers.split_at(2);
+    assert!([["0", "1"], ["2", "3"]].iter().all(|pair| first == pair || second == pair), "{devices}");
+    numbers.sort_unstable();
+    assert_eq!(numbers, ["0", "1", "2", "3"]);
 }
 
 /// Checks that workers see the environment variables of the Slurm job, and see those of the agent's

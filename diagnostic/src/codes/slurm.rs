@@ -79,6 +79,11 @@ codes! {
         cause: "At most 16384 nodes are supported.",
         remedy: "Request fewer nodes.",
     }
+    SLURM_GPU_COUNTS_UNKNOWN: Cluster = "slurm-gpu-counts-unknown" {
+        summary: "Slurm did not answer how many GPUs each node of the job has.",
+        cause: "The job requested no number of GPUs per node (for example with `--exclusive`), and `scontrol show job` failed.",
+        remedy: "Correct the error of `scontrol`, request `--gpus-per-node`, or set `cluster.workers_per_host`.",
+    }
     SLURM_REQUEUE_UNAVAILABLE: Cluster = "slurm-requeue-unavailable" {
         summary: "`--requeue` was given outside of a Slurm batch job.",
         cause: "Only a batch job can be requeued.",

@@ -48,7 +48,12 @@ impl Cluster for JoinCluster {
         Ok(true)
     }
 
-    fn hosts(&self, job: &JobSpec, _local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
+    fn hosts(
+        &self,
+        job: &JobSpec,
+        _local_host: &str,
+        _warnings: &mut Vec<Diagnostic>,
+    ) -> Result<Vec<HostTarget>, ClusterError> {
         let nodes = job.cluster.join.nodes.ok_or_else(|| {
             let error = Diagnostic::error(
                 host::JOIN_NODES_INVALID,

@@ -30,7 +30,12 @@ impl Cluster for LocalCluster {
 
     /// Returns this machine as the only host of the job. Tests set `LAUNCH_LOCAL_AGENTS` to get
     /// several hosts, each with a separate agent on this machine.
-    fn hosts(&self, _job: &JobSpec, local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
+    fn hosts(
+        &self,
+        _job: &JobSpec,
+        local_host: &str,
+        _warnings: &mut Vec<Diagnostic>,
+    ) -> Result<Vec<HostTarget>, ClusterError> {
         let count = std::env::var(env::LAUNCH_LOCAL_AGENTS).ok().and_then(|n| n.parse().ok());
         let target = |name: String| HostTarget { name, slots: None, selected_slots: None, local: true };
         Ok(match count {

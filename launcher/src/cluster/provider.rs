@@ -17,8 +17,14 @@ pub(crate) trait Cluster: Sync {
     fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError>;
 
     /// Returns the hosts of a job that come from this provider, such as Slurm, in the order of
-    /// their ranks. `local_host` is the host name of this machine.
-    fn hosts(&self, job: &JobSpec, local_host: &str) -> Result<Vec<HostTarget>, ClusterError>;
+    /// their ranks. `local_host` is the host name of this machine. Appends to `warnings` what the
+    /// provider could not find out about the hosts.
+    fn hosts(
+        &self,
+        job: &JobSpec,
+        local_host: &str,
+        warnings: &mut Vec<Diagnostic>,
+    ) -> Result<Vec<HostTarget>, ClusterError>;
 
     /// Creates the transport (such as SSH) that starts agents on the hosts of a job that come from
     /// this provider.

@@ -47,12 +47,20 @@ impl Cluster for SlurmCluster {
         }
     }
 
-    fn hosts(&self, job: &JobSpec, _local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
-        Ok(require_allocation()?.nodes().map(|node| build_host_target(job, node)).collect())
+    fn hosts(
+        &self,
+        job: &JobSpec,
+        _local_host: &str,
+        warnings: &mut Vec<Diagnostic>,
+    ) -> Result<Vec<HostTarget>, ClusterError> {
+        let allocation = find_allocation_with_gpus(job, warnings)?;
+        Ok(allocation.nodes().map(|node| build_host_target(job, node)).collect())
     }
 
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
-        Ok(Box::new(SlurmTransport::new(require_allocation()?, job)))
+        // The hosts were determined before, with the same warnings.
+        let allocation = find_allocation_with_gpus(job, &mut Vec::new())?;
+        Ok(Box::new(SlurmTransport::new(allocation, job)))
     }
 
     fn find_requeueable_batch_job(&self, job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
@@ -134,22 +142,47 @@ fn read_current_allocation() -> diagnostic::Result<Option<SlurmAllocation>> {
     read_allocation(&|name| std::env::var(name).ok())
 }
 
-/// Reads the Slurm allocation from the environment variables of this process, and fails if there is
-/// none. Asks Slurm for the numbers of GPUs if the job requested GPUs in total (`--gpus`). Fails
-/// outside of Slurm.
+/// Reads the Slurm allocation from the environment variables of this process. Fails outside of
+/// Slurm.
 fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
-    let mut allocation = read_current_allocation()?.ok_or_else(|| -> ClusterError {
+    read_current_allocation()?.ok_or_else(|| {
         let message = "the job requires a Slurm allocation, but SLURM_JOB_ID is not set";
         let error = Diagnostic::error(codes::SLURM_ALLOCATION_MISSING, message);
         error
             .with_subject("cluster.hosts")
             .with_help("start launch inside sbatch or salloc, or submit the job with `launch sbatch`")
             .into()
-    })?;
-    if allocation.lacks_gpu_counts() {
-        allocation.set_gpu_counts(&slurm_commands::query_gpu_counts(allocation.job)?);
+    })
+}
+
+/// Reads the Slurm allocation from the environment variables of this process. If the variables do
+/// not state the number of GPUs of each node, and the job may use GPUs or a step must request them,
+/// asks Slurm for the numbers. Fails outside of Slurm, or if a step must request GPUs whose number
+/// Slurm does not state. Otherwise, if Slurm does not answer, assumes the numbers of GPUs and
+/// appends a warning to `warnings`.
+fn find_allocation_with_gpus(
+    job: &JobSpec,
+    warnings: &mut Vec<Diagnostic>,
+) -> Result<SlurmAllocation, ClusterError> {
+    let mut allocation = require_allocation()?;
+    let must_request = allocation.lacks_gpu_requests();
+    if must_request || (may_use_gpus(job) && allocation.lacks_gpu_counts()) {
+        match slurm_commands::query_job_gpus(allocation.job) {
+            Ok(gpus) => allocation.set_gpu_counts(&gpus),
+            Err(error) if must_request => return Err(error.into()),
+            Err(error) => warnings.extend(allocation.assume_equal_gpu_counts(&error)),
+        }
     }
     Ok(allocation)
+}
+
+/// Returns whether the job uses GPUs that Slurm has allocated on its nodes, if there are any.
+fn may_use_gpus(job: &JobSpec) -> bool {
+    match job.cluster.devices {
+        DeviceSelection::Auto => job.run.command.is_some(),
+        DeviceSelection::Cuda | DeviceSelection::Kind(_) | DeviceSelection::List(_) => true,
+        DeviceSelection::Cpu => false,
+    }
 }
 
 /// Describes a node of a Slurm allocation as a host of the job, with its name and its slots (places
@@ -158,13 +191,11 @@ fn require_allocation() -> Result<SlurmAllocation, ClusterError> {
 /// No node counts as the local host, not even the node on which launch runs, because the Slurm step
 /// starts the agents of all nodes.
 fn build_host_target(job: &JobSpec, node: &SlurmNode) -> HostTarget {
-    let use_gpus = match job.cluster.devices {
-        DeviceSelection::Auto => job.run.command.is_some(),
-        DeviceSelection::Cuda | DeviceSelection::Kind(_) => true,
-        DeviceSelection::Cpu | DeviceSelection::List(_) => false,
-    };
     let slots = match job.cluster.workers_per_host {
-        WorkersPerHost::Auto => node.default_worker_count(use_gpus),
+        WorkersPerHost::Auto => {
+            let is_list = matches!(job.cluster.devices, DeviceSelection::List(_));
+            node.default_worker_count(may_use_gpus(job) && !is_list)
+        }
         WorkersPerHost::Exactly(_) => None,
     };
     HostTarget { name: node.name.clone(), slots, selected_slots: None, local: false }

@@ -25,6 +25,7 @@ use super::{
     provider::{Cluster, ClusterCheckSettings, ClusterError},
     transport::{ConnectionStage, Transport},
 };
+use diagnostic::Diagnostic;
 use jobspec::{JobSpec, hosts::HostAddress};
 use ssh_transport::SshTransport;
 
@@ -54,7 +55,12 @@ impl Cluster for SshCluster {
         Ok(resolve_hosts(&job.cluster, &job.run.workdir)?.is_some())
     }
 
-    fn hosts(&self, job: &JobSpec, _local_host: &str) -> Result<Vec<HostTarget>, ClusterError> {
+    fn hosts(
+        &self,
+        job: &JobSpec,
+        _local_host: &str,
+        _warnings: &mut Vec<Diagnostic>,
+    ) -> Result<Vec<HostTarget>, ClusterError> {
         Ok(find_named_hosts(job)?.iter().map(HostTarget::from_cluster_host).collect())
     }
 

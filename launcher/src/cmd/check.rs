@@ -13,7 +13,7 @@ use super::{
     context::CommandContext,
     job_preparation::{JobArgs, JobLoadRequest, LoadedJob},
     node_role::{NodeArgs, NodeRole, choose_role},
-    output::{print_json, print_text},
+    output::{print_json, print_text, print_warnings},
 };
 use crate::cluster::{find_host_provider, join_run};
 use check_report::CheckReport;
@@ -96,7 +96,9 @@ fn check_hosts(request: &JobLoadRequest, network: bool) -> diagnostic::Result<Ch
     let job = &loaded.job;
     let located = |error| loaded.convert_cluster_error(error);
     let cluster = find_host_provider(job).map_err(located)?;
-    let hosts = cluster.hosts(job, &read_host_name()).map_err(located)?;
+    let mut warnings = Vec::new();
+    let hosts = cluster.hosts(job, &read_host_name(), &mut warnings).map_err(located)?;
+    print_warnings(&warnings);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| {
         Diagnostic::error(command::ASYNC_RUNTIME_FAILED, "cannot start the event loop").with_cause(&e)

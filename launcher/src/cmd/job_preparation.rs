@@ -130,7 +130,8 @@ pub(crate) fn prepare_job(
     let secrets = secrets::resolve_secret_variables(&job.run).map_err(invalid)?;
     let mlflow = mlflow::resolve_mlflow_settings(job).map_err(invalid)?;
     let inventory = discover_inventory()?;
-    let hosts = find_host_provider(job).and_then(|cluster| cluster.hosts(job, &inventory.host));
+    let provider = find_host_provider(job);
+    let hosts = provider.and_then(|cluster| cluster.hosts(job, &inventory.host, &mut warnings));
     let hosts = hosts.map_err(|error| loaded.convert_cluster_error(error))?;
     let too_few = check_host_counts(job, hosts.len());
     if !too_few.is_empty() {

@@ -352,7 +352,7 @@ mod tests {
             ..Default::default()
         };
         let hosts = crate::cluster::find_host_provider(&job)
-            .and_then(|c| c.hosts(&job, &inventory.host))
+            .and_then(|c| c.hosts(&job, &inventory.host, &mut Vec::new()))
             .expect("hosts");
         let planning: Vec<_> =
             hosts.iter().map(|h| super::super::job_preparation::build_planning_host(h, &inventory)).collect();

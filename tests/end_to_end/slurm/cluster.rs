@@ -49,9 +49,16 @@ pub(super) fn wait_until<T>(
 }
 
 impl SlurmCluster {
-    /// Starts a cluster with `nodes` compute nodes, after the removal of clusters whose test has
-    /// ended. Returns `None` if this machine cannot run Slurm; the test is then skipped.
+    /// Starts a cluster with `nodes` compute nodes, each of which has 4 emulated GPUs. Returns
+    /// `None` if this machine cannot run Slurm.
     pub(super) fn start(test: &str, nodes: u32) -> Option<SlurmCluster> {
+        SlurmCluster::start_with_gpus(test, &vec![4; nodes as usize])
+    }
+
+    /// Starts a cluster with a compute node for each item of `gpus`, which is the number of its
+    /// emulated GPUs, after the removal of clusters whose test has ended. Returns `None` if this
+    /// machine cannot run Slurm; the test is then skipped.
+    pub(super) fn start_with_gpus(test: &str, gpus: &[u32]) -> Option<SlurmCluster> {
         // SAFETY: reads the user id, and cannot fail.
         let root = unsafe { libc::geteuid() } == 0;
         let installed = ["/usr/sbin/slurmctld", "/usr/sbin/slurmd", "/usr/sbin/munged"];
@@ -69,7 +76,9 @@ impl SlurmCluster {
         clean_command(cluster_script()).arg("sweep").arg(pattern).status().unwrap();
         let dir = Path::new(SIMULATION_ROOT).join(format!("launch-slurm.{}", std::process::id()));
         let cluster = SlurmCluster { dir, _lock: lock };
-        let up = cluster.run_cluster_script(&["up", &nodes.to_string()]);
+        let numbers: Vec<String> = [gpus.len() as u32].iter().chain(gpus).map(u32::to_string).collect();
+        let args: Vec<&str> = ["up"].into_iter().chain(numbers.iter().map(String::as_str)).collect();
+        let up = cluster.run_cluster_script(&args);
         assert!(up.status.success(), "the cluster did not start: {}", output_to_text(&up));
         fs::copy(LAUNCH_EXECUTABLE, cluster.shared_path("launch")).unwrap();
         fs::write(cluster.shared_path("corpus.txt"), generate_corpus()).unwrap();

@@ -48,6 +48,9 @@ pub(super) struct SlurmNodeGroup {
     pub(super) het: Option<u32>,
     /// The nodes in the order in which Slurm lists them; at least one.
     pub(super) nodes: Vec<SlurmNode>,
+    /// The number of GPUs that the job has on the node that runs the batch script; `None` if Slurm
+    /// does not state it. The other nodes may have other numbers of GPUs.
+    pub(super) gpus_on_batch_node: Option<u32>,
 }
 
 /// A node of a Slurm allocation, with the numbers of tasks, CPUs and GPUs that Slurm has allocated
@@ -64,9 +67,20 @@ pub(super) struct SlurmNode {
     /// step runs.
     pub(super) gpus: Option<u32>,
     /// Whether a step must request the GPUs of its nodes, because the job requested GPUs per task
-    /// (`--gpus-per-task`) or in total (`--gpus`). Without a request, a step with one task per node
-    /// gets the GPUs of one task, or cannot be created.
+    /// (`--gpus-per-task`) or in total (`--gpus`), or has all GPUs of its nodes without a request
+    /// (`--exclusive`). Without a request, a step with one task per node
+    /// gets no GPU or the GPUs of one task, or cannot be created.
     pub(super) requires_gpu_request: bool,
+}
+
+/// The GPUs of a whole Slurm job, as `scontrol show job` reports them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct SlurmJobGpus {
+    /// The number of GPUs on each node. Nodes without GPUs have 0 GPUs or are left out.
+    pub(super) counts: BTreeMap<String, u32>,
+    /// Whether the job requested GPUs, so that its steps get them without a request. A job with
+    /// `--exclusive` has all GPUs of its nodes even if it requested none.
+    pub(super) are_requested: bool,
 }
 
 impl SlurmAllocation {
@@ -78,17 +92,46 @@ impl SlurmAllocation {
 
     /// Returns whether Slurm's environment variables do not state how many GPUs some node has,
     /// although a step on that node must request its GPUs.
-    pub(super) fn lacks_gpu_counts(&self) -> bool {
+    pub(super) fn lacks_gpu_requests(&self) -> bool {
         self.nodes().any(|node| node.requires_gpu_request && node.gpus.is_none())
     }
 
+    /// Returns whether Slurm's environment variables do not state how many GPUs some node has.
+    pub(super) fn lacks_gpu_counts(&self) -> bool {
+        self.nodes().any(|node| node.gpus.is_none())
+    }
+
     /// Sets the number of GPUs of those nodes of the allocation for which Slurm's environment
-    /// variables do not state it. `counts` contains the nodes with GPUs.
-    pub(super) fn set_gpu_counts(&mut self, counts: &BTreeMap<String, u32>) {
-        for node in self.groups.iter_mut().flat_map(|group| &mut group.nodes) {
-            let count = counts.get(&node.name).copied();
-            node.gpus = node.gpus.or(count.or(node.requires_gpu_request.then_some(0)));
+    /// variables do not state it. A step must request these GPUs if the job did not. If the job has
+    /// no GPUs at all, Slurm may not know the GPUs of the nodes, and only their agents can count
+    /// them. If only some nodes have GPUs, Slurm 22.05 rejects each request of a step.
+    pub(super) fn set_gpu_counts(&mut self, job: &SlurmJobGpus) {
+        let are_known = job.counts.values().any(|count| *count > 0);
+        let have_all = self.nodes().all(|node| job.counts.get(&node.name).is_some_and(|count| *count > 0));
+        let unknown = |node: &&mut SlurmNode| node.gpus.is_none();
+        for node in self.groups.iter_mut().flat_map(|group| &mut group.nodes).filter(unknown) {
+            let count = job.counts.get(&node.name).copied().unwrap_or(0);
+            node.gpus = (are_known || node.requires_gpu_request).then_some(count);
+            node.requires_gpu_request |= have_all && !job.are_requested;
         }
+    }
+
+    /// Gives those nodes of the allocation whose number of GPUs is unknown as many GPUs as the node
+    /// that runs the batch script, because Slurm has not answered. Returns a warning with the error
+    /// `cause` of Slurm, or `None` if nothing shows that the job has GPUs.
+    pub(super) fn assume_equal_gpu_counts(&mut self, cause: &Diagnostic) -> Option<Diagnostic> {
+        let gpus = self.groups.iter().find_map(|group| group.gpus_on_batch_node).filter(|gpus| *gpus > 0)?;
+        for group in &mut self.groups {
+            let assumed = group.gpus_on_batch_node;
+            group.nodes.iter_mut().for_each(|node| node.gpus = node.gpus.or(assumed));
+        }
+        let message = format!(
+            "Slurm does not state how many GPUs each node has; launch assumes {gpus} on each node, as on \
+             the node of the batch script"
+        );
+        let warning = Diagnostic::warning(codes::SLURM_GPU_COUNTS_UNKNOWN, message).with_cause(cause);
+        let warning = warning.with_help("set `cluster.workers_per_host` if the number is wrong");
+        Some(warning.with_field("gpus", gpus))
     }
 }
 
@@ -196,7 +239,8 @@ fn read_node_group(
         && variable("SLURM_GPUS_PER_NODE").is_none()
         && gpus_per_task.is_none()
         && names.len() > 1;
-    let gpus_per_node = if in_total { None } else { read_gpus_per_node(&variable) };
+    let gpus_per_node = variable("SLURM_GPUS_PER_NODE").and_then(|text| parse_gpu_count(&text));
+    let gpus_on_batch_node = variable("SLURM_GPUS_ON_NODE").and_then(|text| parse_gpu_count(&text));
     let nodes = names.into_iter().enumerate().map(|(i, name)| {
         let tasks = tasks.as_ref().map(|tasks| tasks[i]);
         let gpus_of_tasks = tasks.zip(gpus_per_task).map(|(tasks, gpus)| tasks.saturating_mul(gpus));
@@ -204,14 +248,7 @@ fn read_node_group(
         let gpus = gpus_of_tasks.or(gpus_per_node);
         SlurmNode { name, tasks, cpus, gpus, requires_gpu_request: in_total || gpus_of_tasks.is_some() }
     });
-    Ok(SlurmNodeGroup { het, nodes: nodes.collect() })
-}
-
-/// Returns the number of GPUs per node that the Slurm job has requested. If none was requested,
-/// returns the number of GPUs on the node that runs the batch script.
-fn read_gpus_per_node(get: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
-    let requested = get("SLURM_GPUS_PER_NODE").and_then(|text| parse_gpu_count(&text));
-    requested.or_else(|| parse_gpu_count(&get("SLURM_GPUS_ON_NODE")?))
+    Ok(SlurmNodeGroup { het, nodes: nodes.collect(), gpus_on_batch_node })
 }
 
 /// Parses a number of GPUs in Slurm's notation, such as `4`, `a100:4` or `a100:2,h100:2`. Returns

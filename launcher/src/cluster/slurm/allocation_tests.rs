@@ -1,5 +1,6 @@
 //! Tests of reading Slurm allocations from recorded environments.
 use super::*;
+use diagnostic::Severity;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
@@ -54,12 +55,12 @@ fn recorded_environments_are_read() {
     let each = |names: &[&str], tasks, cpus, gpus| -> NodeSummaries {
         names.iter().map(|name| new_node_summary(name, tasks, cpus, gpus)).collect()
     };
-    assert_eq!(recorded_nodes("env.sbatch.1"), each(&["h1", "h2", "h3", "h4"], Some(1), 4, Some(2)));
+    assert_eq!(recorded_nodes("env.sbatch.1"), each(&["h1", "h2", "h3", "h4"], Some(1), 4, None));
     assert_eq!(recorded_nodes("env.salloc"), each(&["h1", "h2"], None, 1, None));
     assert_eq!(recorded_nodes("env.nodes_only.11"), each(&["h1", "h2", "h4"], None, 1, None));
     assert_eq!(
         recorded_nodes("env.excl.10"),
-        each(&["h3", "h4"], None, 8, Some(4)),
+        each(&["h3", "h4"], None, 8, None),
         "8 tasks were not requested"
     );
     assert_eq!(recorded_nodes("env.gpus_per_node.6"), each(&["h1", "h2"], Some(1), 1, Some(3)));
@@ -107,11 +108,65 @@ fn a_step_of_several_tasks_is_rejected_and_one_of_a_single_task_is_not() {
 
 #[test]
 fn gpu_requests_of_every_form_are_read() {
-    for (text, gpus) in [("4", Some(4)), ("a100:4", Some(4)), ("a100:2,h100:1", Some(3)), ("x", Some(3))] {
+    for (text, gpus) in [("4", Some(4)), ("a100:4", Some(4)), ("a100:2,h100:1", Some(3)), ("x", None)] {
         let set = [("SLURM_GPUS_PER_NODE", Some(text))];
         let found = read_recorded("env.gpus_per_node.6", &set).unwrap().unwrap();
         assert!(found.nodes().all(|n| n.gpus == gpus), "{text}: {found:?}");
     }
+}
+
+/// Returns the numbers of GPUs of the nodes.
+fn list_gpu_counts(allocation: &SlurmAllocation) -> Vec<Option<u32>> {
+    allocation.nodes().map(|node| node.gpus).collect()
+}
+
+/// Reads the allocation of a job that has whole nodes (h3 and h4) without a request for GPUs, and
+/// sets the numbers of GPUs from the answer of Slurm.
+fn read_exclusive(counts: &[(&str, u32)], are_requested: bool) -> SlurmAllocation {
+    let mut allocation = read_recorded("env.excl.10", &[]).unwrap().unwrap();
+    assert!(allocation.lacks_gpu_counts() && !allocation.lacks_gpu_requests());
+    let counts = counts.iter().map(|(node, gpus)| ((*node).to_owned(), *gpus)).collect();
+    allocation.set_gpu_counts(&SlurmJobGpus { counts, are_requested });
+    allocation
+}
+
+#[test]
+fn the_gpus_of_the_batch_node_are_not_those_of_other_nodes() {
+    let unequal = read_exclusive(&[("h3", 4), ("h4", 2)], false);
+    assert_eq!(list_gpu_counts(&unequal), [Some(4), Some(2)]);
+    assert!(unequal.nodes().all(|node| node.requires_gpu_request), "a step gets no GPUs otherwise");
+    let without = read_exclusive(&[("h3", 4)], false);
+    assert_eq!(list_gpu_counts(&without), [Some(4), Some(0)], "h4 has no GPUs");
+    assert!(!without.nodes().any(|node| node.requires_gpu_request), "Slurm rejects the request");
+    let requested = read_exclusive(&[("h3", 2), ("h4", 2)], true);
+    assert_eq!(list_gpu_counts(&requested), [Some(2), Some(2)]);
+    assert!(!requested.nodes().any(|node| node.requires_gpu_request));
+    let unknown = read_exclusive(&[("h3", 0), ("h4", 0)], false);
+    assert_eq!(list_gpu_counts(&unknown), [None, None], "Slurm does not know the GPUs");
+    assert!(!unknown.nodes().any(|node| node.requires_gpu_request));
+    let requested = read_recorded("env.gpus_per_node.6", &[]).unwrap().unwrap();
+    assert!(!requested.lacks_gpu_counts(), "the variables state the numbers");
+}
+
+#[test]
+fn gpus_decide_before_tasks_in_a_heterogeneous_job() {
+    let mut het = read_recorded("env.het.12", &[]).unwrap().unwrap();
+    het.set_gpu_counts(&SlurmJobGpus { counts: [("h1".to_owned(), 1)].into(), are_requested: true });
+    let workers = het.nodes().map(|node| node.default_worker_count(true));
+    assert_eq!(workers.collect::<Vec<_>>(), [Some(1); 3], "h1 has 2 tasks and 1 GPU");
+}
+
+#[test]
+fn without_an_answer_of_slurm_equal_nodes_are_assumed_with_a_warning() {
+    let cause = Diagnostic::error(codes::SLURM_CONTROLLER_UNREACHABLE, "no answer");
+    let mut exclusive = read_recorded("env.excl.10", &[]).unwrap().unwrap();
+    let warning = exclusive.assume_equal_gpu_counts(&cause).expect("a warning");
+    assert_eq!(list_gpu_counts(&exclusive), [Some(4), Some(4)]);
+    assert_eq!((warning.code(), warning.field("gpus")), (codes::SLURM_GPU_COUNTS_UNKNOWN, Some(&4.into())));
+    assert_eq!((warning.severity(), warning.causes().len()), (Severity::Warning, 1));
+    let mut tasks = read_recorded("env.uneven_n7_N3.4", &[]).unwrap().unwrap();
+    assert!(tasks.assume_equal_gpu_counts(&cause).is_none(), "nothing shows that the job has GPUs");
+    assert_eq!(list_gpu_counts(&tasks), [None; 3]);
 }
 
 #[test]

@@ -1,5 +1,8 @@
 //! Runs the commands of Slurm, for example to submit a batch script or requeue a batch job.
-use super::{allocation::expand_node_list, srun};
+use super::{
+    allocation::{SlurmJobGpus, expand_node_list},
+    srun,
+};
 use crate::cluster::batch_scheduler_types::Preemption;
 use diagnostic::{Diagnostic, codes::slurm};
 use jiff::{Zoned, civil};
@@ -46,10 +49,10 @@ pub(super) fn find_preemption(job: u64) -> diagnostic::Result<Option<Preemption>
     Ok(parse_preemption(job, &read_scontrol_show_job(job)?, civil::DateTime::from(Zoned::now())))
 }
 
-/// Asks Slurm for the number of GPUs that the Slurm job `job` has on each of its nodes. Nodes
-/// without GPUs have 0 GPUs or are left out. Blocks.
-pub(super) fn query_gpu_counts(job: u64) -> diagnostic::Result<BTreeMap<String, u32>> {
-    Ok(parse_gpu_counts(&read_scontrol_show_job(job)?))
+/// Asks Slurm how many GPUs the Slurm job `job` has on each of its nodes, and whether the job
+/// requested them. Blocks.
+pub(super) fn query_job_gpus(job: u64) -> diagnostic::Result<SlurmJobGpus> {
+    Ok(parse_job_gpus(&read_scontrol_show_job(job)?))
 }
 
 /// Returns the output of `scontrol --details show job` for the Slurm job `job`. Blocks.
@@ -60,9 +63,10 @@ fn read_scontrol_show_job(job: u64) -> diagnostic::Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Parses the number of GPUs of each node from the output of `scontrol --details show job`, in
-/// which a line is, for example, `Nodes=h[1-2] CPU_IDs=0-7 Mem=1000 GRES=gpu:a100:2(IDX:0,3)`.
-fn parse_gpu_counts(output: &str) -> BTreeMap<String, u32> {
+/// Parses the GPUs of a job from the output of `scontrol --details show job`. In this output, the
+/// GPUs of nodes are in lines such as `Nodes=h[1-2] CPU_IDs=0-7 Mem=1000 GRES=gpu:a100:2(IDX:0,3)`.
+/// A job that has requested GPUs has a field such as `TresPerNode=gres:gpu:2`.
+fn parse_job_gpus(output: &str) -> SlurmJobGpus {
     let mut counts = BTreeMap::new();
     for line in output.lines() {
         let field = |name: &str| line.split_whitespace().find_map(|word| word.strip_prefix(name));
@@ -74,7 +78,8 @@ fn parse_gpu_counts(output: &str) -> BTreeMap<String, u32> {
         let count = gpus.filter_map(|resource| resource.rsplit(':').next()?.parse::<u32>().ok()).sum();
         counts.extend(expand_node_list(nodes).unwrap_or_default().into_iter().map(|node| (node, count)));
     }
-    counts
+    let is_request = |word: &str| word.starts_with("TresPer") && word.contains("gpu");
+    SlurmJobGpus { counts, are_requested: output.split_whitespace().any(is_request) }
 }
 
 /// Parses, from the output of `scontrol show job`, whether Slurm is preempting the job and how much
@@ -145,9 +150,13 @@ mod tests {
                       \x20    Nodes=h[1-2] CPU_IDs=0-7 Mem=1000 GRES=gpu:a100:2(IDX:0,3),gpu:h100:1(IDX:4)\n\
                       \x20    Nodes=h3 CPU_IDs=0 Mem=1000 GRES=shard:4,gpu:1(IDX:0)\n\
                       \x20    Nodes=h4 CPU_IDs=0 Mem=1000 GRES=";
-        let counts: Vec<(String, u32)> = parse_gpu_counts(output).into_iter().collect();
+        let job = parse_job_gpus(output);
+        let counts: Vec<(String, u32)> = job.counts.into_iter().collect();
         let expected = [("h1", 3), ("h2", 3), ("h3", 1), ("h4", 0)];
         assert_eq!(counts, expected.map(|(node, count)| (node.to_owned(), count)));
+        assert!(!job.are_requested);
+        assert!(parse_job_gpus(&format!("{output}\n   TresPerNode=gres:gpu:2")).are_requested);
+        assert!(!parse_job_gpus(&format!("{output}\n   TresPerNode=gres:license:2")).are_requested);
     }
 
     #[test]

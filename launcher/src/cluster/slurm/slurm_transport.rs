@@ -231,13 +231,14 @@ mod tests {
         let two_nodes =
             |gpus: [u32; 2]| vec![build_node("a", Some(gpus[0]), true), build_node("b", Some(gpus[1]), true)];
         let uneven = vec![
-            SlurmNodeGroup { het: Some(0), nodes: two_nodes([2, 1]) },
+            SlurmNodeGroup { het: Some(0), nodes: two_nodes([2, 1]), gpus_on_batch_node: None },
             SlurmNodeGroup {
                 het: Some(1),
                 nodes: vec![build_node("c", None, false), build_node("d", None, false)],
+                gpus_on_batch_node: None,
             },
         ];
-        let even = vec![SlurmNodeGroup { het: None, nodes: two_nodes([2, 2]) }];
+        let even = vec![SlurmNodeGroup { het: None, nodes: two_nodes([2, 2]), gpus_on_batch_node: Some(2) }];
         let hosts = ["d", "a", "c", "b", "elsewhere"].map(str::to_owned);
         let steps = |groups: Vec<SlurmNodeGroup>| -> Vec<_> {
             let allocation = SlurmAllocation { job: 7, array: None, restarts: 0, groups };
