@@ -16,7 +16,7 @@ mod ssh;
 mod transport;
 mod unauthenticated_connections;
 
-pub(crate) use batch_scheduler_types::{BatchJob, Preemption, Submission, SubmitRequest};
+pub(crate) use batch_scheduler_types::{BatchJob, BatchJobEnd, BatchJobEndReason, Submission, SubmitRequest};
 pub(crate) use host_list::{ClusterHost, parse_hostfile_entries, read_hostfile, resolve_hostfile_text};
 pub(crate) use host_target::HostTarget;
 pub(crate) use join::{NodeEnvironment, is_own_address, join_run};
@@ -108,10 +108,10 @@ pub(crate) fn read_host_name() -> String {
     names.unwrap_or_else(protocol::host_name::read_host_name)
 }
 
-/// Asks the scheduler whether it is preempting the batch job in which launch runs and, if so, how
-/// much time is left. See [`Cluster::find_preemption`].
-pub(crate) fn find_preemption() -> diagnostic::Result<Option<Preemption>> {
-    PROVIDERS.iter().find_map(|provider| provider.find_preemption().transpose()).transpose()
+/// Asks the scheduler why it ends the batch job in which launch runs. See
+/// [`Cluster::find_batch_job_end`].
+pub(crate) fn find_batch_job_end() -> diagnostic::Result<Option<BatchJobEnd>> {
+    PROVIDERS.iter().find_map(|provider| provider.find_batch_job_end().transpose()).transpose()
 }
 
 /// Returns whether a SIGTERM to this process means that the batch system is about to end the job.

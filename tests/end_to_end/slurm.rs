@@ -300,6 +300,13 @@ fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
     cluster.write_program_job("{nodes: 1, time: 1m, signal_time: 10s}", "grace_period: 8s", script);
     fs::rename(cluster.shared_path("job.yaml"), cluster.shared_path("limited.yaml")).unwrap();
     let limited = cluster.run_on_node_successfully("h0", "./launch sbatch limited.yaml");
+    // and another one its limit without a signal in advance
+    let script = "trap 'exit 0' TERM; while :; do sleep 0.1; done";
+    cluster.write_program_job("{}", "grace_period: 8s", script);
+    fs::rename(cluster.shared_path("job.yaml"), cluster.shared_path("unannounced.yaml")).unwrap();
+    let submit = "sbatch --parsable -w h5 -t 1 -o unannounced.out --wrap";
+    let launch = "./launch unannounced.yaml --set name=unannounced";
+    let unannounced = cluster.run_on_node_successfully("h0", &format!("{submit} '{launch}'"));
     let expected = cluster.write_training_job(4, 400);
     let job = cluster.run_on_node_successfully("h0", "./launch sbatch job.yaml");
     let begun = || (cluster.read_last_step("tiny") >= 10).then_some(());
@@ -341,6 +348,13 @@ fn jobs_save_at_the_time_limit_and_at_scancel_and_resume() {
     cluster.wait_for_job_end(&limited, "COMPLETED");
     assert!(cluster.shared_path("saved").exists());
     assert_eq!(cluster.read_job_field(&limited, "Restarts"), "1", "{}", cluster.describe_job(&limited));
+    cluster.wait_for_job_end(&unannounced, "TIMEOUT");
+    for (name, reasons) in
+        [("test", [].as_slice()), ("tiny", &["cancelled"]), ("unannounced", &["time-limit"])]
+    {
+        assert_eq!(cluster.read_end_reasons(name), reasons, "{name}");
+    }
+    cluster.assert_notices("unannounced", "notices_at_an_unannounced_time_limit");
     cluster.assert_notices("test", "notices_at_the_time_limit_of_a_program");
     cluster.assert_notices("tiny", "notices_at_the_time_limit_and_scancel");
     cluster.assert_nothing_left();

@@ -87,6 +87,11 @@ codes! {
         cause: "The controller was suspended (Ctrl-Z, SIGSTOP), its machine froze, or the network failed.",
         remedy: "Start the job again. Raise `run.controller_lease`, or use `run.on_controller_loss: continue`, so that the job outlives its controller.",
     }
+    BATCH_JOB_END: Failed = "batch-job-end" {
+        summary: "The message reports why the batch system ended the job.",
+        cause: "The field `reason` is `preemption`, `time-limit`, `cancelled` (by a user or an administrator), `signal` (a user sent SIGTERM to the processes of the job, which continues), or `unknown` (the batch system gives no reason, or does not answer).",
+        remedy: "After `time-limit`, request more time, or submit the job with `launch sbatch`, which requeues the job at its time limit.",
+    }
     RUN_NOT_ATTACHABLE: Cluster = "run-not-attachable" {
         summary: "A controller on this machine cannot take over the run.",
         cause: "The job does not outlive its controller, no agent of the run is alive, or no worker was started. If the machine on which the run was started also has workers of the run, only a controller on that machine can take over the run, and a restart of that machine ends these workers.",

@@ -21,14 +21,43 @@ pub(crate) struct BatchJob {
     pub(crate) requeue: fn(&str) -> diagnostic::Result<()>,
 }
 
-/// What a scheduler reports when it preempts the batch job in which launch runs, such as how much
-/// time is left.
+/// What a scheduler reports about the end of the batch job in which launch runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Preemption {
+pub(crate) struct BatchJobEnd {
     /// The batch job as messages name it, with the name of the scheduler.
     pub(crate) label: String,
-    /// The time until the scheduler ends the remaining processes of the job.
-    pub(crate) time_left: Duration,
+    pub(crate) reason: BatchJobEndReason,
+}
+
+/// The reason for which a scheduler ends the batch job in which launch runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BatchJobEndReason {
+    /// The scheduler gives the hosts of the job to another job.
+    Preemption {
+        /// The time until the scheduler ends the remaining processes of the job.
+        time_left: Duration,
+    },
+    /// The job has reached its time limit, or will reach it in less than two minutes.
+    TimeLimit,
+    /// A user or an administrator cancelled the job.
+    Cancelled,
+    /// The scheduler does not end the job: a user has sent SIGTERM to the processes of the job.
+    Signal,
+    /// The scheduler states no reason that launch knows.
+    Unknown,
+}
+
+impl BatchJobEndReason {
+    /// Returns the name of the reason in the field `reason` of the notice `batch-job-end`.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            BatchJobEndReason::Preemption { .. } => "preemption",
+            BatchJobEndReason::TimeLimit => "time-limit",
+            BatchJobEndReason::Cancelled => "cancelled",
+            BatchJobEndReason::Signal => "signal",
+            BatchJobEndReason::Unknown => "unknown",
+        }
+    }
 }
 
 /// A request to submit a job of launch to a scheduler, such as Slurm, as a batch job (`launch

@@ -1,6 +1,6 @@
 //! The trait [`Cluster`]: a provider of hosts for jobs, such as this machine, SSH or a scheduler.
 use super::{
-    batch_scheduler_types::{BatchJob, Preemption, Submission, SubmitRequest},
+    batch_scheduler_types::{BatchJob, BatchJobEnd, Submission, SubmitRequest},
     host_target::HostTarget,
     transport::{ConnectionStage, Transport},
 };
@@ -81,9 +81,10 @@ pub(crate) trait Cluster: Sync {
         false
     }
 
-    /// Returns how much time is left to the batch job in which launch runs if the scheduler is
-    /// preempting it, and `None` otherwise. Blocks. Fails if the batch system does not answer.
-    fn find_preemption(&self) -> diagnostic::Result<Option<Preemption>> {
+    /// Returns why the scheduler ends the batch job in which launch runs, or `None` if launch does
+    /// not run in a batch job of this provider. Called after SIGTERM has announced the end of the
+    /// job. Blocks. Fails if the batch system does not answer.
+    fn find_batch_job_end(&self) -> diagnostic::Result<Option<BatchJobEnd>> {
         Ok(None)
     }
 

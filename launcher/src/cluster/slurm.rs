@@ -16,7 +16,7 @@ pub(crate) use allocation::parse_untrusted_variables;
 pub(super) use step_variables::read_slurm_variables;
 
 use super::{
-    batch_scheduler_types::{BatchJob, Preemption, Submission, SubmitRequest},
+    batch_scheduler_types::{BatchJob, BatchJobEnd, Submission, SubmitRequest},
     host_target::HostTarget,
     provider::{Cluster, ClusterError},
     transport::Transport,
@@ -111,9 +111,9 @@ impl Cluster for SlurmCluster {
         is_in_step()
     }
 
-    fn find_preemption(&self) -> diagnostic::Result<Option<Preemption>> {
+    fn find_batch_job_end(&self) -> diagnostic::Result<Option<BatchJobEnd>> {
         match read_current_allocation() {
-            Ok(Some(found)) => slurm_commands::find_preemption(found.job),
+            Ok(Some(found)) => slurm_commands::query_job_end(found.job).map(Some),
             _ => Ok(None),
         }
     }

@@ -198,6 +198,9 @@ pub(crate) struct ControllerCore {
 
     // ---- state of the whole run ----
     stop_request: Option<StopRequest>,
+    /// Whether an agent has received a signal by which the batch system announces the end of the
+    /// job.
+    end_announced: bool,
     killed: bool,
     step: Option<u64>,
     /// The directory of the newest checkpoint that this run has completed; `None` without one.
@@ -274,6 +277,7 @@ impl ControllerCore {
             stepped: false,
             phase_deadline: None,
             stop_request: None,
+            end_announced: false,
             killed: false,
             step: None,
             checkpoint: None,

@@ -23,8 +23,8 @@ pub(super) fn decide_requeue(
     is_preempted: bool,
 ) -> Option<RequeueDecision> {
     if is_preempted {
-        let message = format!("{} is preempted: requeuing it", job.label);
-        return Some(RequeueDecision { requeue: true, message });
+        // The reason was reported already.
+        return Some(RequeueDecision { requeue: true, message: format!("requeuing {}", job.label) });
     }
     let why = match outcome {
         RunOutcome { near_time_limit: true, .. } => "the time limit is near",

@@ -186,6 +186,15 @@ impl SlurmCluster {
         assert_snapshot(&self.dir, snapshot, &lines.join("\n"), &filters);
     }
 
+    /// Returns the reasons for which Slurm has ended the runs of a job, from their notices
+    /// `batch-job-end`.
+    pub(super) fn read_end_reasons(&self, job: &str) -> Vec<String> {
+        let events = self.read_events(job);
+        let diagnostics = events.iter().filter_map(|event| event["diagnostics"].as_array()).flatten();
+        let ends = diagnostics.filter(|diagnostic| diagnostic["code"] == "batch-job-end");
+        ends.map(|end| end["fields"]["reason"].as_str().unwrap().to_owned()).collect()
+    }
+
     /// Returns the last step that any run of the job has reported, or 0.
     pub(super) fn read_last_step(&self, job: &str) -> u64 {
         let events = self.read_events(job);

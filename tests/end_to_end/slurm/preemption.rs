@@ -74,6 +74,7 @@ fn check_preempted_training(
         }
     }
     assert_eq!(resumes, count, "each preempted run saved");
+    assert_eq!(cluster.read_end_reasons(&name), vec!["preemption"; count as usize]);
     if count == 1 {
         cluster.assert_notices(&name, &format!("notices_of_a_preemption_in_{partition}"));
     }

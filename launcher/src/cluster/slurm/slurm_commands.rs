@@ -3,7 +3,7 @@ use super::{
     allocation::{SlurmJobGpus, expand_node_list},
     srun,
 };
-use crate::cluster::batch_scheduler_types::Preemption;
+use crate::cluster::batch_scheduler_types::{BatchJobEnd, BatchJobEndReason};
 use diagnostic::{Diagnostic, codes::slurm};
 use jiff::{Zoned, civil};
 use std::{
@@ -12,6 +12,10 @@ use std::{
     process::{Command, ExitStatus, Output, Stdio},
     time::Duration,
 };
+
+/// A running job whose processes get SIGTERM so long before the end of the job is about to reach
+/// its time limit. The default of `slurm.signal_time` is as long.
+const TIME_LIMIT_WINDOW: Duration = Duration::from_secs(120);
 
 /// Submits the batch script `script` to Slurm's queue with `sbatch OPTIONS…`. Returns the id of the
 /// job, a decimal number. Blocks. Fails if sbatch fails or prints no id.
@@ -43,10 +47,11 @@ pub(super) fn requeue_job(job: &str) -> diagnostic::Result<()> {
     check_command_output("scontrol requeue", output).map(drop)
 }
 
-/// Asks Slurm whether it is preempting the Slurm job `job`, and returns how much time the job has
-/// left, or `None` if it is not. Blocks.
-pub(super) fn find_preemption(job: u64) -> diagnostic::Result<Option<Preemption>> {
-    Ok(parse_preemption(job, &read_scontrol_show_job(job)?, civil::DateTime::from(Zoned::now())))
+/// Asks Slurm why it ends the Slurm job `job`, after SIGTERM has announced the end of the job.
+/// Blocks.
+pub(super) fn query_job_end(job: u64) -> diagnostic::Result<BatchJobEnd> {
+    let reason = parse_end_reason(&read_scontrol_show_job(job)?, civil::DateTime::from(Zoned::now()));
+    Ok(BatchJobEnd { label: format!("Slurm job {job}"), reason })
 }
 
 /// Asks Slurm how many GPUs the Slurm job `job` has on each of its nodes, and whether the job
@@ -82,21 +87,30 @@ fn parse_job_gpus(output: &str) -> SlurmJobGpus {
     SlurmJobGpus { counts, are_requested: output.split_whitespace().any(is_request) }
 }
 
-/// Parses, from the output of `scontrol show job`, whether Slurm is preempting the job and how much
-/// time is left. Returns the preemption of the job, if the job is being preempted in its current
-/// run. `now` is the local time.
-fn parse_preemption(job: u64, output: &str, now: civil::DateTime) -> Option<Preemption> {
-    let field = |name: &str| {
-        let value = |word: &str| word.strip_prefix(name)?.strip_prefix('=')?.parse::<civil::DateTime>().ok();
-        output.split_whitespace().find_map(value)
-    };
-    // The time remains when Slurm requeues the job.
-    let preempted = field("PreemptTime")?;
-    if field("StartTime").is_some_and(|start| preempted < start) {
-        return None;
+/// Parses, from the output of `scontrol show job`, why Slurm ends a job whose processes have got
+/// SIGTERM. `now` is the local time.
+///
+/// When Slurm ends a job at its time limit or after `scancel`, it sets the end time to the present.
+/// While processes of the job still run, the state is then `COMPLETING`, and only the time limit
+/// has a `Reason`. A job in preemption keeps the state `RUNNING` for its grace time.
+fn parse_end_reason(output: &str, now: civil::DateTime) -> BatchJobEndReason {
+    let field =
+        |name: &str| output.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    let time = |name: &str| field(name)?.parse::<civil::DateTime>().ok();
+    // A negative duration becomes 0.
+    let left = time("EndTime").map(|end| Duration::try_from(end.duration_since(now)).unwrap_or_default());
+    // The time of a preemption remains when Slurm requeues the job.
+    let is_preempted = |at: civil::DateTime| time("StartTime").is_none_or(|start| at >= start);
+    if time("PreemptTime").is_some_and(is_preempted) {
+        return BatchJobEndReason::Preemption { time_left: left.unwrap_or_default() };
     }
-    let left = field("EndTime").and_then(|end| Duration::try_from(end.duration_since(now)).ok());
-    Some(Preemption { label: format!("Slurm job {job}"), time_left: left.unwrap_or_default() })
+    match (field("JobState"), field("Reason"), left) {
+        (Some("TIMEOUT"), ..) | (_, Some("TimeLimit"), _) => BatchJobEndReason::TimeLimit,
+        (Some("CANCELLED"), ..) | (Some("COMPLETING"), Some("None"), _) => BatchJobEndReason::Cancelled,
+        (Some("RUNNING"), _, Some(left)) if left <= TIME_LIMIT_WINDOW => BatchJobEndReason::TimeLimit,
+        (Some("RUNNING"), ..) => BatchJobEndReason::Signal,
+        _ => BatchJobEndReason::Unknown,
+    }
 }
 
 /// Builds the error for a command of Slurm that could not be started.
@@ -159,15 +173,40 @@ mod tests {
         assert!(!parse_job_gpus(&format!("{output}\n   TresPerNode=gres:license:2")).are_requested);
     }
 
+    /// Parses the reason for the end of a job that began at 04:59:34. The present time is 04:59:40.
+    fn parse_reason(output: &str) -> BatchJobEndReason {
+        let now = "2026-11-24T04:59:40".parse().expect("a time");
+        parse_end_reason(&format!("JobId=7 StartTime=2026-11-24T04:59:34 {output}"), now)
+    }
+
     #[test]
     fn a_preemption_of_the_current_run_is_found() {
-        let now = "2026-11-24T04:59:40".parse().expect("a time");
-        let find = |text: &str| parse_preemption(7, text, now).map(|found| found.time_left.as_secs());
-        let times = "StartTime=2026-11-24T04:59:34 EndTime=2026-11-24T05:00:08";
-        assert_eq!(find(&format!("JobId=7 {times} PreemptTime=2026-11-24T04:59:38")), Some(28));
-        assert_eq!(find(&format!("JobId=7 {times} PreemptTime=None")), None);
-        assert_eq!(find(&format!("JobId=7 {times} PreemptTime=2026-11-24T04:50:00")), None, "an earlier run");
-        assert_eq!(find("PreemptTime=2026-11-24T04:59:38 EndTime=2026-11-24T04:59:39"), Some(0));
-        assert_eq!(find("slurm_load_jobs error"), None);
+        let running = "JobState=RUNNING Reason=None EndTime=2026-11-24T05:00:08";
+        let preemption = |seconds| BatchJobEndReason::Preemption { time_left: Duration::from_secs(seconds) };
+        assert_eq!(parse_reason(&format!("{running} PreemptTime=2026-11-24T04:59:38")), preemption(28));
+        for time in ["None", "2026-11-24T04:50:00"] {
+            let reason = parse_reason(&format!("{running} PreemptTime={time}"));
+            assert_eq!(reason, BatchJobEndReason::TimeLimit, "no preemption of the current run");
+        }
+        let ended = "PreemptTime=2026-11-24T04:59:38 EndTime=2026-11-24T04:59:39";
+        assert_eq!(parse_reason(ended), preemption(0));
+    }
+
+    #[test]
+    fn time_limit_cancellation_and_signal_are_distinguished() {
+        let (past, future) = ("EndTime=2026-11-24T04:59:39", "EndTime=2026-11-24T09:59:34");
+        for (state, end, reason) in [
+            ("JobState=COMPLETING Reason=TimeLimit", past, BatchJobEndReason::TimeLimit),
+            ("JobState=TIMEOUT Reason=TimeLimit", past, BatchJobEndReason::TimeLimit),
+            ("JobState=RUNNING Reason=None", past, BatchJobEndReason::TimeLimit),
+            ("JobState=RUNNING Reason=None", future, BatchJobEndReason::Signal),
+            ("JobState=RUNNING Reason=None", "EndTime=Unknown", BatchJobEndReason::Signal),
+            ("JobState=COMPLETING Reason=None", past, BatchJobEndReason::Cancelled),
+            ("JobState=CANCELLED Reason=None", past, BatchJobEndReason::Cancelled),
+            ("JobState=COMPLETING Reason=NodeDown", past, BatchJobEndReason::Unknown),
+            ("slurm_load_jobs error", "", BatchJobEndReason::Unknown),
+        ] {
+            assert_eq!(parse_reason(&format!("{state} {end} PreemptTime=None")), reason, "{state} {end}");
+        }
     }
 }

@@ -159,6 +159,9 @@ pub(crate) struct RunOutcome {
     pub(crate) near_time_limit: bool,
     /// Whether the run ended because the batch system was about to end the job.
     pub(crate) ended_by_batch_system: bool,
+    /// Whether a stop request ended the run, and the batch system has announced the end of the job,
+    /// even if a signal of the user came first.
+    pub(crate) end_announced: bool,
     /// Whether the root cause is the loss of a host.
     pub(crate) host_lost: bool,
     /// Whether the run completed an optimizer step. Always `true` for programs, whose steps are

@@ -74,6 +74,7 @@ impl ControllerCore {
     /// because the batch system notifies every agent. On nodes that join, a user may have sent the
     /// signal, so the notice names the node.
     pub(super) fn handle_termination_notice(&mut self, now: Duration, id: HostIndex) {
+        self.end_announced = true;
         if self.stop_request.is_none() {
             if self.setup.arrival.max_returns > 0 {
                 self.emit_notice(format!("{} received a signal to stop", self.format_host_label(id)));
@@ -376,6 +377,7 @@ impl ControllerCore {
             killed: stopped && self.killed,
             near_time_limit: stopped && request == Some(StopRequest::TimeLimit),
             ended_by_batch_system: stopped && request == Some(StopRequest::BatchSystem),
+            end_announced: stopped && self.end_announced,
             host_lost: self.host_lost && failed_rank == Some(None),
             made_progress: self.stepped || !self.setup.builtin,
             step: self.step,

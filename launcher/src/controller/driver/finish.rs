@@ -1,7 +1,7 @@
 //! Ends a run, or ends a controller that another controller has replaced.
 use super::{ControllerDriver, ControllerReplacement, takeover::find_attach_exit_code};
 use crate::{
-    cluster::{self, Preemption},
+    cluster::{self, BatchJobEnd, BatchJobEndReason},
     controller::{
         core::{AttachFailure, RunOutcome},
         requeue::decide_requeue,
@@ -28,7 +28,10 @@ impl ControllerDriver {
     pub(super) fn finish_run(mut self, outcome: RunOutcome) -> u8 {
         let seconds = (self.earlier + self.clock.now()).as_secs_f64();
         let exit_code = outcome.exit_code;
-        let preemption = if outcome.ended_by_batch_system { self.query_preemption() } else { None };
+        let ends = outcome.ended_by_batch_system || outcome.end_announced;
+        let job_end = if ends { self.report_batch_job_end() } else { None };
+        let is_preemption = |end: &BatchJobEnd| matches!(end.reason, BatchJobEndReason::Preemption { .. });
+        let preemption = job_end.filter(|end| outcome.ended_by_batch_system && is_preemption(end));
         let is_undecided = preemption.is_some() && self.requeue.is_none();
         let requeued =
             self.requeue.take().filter(|job| match decide_requeue(job, &outcome, preemption.is_some()) {
@@ -68,14 +71,15 @@ impl ControllerDriver {
         exit_code
     }
 
-    /// Asks the batch system (Slurm) whether it is preempting the batch job of this run, to give
-    /// its hosts to another job. Reports an error of the batch system to the user.
-    fn query_preemption(&mut self) -> Option<Preemption> {
-        cluster::find_preemption().unwrap_or_else(|error| {
-            self.report
-                .show_message(format!("launch: cannot find out whether the job is preempted: {error}"));
-            None
-        })
+    /// Asks the batch system (Slurm) why it ends the batch job of this run, and reports the reason
+    /// to the user. Returns `None` if the run does not belong to a batch job, or if the batch
+    /// system does not answer.
+    fn report_batch_job_end(&mut self) -> Option<BatchJobEnd> {
+        let answer = cluster::find_batch_job_end();
+        if let Some(note) = build_batch_job_end_note(&answer) {
+            self.emit_event(Event::new_diagnostic_notice(None, note.to_string(), &note));
+        }
+        answer.unwrap_or(None)
     }
 
     /// Waits until everything was written to the journal (the file of the run's events) and to the
@@ -144,15 +148,41 @@ fn build_replacement_error(run: &str, replacement: &ControllerReplacement, timeo
     }
 }
 
+/// Builds the note about the reason for which the batch system ends the batch job of the run.
+/// Returns `None` if the run does not belong to a batch job.
+fn build_batch_job_end_note(answer: &diagnostic::Result<Option<BatchJobEnd>>) -> Option<Diagnostic> {
+    let (label, reason) = match answer {
+        Ok(Some(end)) => (end.label.as_str(), end.reason),
+        Ok(None) => return None,
+        Err(_) => ("the batch job", BatchJobEndReason::Unknown),
+    };
+    let message = match reason {
+        BatchJobEndReason::Preemption { .. } => format!("{label} is preempted"),
+        BatchJobEndReason::TimeLimit => format!("{label} is at its time limit"),
+        BatchJobEndReason::Cancelled => format!("{label} was cancelled"),
+        BatchJobEndReason::Signal => format!("{label} continues, but a user sent SIGTERM to its processes"),
+        BatchJobEndReason::Unknown => format!("cannot find out why {label} ends"),
+    };
+    let note = Diagnostic::note(codes::run::BATCH_JOB_END, message).with_field("reason", reason.name());
+    Some(match answer {
+        Err(error) => note.with_cause(error),
+        _ if reason == BatchJobEndReason::TimeLimit => {
+            note.with_help("to be requeued at the time limit, submit the job with `launch sbatch`")
+        }
+        _ => note,
+    })
+}
+
 /// Blocks until the batch system ends this process, because it is preempting the batch job. A job
 /// that ends before it is preempted would not be requeued, even if its partition requeues preempted
 /// jobs.
-fn wait_for_preemption(preemption: &Preemption) {
+fn wait_for_preemption(preemption: &BatchJobEnd) {
+    let BatchJobEndReason::Preemption { time_left } = preemption.reason else { return };
     report::command_output::write_message(&format!(
         "launch: {} is preempted; waiting until the batch system ends or requeues it\n",
         preemption.label
     ));
-    std::thread::sleep(preemption.time_left + PREEMPTION_MARGIN);
+    std::thread::sleep(time_left + PREEMPTION_MARGIN);
 }
 
 /// Prints an error to stderr.
@@ -164,6 +194,22 @@ fn report_error(error: &Diagnostic) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_end_of_a_batch_job_is_reported_with_its_reason() {
+        let end = |reason| Ok(Some(BatchJobEnd { label: "job 7".to_owned(), reason }));
+        let reason = |answer| {
+            build_batch_job_end_note(&answer)
+                .and_then(|note| Some(note.field("reason")?.as_str()?.to_owned()))
+        };
+        assert_eq!(reason(end(BatchJobEndReason::TimeLimit)).as_deref(), Some("time-limit"));
+        assert_eq!(reason(end(BatchJobEndReason::Cancelled)).as_deref(), Some("cancelled"));
+        assert_eq!(reason(Ok(None)), None, "no batch job");
+        let error = Diagnostic::error(codes::slurm::SLURM_CONTROLLER_UNREACHABLE, "no answer");
+        let note = build_batch_job_end_note(&Err(error)).expect("a note");
+        assert_eq!((note.code(), note.causes().len()), (codes::run::BATCH_JOB_END, 1));
+        assert_eq!(note.field("reason"), Some(&"unknown".into()));
+    }
 
     #[test]
     fn command_lines_are_quoted_for_a_shell() {

@@ -123,6 +123,7 @@ fn the_first_notice_of_termination_stops_the_job_and_the_others_are_no_second_si
     let actions = harness.report_workers_ended(1);
     let outcome = find_outcome(&actions).unwrap();
     assert_eq!((outcome.exit_code, outcome.stopped, outcome.ended_by_batch_system), (143, true, true));
+    assert!(outcome.end_announced);
 }
 
 #[test]
@@ -134,6 +135,7 @@ fn a_signal_of_the_user_decides_before_a_notice_of_termination() {
     let actions = harness.report_workers_ended(0);
     let outcome = find_outcome(&actions).unwrap();
     assert_eq!((outcome.exit_code, outcome.ended_by_batch_system), (143, false));
+    assert!(outcome.end_announced, "the batch system can state why it ends the job");
 }
 
 #[test]
