@@ -149,8 +149,8 @@ impl ControllerDriver {
         }
     }
 
-    /// Waits up to [`SWEEP_INTERVAL`] for one message of any agent; if the message says that the
-    /// agent's connection has ended, records that. Ignores other messages.
+    /// Waits up to [`SWEEP_INTERVAL`] for one message of any agent. Records the end of an agent's
+    /// connection if the message reports it. Ignores other messages.
     async fn receive_end_of_agent(&mut self) {
         if let Ok(Some((agent, Ok(None) | Err(_)))) = timeout(SWEEP_INTERVAL, self.messages.1.recv()).await {
             self.released.remove(&agent);

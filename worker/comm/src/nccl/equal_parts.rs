@@ -1,5 +1,5 @@
-//! [`EqualPartsPlan`]: plans the transfers that turn parts of unequal lengths into equal parts, which
-//! NCCL's all-gather and reduce-scatter need.
+//! [`EqualPartsPlan`]: plans the transfers that turn parts of unequal lengths into equal parts,
+//! which NCCL's all-gather and reduce-scatter need.
 //!
 //! The gathered vector is divided into equal parts, one per rank, and a remainder that is shorter
 //! than [`PART_ALIGNMENT`] elements per rank. A rank first receives those elements of its equal
