@@ -229,9 +229,9 @@ fn train_as_rank(
     Ok(exit)
 }
 
-/// Describes the run for its checkpoints: the job, the digest of the training data, the files of the
-/// tokenizer, and the batch job in which the run was started. A pretrained model replaces files of
-/// the tokenizer by its own.
+/// Describes the run for its checkpoints: the job, the digest of the training data, the files of
+/// the tokenizer, and the batch job in which the run was started. A pretrained model replaces files
+/// of the tokenizer by its own.
 fn describe_run(
     init: &WorkerInit,
     ready: &UninitializedTrainer,
