@@ -4,9 +4,9 @@ Python imports this module at its start, because launch puts the directory of th
 beginning of PYTHONPATH. The hook
 - imports the sitecustomize module that it hides, if there is one,
 - registers faulthandler for a real-time signal, which writes the stacks of all threads to a file,
-- starts a thread when torch.distributed.init_process_group returns. The thread publishes the
-  numbers of collectives and whether one is incomplete once per interval, and writes torch's flight recorder and the stacks of
-  all threads to a file on request.
+- starts a thread when torch.distributed.init_process_group returns. Once per interval, the thread
+  publishes the numbers of collectives, and whether one is incomplete. On request, it writes torch's
+  flight recorder and the stacks of all threads to a file.
 
 An error of the hook never disturbs the program.
 """
