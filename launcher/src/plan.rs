@@ -147,7 +147,6 @@ fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) 
             continues_batch_job: continues_batch_job(job, attempt),
             world,
             workers: plan_workers(&job_env, &ranks)?,
-            grace_ms: job.run.grace_period_ms,
             hang_detection,
             debug_filter: String::new(),
         });

@@ -372,7 +372,6 @@ mod tests {
             continues_batch_job: false,
             world: 1,
             workers: Vec::new(),
-            grace_ms: 0,
             hang_detection: None,
             debug_filter: String::new(),
         };

@@ -138,11 +138,25 @@ section! {
     pub logs: LogsSpec = inner_section();
 }
 
+/// The minimum time in milliseconds in which workers of the built-in training can save and stop
+/// without a controller. If `run.controller_timeout` is longer, it applies instead.
+const MIN_UNATTENDED_SAVE_MS: u64 = 600_000;
+
 impl RunSpec {
     /// Returns the time from a request to stop until programs get SIGTERM, in milliseconds. The
     /// time is 0 if `run.stop_signal` is SIGTERM itself.
     pub fn sigterm_delay_ms(&self) -> u64 {
         if self.stop_signal == StopSignal::Term { 0 } else { self.stop_timeout_ms }
+    }
+
+    /// Returns the time in which workers can save and stop, in milliseconds, after their agent
+    /// (launch's process on the host) has waited in vain for a new controller
+    /// (`run.controller_timeout`). The agent then kills the workers that still run.
+    pub fn unattended_stop_ms(&self) -> u64 {
+        match self.command {
+            Some(_) => self.grace_period_ms.saturating_add(self.sigterm_delay_ms()),
+            None => self.controller_timeout_ms.max(MIN_UNATTENDED_SAVE_MS),
+        }
     }
 }
 

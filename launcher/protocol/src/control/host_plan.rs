@@ -30,8 +30,6 @@ pub struct HostPlan {
     pub world: u32,
     /// The workers of this host, in the order of their local ranks.
     pub workers: Vec<WorkerPlan>,
-    /// The time from SIGTERM to SIGKILL, in milliseconds.
-    pub grace_ms: u64,
     /// How the agent detects that workers hang; `None` if it does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hang_detection: Option<HangDetection>,

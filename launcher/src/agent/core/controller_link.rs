@@ -13,11 +13,6 @@ use protocol::control::{
 };
 use std::time::Duration;
 
-/// The minimum time that built-in workers have to save a checkpoint and stop, after their agent has
-/// waited in vain (`run.controller_timeout`) for a new controller. The time begins when the workers
-/// may not train any longer. If `run.controller_timeout` is longer, it applies instead.
-pub(super) const MIN_UNATTENDED_SAVE_TIME: Duration = Duration::from_secs(600);
-
 impl AgentCore {
     /// Handles a message of the controller, such as to start, stop or kill the workers, or to save
     /// a checkpoint. Ignores messages for an attempt that has ended.
@@ -153,17 +148,12 @@ impl AgentCore {
     /// Makes the workers save a checkpoint and stop, because no controller has returned, and ends
     /// the agent as soon as no worker is left.
     fn end_unattended_workers(&mut self, now: Duration) {
-        let (Some(terms), AgentState::Running) = (&self.terms, self.state) else {
+        let (Some(plan), AgentState::Running) = (&self.plan, self.state) else {
             return self.kill_workers_and_end_agent();
         };
         self.is_ending = true;
-        let save_time = Duration::from_millis(terms.controller_timeout_ms).max(MIN_UNATTENDED_SAVE_TIME);
-        let is_builtin = self.workers.values().any(|worker| worker.builtin);
-        let grace_ms = match &self.plan {
-            Some(plan) if !is_builtin => plan.grace_ms.saturating_add(plan.job.run.sigterm_delay_ms()),
-            _ => save_time.as_millis() as u64,
-        };
-        self.stop_workers(now, Some(grace_ms));
+        let stop_ms = plan.job.run.unattended_stop_ms();
+        self.stop_workers(now, Some(stop_ms));
     }
 
     /// Handles the SIGTERM by which a batch system, such as Slurm, announces that it will end the

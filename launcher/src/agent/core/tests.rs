@@ -40,7 +40,6 @@ fn make_plan(builtin: &[bool]) -> HostPlan {
         continues_batch_job: false,
         world,
         workers: workers.collect(),
-        grace_ms: 1000,
         hang_detection: None,
         debug_filter: String::new(),
     }

@@ -4,7 +4,7 @@ use jobspec::{ControllerLossAction, JobSpec, MinHosts, StopSignal};
 use protocol::control::ControllerToken;
 use std::{path::PathBuf, time::Duration};
 
-/// How long an agent that has lost its controller needs to end its workers.
+/// How long an agent that has lost its controller needs to kill its workers.
 const ORPHAN_END_TIME: Duration = Duration::from_secs(10);
 
 /// The name of a host of the job, and whether the host is remote.
@@ -92,7 +92,10 @@ impl CoreSetup {
             outlives_controller: loss == ControllerLossAction::Continue,
             orphan_timeout: match loss {
                 ControllerLossAction::Stop => Duration::from_millis(job.run.controller_lease_ms),
-                ControllerLossAction::Continue => Duration::from_millis(job.run.controller_timeout_ms),
+                ControllerLossAction::Continue => {
+                    let stop_ms = job.run.unattended_stop_ms();
+                    Duration::from_millis(job.run.controller_timeout_ms.saturating_add(stop_ms))
+                }
             } + ORPHAN_END_TIME,
             restarts: job.run.restarts,
             use_hosts,
@@ -113,5 +116,30 @@ impl CoreSetup {
             _ => format!("SIGTERM follows in {delay} s and SIGKILL {grace} s later"),
         };
         (self.stop_signal.name(), following)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::sample_job;
+
+    /// Returns the orphan timeout of a job, in seconds.
+    fn compute_orphan_timeout(job: &JobSpec, loss: ControllerLossAction) -> u64 {
+        let token = ControllerToken { epoch: 1, id: 1 };
+        CoreSetup::new(job, Vec::new(), 0, (token, loss)).orphan_timeout.as_secs()
+    }
+
+    #[test]
+    fn workers_without_a_controller_have_time_to_save_and_stop() {
+        let mut job = sample_job();
+        assert_eq!(compute_orphan_timeout(&job, ControllerLossAction::Stop), 60 + 10);
+        assert_eq!(compute_orphan_timeout(&job, ControllerLossAction::Continue), 900 + 3 + 10);
+        job.run.stop_signal = StopSignal::Usr1;
+        assert_eq!(compute_orphan_timeout(&job, ControllerLossAction::Continue), 900 + 60 + 3 + 10);
+        job.run.command = None;
+        assert_eq!(compute_orphan_timeout(&job, ControllerLossAction::Continue), 900 + 900 + 10);
+        job.run.controller_timeout_ms = 60_000;
+        assert_eq!(compute_orphan_timeout(&job, ControllerLossAction::Continue), 60 + 600 + 10);
     }
 }

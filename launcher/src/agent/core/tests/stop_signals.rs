@@ -2,11 +2,13 @@
 use super::*;
 use jobspec::StopSignal;
 
-/// Returns a plan of programs that are asked to stop by SIGUSR1, and get SIGTERM 5 s later.
+/// Returns a plan of programs that are asked to stop by SIGUSR1, and get SIGTERM 5 s later and
+/// SIGKILL 1 s after that.
 fn make_plan_with_stop_signal(workers: usize) -> HostPlan {
     let mut plan = make_plan(&vec![false; workers]);
     plan.job.run.stop_signal = StopSignal::Usr1;
     plan.job.run.stop_timeout_ms = 5000;
+    plan.job.run.grace_period_ms = 1000;
     plan
 }
 
@@ -127,7 +129,6 @@ fn without_a_controller_programs_get_the_stop_signal_too() {
     let actions = agent.feed_input(AgentInput::Terminated);
     assert_eq!(select_stop_signals(&actions), [(0, StopSignal::Usr1)]);
     assert_eq!(select_signals(&agent.advance_to(ms(5000))), [(0, ProcessGroupSignal::Terminate)]);
-    // The grace period of the plan is 1 s.
     assert_eq!(select_signals(&agent.advance_to(ms(6000))), [(0, ProcessGroupSignal::Kill)]);
 }
 

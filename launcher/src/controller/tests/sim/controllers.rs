@@ -452,7 +452,6 @@ impl Simulation {
                 continues_batch_job: false,
                 world,
                 workers,
-                grace_ms: 3000,
                 hang_detection: None,
                 debug_filter: String::new(),
             };
