@@ -107,12 +107,13 @@ def build_executable(machine, directory, epoch):
     directory.mkdir(parents=True, exist_ok=True)
     tools = install_tools(directory)
     target = f"{machine}-unknown-linux-gnu"
-    command = ["cargo-zigbuild", "zigbuild", "--release", "--locked", "--package", PRODUCT, "--bin", PRODUCT]
+    command = ["cargo-zigbuild", "zigbuild", "--profile", "dist", "--locked"]
+    command += ["--package", PRODUCT, "--bin", PRODUCT]
     environment = build_environment(tools, directory, epoch)
     # The search for the command uses the variable PATH of this process, not that of the build.
     command[0] = tools / command[0]
     run([*command, "--target", f"{target}.{format_version(MAX_GLIBC)}"], cwd=ROOT, env=environment)
-    executable = directory / target / "release" / PRODUCT
+    executable = directory / target / "dist" / PRODUCT
     check_executable(executable, machine)
     return executable
 
