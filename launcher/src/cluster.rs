@@ -3,6 +3,7 @@
 //!
 //! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
 //! the hosts come from one provider. No other module of the launcher depends on a scheduler.
+mod batch_hosts;
 mod batch_identity;
 mod batch_scheduler_types;
 mod host_list;

@@ -39,11 +39,9 @@ pub(super) struct SlurmCluster;
 impl Cluster for SlurmCluster {
     fn detect(&self, job: &JobSpec) -> Result<bool, ClusterError> {
         match job.cluster.hosts {
-            HostSelection::Local | HostSelection::Join | HostSelection::List(_) | HostSelection::File(_) => {
-                Ok(false)
-            }
             HostSelection::Auto => Ok(read_current_allocation()?.is_some()),
             HostSelection::Slurm => require_allocation().map(|_| true),
+            _ => Ok(false),
         }
     }
 

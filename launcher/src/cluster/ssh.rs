@@ -34,7 +34,7 @@ pub(super) struct SshCluster;
 
 /// The stages of an SSH connection (name, TCP, host key, …), each with the name under which `launch
 /// check` reports it.
-const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
+pub(super) const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
     (ConnectionStage::Config, "config"),
     (ConnectionStage::Name, "dns"),
     (ConnectionStage::Tcp, "tcp"),
@@ -48,6 +48,15 @@ const STAGE_CHECK_NAMES: &[(ConnectionStage, &str)] = &[
 /// `cluster.exclude` select them.
 fn find_named_hosts(job: &JobSpec) -> Result<Vec<ClusterHost>, ClusterError> {
     Ok(resolve_hosts(&job.cluster, &job.run.workdir)?.unwrap_or_default())
+}
+
+/// Creates the transport that starts agents on the hosts of a job over SSH.
+pub(super) fn create_ssh_transport(
+    job: &JobSpec,
+    hosts: Vec<ClusterHost>,
+) -> Result<Box<dyn Transport>, ClusterError> {
+    let hosts: Vec<HostAddress> = hosts.into_iter().map(|host| host.host).collect();
+    Ok(Box::new(SshTransport::new(job, &hosts)?))
 }
 
 impl Cluster for SshCluster {
@@ -65,8 +74,7 @@ impl Cluster for SshCluster {
     }
 
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
-        let hosts: Vec<HostAddress> = find_named_hosts(job)?.into_iter().map(|host| host.host).collect();
-        Ok(Box::new(SshTransport::new(job, &hosts)?))
+        create_ssh_transport(job, find_named_hosts(job)?)
     }
 
     fn check_settings(&self) -> ClusterCheckSettings {

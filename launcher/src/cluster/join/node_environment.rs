@@ -3,10 +3,11 @@
 //!
 //! The functions are pure: the environment is an argument. A launcher that starts several processes
 //! on a node is an error, because each of them would control all workers of the node.
+use crate::cluster::batch_hosts::{BatchHosts, PBS_NODEFILE};
 use diagnostic::{Diagnostic, codes::host};
 use jobspec::{
     env,
-    hosts::{InvalidNodeCount, MAX_HOSTS, NodeCount, RendezvousAddress},
+    hosts::{InvalidNodeCount, NodeCount, RendezvousAddress},
 };
 use std::str::FromStr;
 
@@ -314,7 +315,7 @@ impl ProcessEnvironment<'_> {
     /// PMIx describes the process. PMIx has no variable for the number of processes.
     fn find_pmix_variables(&self) -> diagnostic::Result<Option<NodeEnvironment>> {
         let Some(rank) = self.parse_variable::<u32>("PMIX_RANK")? else { return Ok(None) };
-        let hosts = self.list_batch_hosts().map(|(_, hosts)| hosts).unwrap_or_default();
+        let hosts = self.list_batch_hosts().map(|found| found.hosts).unwrap_or_default();
         let nodes = u32::try_from(hosts.len()).ok().filter(|n| *n > 0).map(NodeCount::from_exact_count);
         let rendezvous = self.find_first_batch_host_address();
         Ok(Some(NodeEnvironment { source: "PMIX_RANK".to_owned(), nodes, node_rank: Some(rank), rendezvous }))
@@ -323,7 +324,7 @@ impl ProcessEnvironment<'_> {
     /// Determines the node rank from the host list of a batch job of LSF or PBS, in which it is the
     /// position of this host.
     fn find_batch_variables(&self) -> Option<NodeEnvironment> {
-        let (source, hosts) = self.list_batch_hosts()?;
+        let BatchHosts { source, hosts } = self.list_batch_hosts()?;
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
         let this_host = short(self.host);
         let nodes = hosts.len() as u32;
@@ -338,33 +339,17 @@ impl ProcessEnvironment<'_> {
     /// Returns the address at which node 0 listens in a batch job of LSF or PBS: the first host of
     /// the batch job, with launch's default port.
     fn find_first_batch_host_address(&self) -> Option<RendezvousAddress> {
-        let batch = || self.list_batch_hosts().and_then(|(_, hosts)| hosts.into_iter().next());
+        let batch = || self.list_batch_hosts().and_then(|found| found.hosts.into_iter().next());
         let first = self.scheduler.first_host.clone().or_else(batch)?;
         Some(RendezvousAddress::with_default_port(&first))
     }
 
-    /// Returns the hosts of a batch job of LSF or PBS without repetitions, and the name of the
-    /// variable that lists them.
-    fn list_batch_hosts(&self) -> Option<(&'static str, Vec<String>)> {
-        let lsf = self.find_nonempty_variable("LSB_MCPU_HOSTS").map(|text| {
-            // Host names and numbers of slots take turns.
-            ("LSB_MCPU_HOSTS", text.split_whitespace().step_by(2).map(str::to_owned).collect())
-        });
-        let lsf = lsf.or_else(|| {
-            let text = self.find_nonempty_variable("LSB_HOSTS")?;
-            Some(("LSB_HOSTS", text.split_whitespace().map(str::to_owned).collect()))
-        });
-        let (source, hosts): (&str, Vec<String>) = lsf.or_else(|| {
-            let text = (self.read_file)(&self.find_nonempty_variable("PBS_NODEFILE")?)?;
-            Some(("PBS_NODEFILE", text.split_whitespace().map(str::to_owned).collect()))
-        })?;
-        let mut unique: Vec<String> = Vec::new();
-        for host in hosts {
-            if !unique.contains(&host) && unique.len() < MAX_HOSTS {
-                unique.push(host);
-            }
-        }
-        (!unique.is_empty()).then_some((source, unique))
+    /// Returns the hosts of a batch job of LSF or PBS. Returns `None` outside of one.
+    fn list_batch_hosts(&self) -> Option<BatchHosts> {
+        BatchHosts::list_lsf_hosts(self.get).or_else(|| {
+            let text = (self.read_file)(&self.find_nonempty_variable(PBS_NODEFILE)?)?;
+            BatchHosts::parse_pbs_nodefile(&text)
+        })
     }
 
     /// Builds the address at which node 0 listens from two environment variables, of which
