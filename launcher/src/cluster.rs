@@ -1,4 +1,4 @@
-//! The providers of hosts (SSH, Slurm, nodes that join, and this machine), behind the trait
+//! The providers of hosts (SSH, Slurm, PBS, LSF, nodes that join, and this machine), behind the trait
 //! [`Cluster`].
 //!
 //! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
@@ -10,6 +10,7 @@ mod host_list;
 mod host_target;
 mod join;
 mod local;
+mod pbs_and_lsf;
 mod pending_agent;
 mod provider;
 mod slurm;
@@ -35,8 +36,14 @@ use std::time::Duration;
 
 /// The providers of hosts, such as Slurm or SSH, in the order in which launch asks each whether it
 /// provides the hosts of a job. The last one accepts every job.
-static PROVIDERS: &[&dyn Cluster] =
-    &[&join::JoinCluster, &ssh::SshCluster, &slurm::SlurmCluster, &local::LocalCluster];
+static PROVIDERS: &[&dyn Cluster] = &[
+    &join::JoinCluster,
+    &pbs_and_lsf::PBS,
+    &pbs_and_lsf::LSF,
+    &ssh::SshCluster,
+    &slurm::SlurmCluster,
+    &local::LocalCluster,
+];
 
 /// Finds the source from which the hosts of a job come (its provider), such as Slurm or SSH.
 pub(crate) fn find_host_provider(job: &JobSpec) -> Result<&'static dyn Cluster, ClusterError> {

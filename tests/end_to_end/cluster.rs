@@ -19,6 +19,7 @@ use serde_json::Value;
 use std::{
     fs,
     io::{BufRead, BufReader, Read},
+    path::Path,
     process::{Child, ChildStdout, Stdio},
     thread,
     time::{Duration, Instant},
@@ -72,10 +73,20 @@ struct ActiveRun {
 /// Starts `launch` with the arguments `args` and with `--set` for each of the settings in `more`
 /// (`path=value`).
 fn start_run(job_dir: &JobDirectory, args: &[String], more: &[&str]) -> ActiveRun {
+    start_run_with_variables(job_dir, args, more, &[])
+}
+
+/// Does the same as [`start_run`], with additional environment variables.
+fn start_run_with_variables(
+    job_dir: &JobDirectory,
+    args: &[String],
+    more: &[&str],
+    variables: &[(&str, &Path)],
+) -> ActiveRun {
     let args: Vec<&str> =
         args.iter().map(String::as_str).chain(more.iter().flat_map(|s| ["--set", s])).collect();
     let mut command = job_dir.launch_command(&args);
-    command.env("HOME", job_dir.path("home"));
+    command.env("HOME", job_dir.path("home")).envs(variables.iter().copied());
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let reader = BufReader::new(child.stdout.take().unwrap());
     ActiveRun { child, reader, stdout: String::new() }
@@ -143,11 +154,17 @@ fn losses_on_four_hosts_equal_those_of_one_machine_and_other_hosts_resume() {
     let whole =
         job_dir.run(&["resume.from=never", "checkpoint.every=never"]).expect_success().collect_losses();
     assert_eq!(whole.len(), 20);
-    for stage in [1, 3] {
+    // as PBS lists the hosts of a job with two MPI processes per host
+    let nodefile = job_dir.path("nodefile");
+    fs::write(&nodefile, "h0\nh0\nh1\nh1\nh2\nh2\nh3\nh3\n").unwrap();
+    for (stage, hosts_value) in [(1, ALL_HOSTS), (3, "pbs")] {
         let name = format!("stage{stage}");
-        let args = write_job(&job_dir, &hosts, &name, TINY_JOB, ALL_HOSTS);
+        let args = write_job(&job_dir, &hosts, &name, TINY_JOB, hosts_value);
         let stage = format!("train.zero.stage={stage}");
-        let ran = start_run(&job_dir, &args, &[&stage, "checkpoint.keep=0"]).wait_for_end().expect_success();
+        let more = [stage.as_str(), "checkpoint.keep=0"];
+        let variables = [("PBS_NODEFILE", nodefile.as_path())];
+        let ran =
+            start_run_with_variables(&job_dir, &args, &more, &variables).wait_for_end().expect_success();
         assert_eq!(ran.collect_losses(), whole, "{stage}");
         assert_eq!(ran.events_named("start")[0]["world"], 8);
         for (list, workers) in [("[h0, h1, h3]", 1), ("[h2]", 4)] {

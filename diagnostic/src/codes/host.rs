@@ -125,6 +125,11 @@ codes! {
         cause: "The value is longer than 128 characters, or contains spaces or characters that are not ASCII.",
         remedy: "Set the variable to an id that the scheduler keeps when it starts the job again, or unset it.",
     }
+    BATCH_HOSTS_MISSING: Cluster = "batch-hosts-missing" {
+        summary: "The job needs the hosts of a batch job of PBS or LSF, and launch does not run inside one.",
+        cause: "With `cluster.hosts: pbs`, `PBS_NODEFILE` is not set or names an empty file. With `lsf`, `LSB_MCPU_HOSTS` and `LSB_HOSTS` are not set.",
+        remedy: "Start launch inside a batch job (qsub, bsub), or name the hosts in `cluster.hosts`.",
+    }
     JOIN_RENDEZVOUS_INVALID: Usage = "join-rendezvous-invalid" {
         summary: "The address at which the nodes of a job meet is missing or not valid.",
         cause: "Options or environment variables describe this process as one of several nodes, but no option, variable or key contains the address of node 0.",

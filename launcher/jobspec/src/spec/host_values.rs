@@ -29,6 +29,10 @@ pub enum HostSelection {
     Local,
     /// The nodes of the Slurm allocation that launch runs in.
     Slurm,
+    /// The hosts of the PBS job that launch runs in, which are reached over SSH.
+    Pbs,
+    /// The hosts of the LSF job that launch runs in, which are reached over SSH.
+    Lsf,
     /// The hosts on which launch is started, once on each. They join the job.
     Join,
     /// The hosts that these texts name. [`crate::hosts::parse_hosts`] parses each text.
@@ -38,9 +42,10 @@ pub enum HostSelection {
 }
 
 /// The phrase by which messages describe the values of `cluster.hosts`.
-const EXPECTED_HOSTS: &str = "`auto`, `local`, `slurm`, `join`, a list of hosts, or `{file: hostfile}`";
+const EXPECTED_HOSTS: &str =
+    "`auto`, `local`, `slurm`, `pbs`, `lsf`, `join`, a list of hosts, or `{file: hostfile}`";
 
-/// Returns the value type ([`ValueType`]) of `cluster.hosts`: `auto`, `local`, `slurm`, `join`, a
+/// Returns the value type ([`ValueType`]) of `cluster.hosts`: `auto`, `local`, `slurm`, `pbs`, `lsf`, `join`, a
 /// list of hosts, or `{file: hostfile}`.
 pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
     let file = json!({"file": path_type().schema});
@@ -49,7 +54,7 @@ pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
         {"type": "array", "items": {"type": ["string", "integer"], "minLength": 1}, "minItems": 1},
         {"type": "object", "properties": file, "required": ["file"], "additionalProperties": false},
     ]});
-    let accepts = "`auto`, `local`, `slurm`, `join`, list of hosts, or `{file: hostfile}`";
+    let accepts = "`auto`, `local`, `slurm`, `pbs`, `lsf`, `join`, list of hosts, or `{file: hostfile}`";
     ValueType::new(accepts, schema, read_hosts, |hosts| match hosts {
         HostSelection::List(texts) => list_type("list of hosts", text_type()).print(texts),
         HostSelection::File(file) => {
@@ -60,12 +65,14 @@ pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
 }
 
 /// Returns the value type ([`ValueType`]) of those values of `cluster.hosts` that are keywords
-/// (`auto`, `local`, `slurm` and `join`).
+/// (`auto`, `local`, `slurm`, `pbs`, `lsf` and `join`).
 fn host_keywords_type() -> ValueType<HostSelection> {
     keywords_type(vec![
         ("auto", HostSelection::Auto),
         ("local", HostSelection::Local),
         ("slurm", HostSelection::Slurm),
+        ("pbs", HostSelection::Pbs),
+        ("lsf", HostSelection::Lsf),
         ("join", HostSelection::Join),
     ])
 }
