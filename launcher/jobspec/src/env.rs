@@ -287,6 +287,12 @@ pub const TORCH_FR_DUMP_ON_TIMEOUT: &str = "TORCH_FR_DUMP_ON_TIMEOUT";
 /// user sets it: the path of the file for the collectives that torch's flight recorder has
 /// recorded, to which torch appends the rank.
 pub const TORCH_FR_DUMP_TEMP_FILE: &str = "TORCH_FR_DUMP_TEMP_FILE";
+/// Environment variable that launch sets to `WARN` for programs in a job with `run.hang_timeout`,
+/// unless the user sets it: which messages NCCL prints.
+pub const NCCL_DEBUG: &str = "NCCL_DEBUG";
+/// Environment variable that NCCL reads: the path of a file that is read instead of `.nccl.conf` in
+/// the home directory, with values of other variables of NCCL.
+pub const NCCL_CONF_FILE: &str = "NCCL_CONF_FILE";
 /// The environment variables that earlier versions of torch read instead of `TORCH_FR_BUFFER_SIZE`,
 /// `TORCH_FR_DUMP_ON_TIMEOUT` and `TORCH_FR_DUMP_TEMP_FILE`.
 pub const OLD_FLIGHT_RECORDER_VARIABLES: [&str; 3] =

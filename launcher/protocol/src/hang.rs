@@ -38,6 +38,9 @@ pub struct RankEvidence {
     /// The newest warnings of NCCL in the log of the rank.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nccl_warnings: Vec<String>,
+    /// The collectives that torch's watchdog has reported as timed out in the log of the rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub collective_timeouts: Vec<CollectiveTimeout>,
 }
 
 /// How many collectives a rank has entered and completed in one of torch's process groups.
@@ -142,6 +145,21 @@ pub struct HangVerdict {
     /// The newest warning of NCCL of each rank that has one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nccl_warnings: Vec<RankNcclWarning>,
+    /// The first collective that has timed out on each rank, according to torch's watchdog.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub collective_timeouts: Vec<CollectiveTimeout>,
+}
+
+/// A collective of NCCL for which torch's watchdog of a rank has waited longer than the timeout of
+/// the process group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CollectiveTimeout {
+    /// The rank.
+    pub rank: Rank,
+    /// The number of the collective in its group, which torch does not name.
+    pub seq: i64,
+    /// The name of the collective, such as `ALLREDUCE`.
+    pub operation: String,
 }
 
 /// The newest warning of NCCL in the log of a rank.

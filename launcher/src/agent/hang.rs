@@ -7,13 +7,13 @@
 //! `STACKS_SIGNAL`, for which the hook has registered Python's faulthandler.
 mod faulthandler;
 mod hook_directory;
-mod nccl_warnings;
+mod log_evidence;
 mod status_memory;
 mod system_call;
 mod thread_state;
 
 pub(super) use hook_directory::{HookDirectory, choose_directory_path};
-pub(super) use nccl_warnings::read_nccl_warnings;
+pub(super) use log_evidence::LogEvidence;
 pub(super) use status_memory::StatusMemory;
 
 use hook_directory::{HookAnswer, HookProcess};

@@ -289,6 +289,7 @@ fn build_hang_verdict(
         calls,
         gpu_faults: ranks.values().flat_map(|evidence| list_gpu_faults(evidence)).collect(),
         nccl_warnings: ranks.values().filter_map(|evidence| find_nccl_warning(evidence)).collect(),
+        collective_timeouts: ranks.values().filter_map(|e| e.collective_timeouts.first().cloned()).collect(),
     }
 }
 

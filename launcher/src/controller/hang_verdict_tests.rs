@@ -2,7 +2,7 @@
 use super::*;
 use crate::controller::hang_verdict_text::describe_verdict;
 use proptest::prelude::*;
-use protocol::hang::GroupCounters;
+use protocol::hang::{CollectiveTimeout, GroupCounters};
 
 /// Builds the evidence of a rank of one group whose last collective is `calls`' last item.
 fn evidence(rank: Rank, world: u32, calls: &[(&str, &str)], pending: bool) -> RankEvidence {
@@ -172,7 +172,10 @@ fn errors_of_gpus_and_nccl_are_part_of_the_verdict() {
     ranks[0].host_gpu_faults = vec![fault(79, Some("the GPU fell off the bus"))];
     ranks[1].gpu_faults = vec![fault(13, None)];
     ranks[1].nccl_warnings = vec!["old".to_owned(), "NET/IB : Got completion with status=12".to_owned()];
-    insta::assert_snapshot!(describe_verdict(&find_hang_verdict(&ranks)), @"all ranks have entered gloo:all_reduce (number 1 of group 0), which does not complete; GPU errors: the host of rank 0: NVIDIA's driver reported Xid 79 (the GPU fell off the bus) on the GPU at 0000:17:00; rank 1: NVIDIA's driver reported Xid 13 on the GPU at 0000:17:00; NCCL warnings: rank 1: NET/IB : Got completion with status=12");
+    let timeout = |seq| CollectiveTimeout { rank: 0, seq, operation: "ALLREDUCE".to_owned() };
+    ranks[0].collective_timeouts = vec![timeout(1), timeout(2)];
+    assert_eq!(find_hang_verdict(&ranks).collective_timeouts, [timeout(1)]);
+    insta::assert_snapshot!(describe_verdict(&find_hang_verdict(&ranks)), @"all ranks have entered gloo:all_reduce (number 1 of group 0), which does not complete; GPU errors: the host of rank 0: NVIDIA's driver reported Xid 79 (the GPU fell off the bus) on the GPU at 0000:17:00; rank 1: NVIDIA's driver reported Xid 13 on the GPU at 0000:17:00; NCCL warnings: rank 1: NET/IB : Got completion with status=12; timeouts of torch's watchdog: rank 0: ALLREDUCE (number 1)");
 }
 
 /// What torch's analyzer has found in the dumps of the ranks.

@@ -2,7 +2,9 @@
 //! and where they are.
 use crate::format::format_ranks;
 use jobspec::ids::Rank;
-use protocol::hang::{CollectiveCallOfRanks, HangKind, HangVerdict, RankGpuFault, RankPosition};
+use protocol::hang::{
+    CollectiveCallOfRanks, CollectiveTimeout, HangKind, HangVerdict, RankGpuFault, RankPosition,
+};
 
 /// The largest number of ranks, calls or errors that the line about a hang lists.
 const MAX_LISTED_ITEMS: usize = 8;
@@ -56,6 +58,9 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     clauses.extend(faults.map(|faults| format!("GPU errors: {faults}")));
     let warnings = join_first_items(&verdict.nccl_warnings, |w| format!("rank {}: {}", w.rank, w.text));
     clauses.extend(warnings.map(|warnings| format!("NCCL warnings: {warnings}")));
+    let describe = |t: &CollectiveTimeout| format!("rank {}: {} (number {})", t.rank, t.operation, t.seq);
+    let timeouts = join_first_items(&verdict.collective_timeouts, describe);
+    clauses.extend(timeouts.map(|timeouts| format!("timeouts of torch's watchdog: {timeouts}")));
     clauses.join("; ")
 }
 

@@ -24,6 +24,7 @@ fn make_verdict() -> Box<HangVerdict> {
         calls: Vec::new(),
         gpu_faults: Vec::new(),
         nccl_warnings: Vec::new(),
+        collective_timeouts: Vec::new(),
     })
 }
 

@@ -4,7 +4,7 @@ use super::AgentDriver;
 use crate::agent::{
     activity,
     core::AgentInput,
-    hang::{self, EvidenceRequest, HangingWorker, read_nccl_warnings},
+    hang::{self, EvidenceRequest, HangingWorker, LogEvidence},
     progress::CollectiveActivity,
     stacks::{self, StackTarget},
 };
@@ -68,6 +68,7 @@ impl AgentDriver {
                 Some((worker, self.find_unreaped_pid(*rank)?))
             })
             .collect();
+        let ranks: Vec<Rank> = workers.iter().map(|(worker, _)| worker.rank).collect();
         let targets: Vec<StackTarget> =
             workers.iter().map(|(worker, pid)| StackTarget { pid: *pid, log: worker.log.clone() }).collect();
         let request = self.build_evidence_request(&plan, &workers);
@@ -76,18 +77,20 @@ impl AgentDriver {
             let begin = Instant::now();
             let (done, stacks_done) = sync_channel(1);
             let write = move || {
-                let warnings: Vec<_> = targets.iter().map(|target| read_nccl_warnings(&target.log)).collect();
+                let logs = ranks.iter().zip(&targets);
+                let found: Vec<_> =
+                    logs.map(|(rank, target)| LogEvidence::read(*rank, &target.log)).collect();
                 stacks::write_stacks(&targets);
                 // An error means that the other thread has stopped waiting.
-                _ = done.send(warnings);
+                _ = done.send(found);
             };
-            // Without the thread, the stacks and the warnings are left out.
+            // Without the thread, the stacks and the evidence in the logs are left out.
             _ = thread::Builder::new().name("stacks".into()).spawn(write);
             let mut evidence = hang::collect_evidence(request);
             // A stalled disk of the logs, or a description of a process, may block the thread.
             let stacks_done = stacks_done.recv_timeout(COLLECTION_TIMEOUT.saturating_sub(begin.elapsed()));
-            for (evidence, warnings) in evidence.iter_mut().zip(stacks_done.unwrap_or_default()) {
-                evidence.nccl_warnings = warnings;
+            for (evidence, found) in evidence.iter_mut().zip(stacks_done.unwrap_or_default()) {
+                found.add_to(evidence);
             }
             // An error means that the driver has stopped waiting.
             _ = written.blocking_send((attempt, evidence));

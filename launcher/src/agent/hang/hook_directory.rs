@@ -117,10 +117,10 @@ impl HookDirectory {
         worker.extend(variables.map(|(name, value)| (name.to_owned(), value)));
     }
 
-    /// Adds the environment variables that switch on torch's flight recorder to a worker's plan,
-    /// except for those that the user has set under their present or earlier name (`is_given`).
-    /// After a timeout, torch writes the recorded collectives to a file next to the log of the
-    /// worker.
+    /// Adds the environment variables that switch on torch's flight recorder and NCCL's warnings to
+    /// a worker's plan, except for those that the user has set under their present or earlier name
+    /// (`is_given`). After a timeout, torch writes the recorded collectives to a file next to the
+    /// log of the worker.
     pub(in crate::agent) fn add_recorder_variables(worker: &mut WorkerPlan, is_given: impl Fn(&str) -> bool) {
         // Torch appends the rank.
         let dump = worker.log.with_file_name("flight-recorder-").display().to_string();
@@ -135,6 +135,10 @@ impl HookDirectory {
             .zip(env::OLD_FLIGHT_RECORDER_VARIABLES)
             .filter(|((n, _), o)| !given((n, o)));
         worker.env.extend(missing.map(|((name, value), _)| (name.to_owned(), value)));
+        // A variable would replace the value in a file.
+        if !is_given(env::NCCL_DEBUG) && !list_nccl_files().iter().any(|file| sets_nccl_debug(file)) {
+            worker.env.push((env::NCCL_DEBUG.to_owned(), "WARN".to_owned()));
+        }
     }
 
     /// Returns how many collectives the processes of the rank `rank` have entered and completed,
@@ -155,6 +159,21 @@ impl Drop for HookDirectory {
         // The directory is in the directory for temporary files.
         _ = fs::remove_dir_all(&self.path);
     }
+}
+
+/// Lists the files from which NCCL reads the values of its variables. The files may not exist.
+fn list_nccl_files() -> Vec<PathBuf> {
+    let home = std::env::var_os(env::HOME).map(|home| Path::new(&home).join(".nccl.conf"));
+    let user = std::env::var_os(env::NCCL_CONF_FILE).map(PathBuf::from).or(home);
+    user.into_iter().chain([PathBuf::from("/etc/nccl.conf")]).collect()
+}
+
+/// Returns whether the file `file` of NCCL sets `NCCL_DEBUG`.
+fn sets_nccl_debug(file: &Path) -> bool {
+    let mut text = String::new();
+    let read = File::open(file).and_then(|file| file.take(MAX_FILE_BYTES).read_to_string(&mut text));
+    let sets = |line: &str| line.split_once('=').is_some_and(|(name, _)| name.trim() == env::NCCL_DEBUG);
+    read.is_ok() && text.lines().any(sets)
 }
 
 /// Creates and locks a file in the new directory `path` for the hang hook (a Python module for
@@ -379,6 +398,19 @@ mod tests {
         write(3, this, "evidence", "{\"groups\": []");
         assert!(process.read_answer().is_none(), "an incomplete file is no answer");
         std::mem::forget(hook);
+    }
+
+    #[test]
+    fn a_level_in_a_file_of_nccl_is_kept() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = directory.path().join("nccl.conf");
+        assert!(!sets_nccl_debug(&file), "the file does not exist");
+        for (text, expected) in
+            [("#NCCL_DEBUG=INFO\nNCCL_DEBUG_FILE=x\n", false), ("NCCL_IB_HCA=mlx5\nNCCL_DEBUG=INFO", true)]
+        {
+            fs::write(&file, text).expect("written");
+            assert_eq!(sets_nccl_debug(&file), expected, "{text}");
+        }
     }
 
     #[test]
