@@ -42,7 +42,7 @@ type FuzzTarget = fn(&[u8]);
 
 /// The fuzz targets (functions that pass fuzzed bytes to one parser each), with the names by which
 /// `FUZZ_TARGET` selects them. `fuzz/run` reads the names from these lines.
-const TARGETS: [(&str, FuzzTarget); 38] = [
+const TARGETS: [(&str, FuzzTarget); 39] = [
     ("adapter_config", |bytes| drop(ckpt::untrusted::parse_adapter_config(bytes))),
     ("dcp_metadata", |bytes| drop(ckpt::untrusted::parse_dcp_metadata(bytes))),
     ("manifest", |bytes| drop(ckpt::untrusted::parse_manifest(bytes))),
@@ -65,6 +65,7 @@ const TARGETS: [(&str, FuzzTarget); 38] = [
     ("control", |bytes| drop(launcher::untrusted::parse_control_stream(bytes))),
     ("deepspeed", |bytes| drop(launcher::untrusted::parse_deepspeed_config(bytes))),
     ("encrypted", |bytes| drop(launcher::untrusted::parse_encrypted_connection(bytes))),
+    ("flight_recorder", |bytes| drop(launcher::untrusted::parse_flight_recorder(bytes))),
     ("host_list", |bytes| drop(launcher::untrusted::parse_host_list(bytes))),
     ("hostfile", |bytes| drop(launcher::untrusted::parse_hostfile(bytes))),
     ("invitation", |bytes| drop(launcher::untrusted::parse_invitation(bytes))),

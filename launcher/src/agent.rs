@@ -33,6 +33,7 @@ mod tree_node;
 mod usage;
 mod watchdog;
 
+pub(crate) use hang::is_flight_recorder_dump;
 pub use startup::{AgentOptions, main};
 
 /// Makes the agent's state machine available to the simulated cluster in the controller's tests.

@@ -74,6 +74,7 @@ pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
         tail: vec!["last".into()],
         error: None,
         gpu: None,
+        timeout: None,
     };
     let agent = [
         FromAgent::Hello { version: PROTOCOL_VERSION, pid: 77, stream: 5, inventory },
@@ -223,6 +224,12 @@ pub fn parse_journal(bytes: &[u8]) -> ParseResult {
 pub fn parse_socket_answer(bytes: &[u8]) -> ParseResult {
     crate::rendezvous::parse_socket_answer(bytes, 0)?;
     Ok(())
+}
+
+/// Parses untrusted bytes as a dump of torch's flight recorder.
+pub fn parse_flight_recorder(bytes: &[u8]) -> ParseResult {
+    let is_dump = crate::agent::is_flight_recorder_dump(bytes);
+    if is_dump { Ok(()) } else { Err("not a dump of a flight recorder".into()) }
 }
 
 /// Parses untrusted text as the line that an agent (launch's process on a host) reads from stdin,

@@ -3,12 +3,14 @@
 Usage: hangs.py [DIRECTORY]   (default tests/golden/hangs)
 
 Each file NAME.json contains the evidence that the agents of launch would collect (without the state
-of threads), and the findings of torch.distributed.flight_recorder.fr_trace.
+of threads), and the findings of torch.distributed.flight_recorder.fr_trace. The files
+NAME-RANK.dump are the dumps that these findings come from.
 """
 import importlib.util
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,7 +50,10 @@ def run_rank(scenario, directory):
         dump["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(WORLD)))}}
         for entry in dump["entries"]:
             entry["profiling_name"] = entry["profiling_name"].replace("gloo:", "nccl:")
-        Path(directory, f"rank-{rank}").write_bytes(pickle.dumps(dump))
+            for frame in entry["frames"]:
+                frame["filename"] = frame["filename"].replace(str(ROOT) + "/", "").replace(sys.prefix, "")
+        # The protocol of torch.
+        Path(directory, f"rank-{rank}").write_bytes(pickle.dumps(dump, protocol=2))
         stacks, in_call = hook._list_stacks()
         main = next(stack for stack in stacks if stack["main"])
         for frame in main["frames"]:
@@ -103,6 +108,8 @@ def record_scenario(scenario, target):
             rank.wait(120)
         evidence = [json.loads(Path(directory, f"evidence-{rank}.json").read_text()) for rank in range(WORLD)]
         recorded = {"evidence": evidence, "analyzer": analyze(directory)}
+        for rank in range(WORLD):
+            shutil.copy(Path(directory, f"rank-{rank}"), target / f"{scenario}-{rank}.dump")
     text = json.dumps(recorded, indent=1)
     (target / f"{scenario}.json").write_text(text + "\n")
     print(scenario, recorded["analyzer"])

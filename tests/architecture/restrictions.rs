@@ -22,7 +22,13 @@ const NAME_RESTRICTIONS: &[NameRestriction] = &[
         searched_paths: &["launcher/"],
         names: &["ckpt::"],
         // cmd.rs names its own module `ckpt`
-        allowed_paths: &["launcher/src/cmd.rs", "launcher/src/cmd/ckpt.rs", "launcher/src/cmd/ckpt/"],
+        // dumps of torch's flight recorder are pickles
+        allowed_paths: &[
+            "launcher/src/cmd.rs",
+            "launcher/src/cmd/ckpt.rs",
+            "launcher/src/cmd/ckpt/",
+            "launcher/src/agent/hang/flight_recorder.rs",
+        ],
     },
     NameRestriction {
         description: "only report/ writes to the terminal",

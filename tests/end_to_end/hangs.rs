@@ -2,6 +2,7 @@
 //! that hold up the others, and where they are.
 mod builtin;
 mod stalled_file;
+mod torch_timeouts;
 
 use crate::support::{self, JobDirectory};
 use serde_json::{Value, json};

@@ -32,6 +32,11 @@ codes! {
         cause: "The process received SIGSTOP, or a debugger holds it.",
         remedy: "Find out who stopped the process, or raise `run.hang_timeout` while you debug.",
     }
+    COLLECTIVE_TIMEOUT: Failed = "collective-timeout" {
+        summary: "A collective of torch took longer than the timeout of its process group, and torch ended the worker.",
+        cause: "Most often a rank waits in a collective that another rank never enters.",
+        remedy: "The message names the collective, and the ranks that have not entered it. If a rank legitimately takes longer, raise `timeout` of `torch.distributed.init_process_group`.",
+    }
     WORKER_SILENT: Failed = "worker-silent" {
         summary: "A worker of the built-in runtime sent no heartbeat for 30 seconds.",
         cause: "The process is stopped, blocked in the kernel, or gets no CPU time because the machine is swapping.",

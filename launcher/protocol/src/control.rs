@@ -45,7 +45,7 @@ use std::{
 /// The version of the control messages between controller, agents and workers, which changes with
 /// every change of a message. All processes run the same executable, so a different version means
 /// that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 15;
+pub const PROTOCOL_VERSION: u32 = 16;
 /// The largest body of a frame (one message on the connection of a controller and an agent), in
 /// bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
@@ -259,6 +259,9 @@ pub enum FromAgent {
         /// The error that the GPU driver reported for the worker's GPU; `None` if the driver
         /// reported none.
         gpu: Option<GpuFault>,
+        /// What the worker leaves about its collectives, if torch has ended it because a collective
+        /// timed out; `None` otherwise.
+        timeout: Option<Box<RankEvidence>>,
     },
     /// A built-in worker has left the attempt. Its process waits for the next attempt.
     Left {

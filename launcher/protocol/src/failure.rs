@@ -67,6 +67,13 @@ pub enum FailureReason {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         verdict: Option<Box<HangVerdict>>,
     },
+    /// A worker's process ended because a collective of torch took longer than the timeout of its
+    /// process group.
+    CollectiveTimeout {
+        /// What the evidence of the ranks shows; `None` if no agent has sent evidence.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        verdict: Option<Box<HangVerdict>>,
+    },
     /// A worker of the built-in runtime sent no heartbeat to its agent for too long.
     WorkerSilent {
         /// The time for which the agent received nothing, in seconds.
@@ -142,6 +149,7 @@ impl FailureReason {
             FailureReason::AbortedByPeer => run::ROOT_CAUSE_UNKNOWN,
             FailureReason::Hang { .. } => run::HANG_DETECTED,
             FailureReason::Suspended { .. } => run::WORKER_SUSPENDED,
+            FailureReason::CollectiveTimeout { .. } => run::COLLECTIVE_TIMEOUT,
             FailureReason::WorkerSilent { .. } => run::WORKER_SILENT,
             FailureReason::WorkerLost => run::WORKER_LOST,
             FailureReason::AgentLost => run::AGENT_LOST,

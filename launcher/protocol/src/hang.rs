@@ -38,7 +38,7 @@ pub struct RankEvidence {
     /// The newest warnings of NCCL in the log of the rank.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nccl_warnings: Vec<String>,
-    /// The collectives that torch's watchdog has reported as timed out in the log of the rank.
+    /// The collectives that torch has reported as timed out on the rank.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub collective_timeouts: Vec<CollectiveTimeout>,
 }
@@ -145,20 +145,20 @@ pub struct HangVerdict {
     /// The newest warning of NCCL of each rank that has one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nccl_warnings: Vec<RankNcclWarning>,
-    /// The first collective that has timed out on each rank, according to torch's watchdog.
+    /// The first collective that has timed out on each rank, according to torch.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub collective_timeouts: Vec<CollectiveTimeout>,
 }
 
-/// A collective of NCCL for which torch's watchdog of a rank has waited longer than the timeout of
-/// the process group.
+/// A collective for which a rank has waited longer than the timeout of the process group, according
+/// to torch's watchdog of NCCL or to an exception of another backend.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CollectiveTimeout {
     /// The rank.
     pub rank: Rank,
-    /// The number of the collective in its group, which torch does not name.
+    /// The number of the collective in its group, which the watchdog does not name.
     pub seq: i64,
-    /// The name of the collective, such as `ALLREDUCE`.
+    /// The name of the collective, such as `ALLREDUCE` or `gloo:all_reduce`.
     pub operation: String,
 }
 

@@ -25,6 +25,7 @@ use protocol::{
         WorkerInit, WorkerPeers,
     },
     failure::GpuFault,
+    hang::RankEvidence,
 };
 use report_log::ReportLog;
 use std::{
@@ -86,6 +87,8 @@ struct SupervisedWorker {
     ended_at: Duration,
     tail: Option<Vec<String>>,
     error: Option<String>,
+    /// What the ended worker leaves about its collectives, if torch has detected a hang.
+    timeout: Option<Box<RankEvidence>>,
     oom: bool,
     gpu: Option<GpuFault>,
     progress: WorkerProgress,
@@ -298,10 +301,10 @@ impl AgentCore {
                 self.send_to_controller(FromAgent::Bound { attempt, port })
             }
             AgentInput::StacksWritten { evidence } => self.on_stacks_written(now, evidence),
-            AgentInput::Drained { rank, tail, error } => {
+            AgentInput::Drained { rank, tail, error, timeout } => {
                 if let Some(worker) = self.workers.get_mut(&rank) {
                     worker.tail = Some(tail);
-                    worker.error = error;
+                    (worker.error, worker.timeout) = (error, timeout);
                 }
             }
             AgentInput::Swept { left } => self.on_sweep_finished(&left),

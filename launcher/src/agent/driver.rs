@@ -16,7 +16,7 @@ use super::{
     debug_log,
     environment_changes::EnvironmentChanges,
     gpu_faults::GpuFaultWatch,
-    hang::{HookDirectory, StatusMemory},
+    hang::{HookDirectory, StatusMemory, TimeoutEvidence},
     log_thread::LogThread,
     oom::OomWatch,
     output::{ControllerLineQueue, OutputPump, PumpEvent},
@@ -84,6 +84,9 @@ struct WorkerHandle {
     /// The socket over which the worker gets the shared memory of a later attempt; `None` if the
     /// worker cannot take part in another attempt.
     attempts: Option<StdUnixStream>,
+    /// What the worker has printed about its collectives, and the dump of its flight recorder;
+    /// `None` if hangs are not detected.
+    timeout_evidence: Option<TimeoutEvidence>,
 }
 
 /// A message of a controller, the end of its connection (`Ok(None)`), or a read error of the
@@ -315,7 +318,7 @@ impl AgentDriver {
     fn on_pump_event(&mut self, rank: Rank, pid: u32, event: PumpEvent) -> AgentInput {
         match event {
             _ if self.workers.get(&rank).is_none_or(|r| r.pid != pid) => AgentInput::Tick,
-            PumpEvent::Drained { tail, error } => AgentInput::Drained { rank, tail, error },
+            PumpEvent::Drained { tail, error, timeout } => AgentInput::Drained { rank, tail, error, timeout },
             PumpEvent::Progress => AgentInput::ProgressMarker { rank },
             PumpEvent::LogFailed(warning) => AgentInput::Warning { rank, message: warning.to_string() },
         }
@@ -464,7 +467,9 @@ impl AgentDriver {
             AgentAction::WriteStacks(ranks) => self.start_evidence_collection(&ranks),
             AgentAction::DrainOutput(rank) => match self.workers.get(&rank).and_then(|r| r.pump.as_ref()) {
                 Some(pump) => pump.request_drain(),
-                None => return Some(AgentInput::Drained { rank, tail: Vec::new(), error: None }),
+                None => {
+                    return Some(AgentInput::Drained { rank, tail: Vec::new(), error: None, timeout: None });
+                }
             },
             AgentAction::Sweep { kept } => {
                 self.kept_pids = kept.into_iter().filter_map(|rank| self.find_unreaped_pid(rank)).collect();

@@ -5,17 +5,21 @@
 //! publishes the numbers of collectives in a file, and answers requests that arrive on a FIFO. If a
 //! rank does not answer, because native code holds Python's lock, the agent sends the signal
 //! `STACKS_SIGNAL`, for which the hook has registered Python's faulthandler.
+mod dump_path;
 mod faulthandler;
+mod flight_recorder;
 mod hook_directory;
-mod log_evidence;
+mod output_evidence;
 mod status_memory;
 mod system_call;
 mod thread_state;
+mod timeout_evidence;
 
 pub(super) use hook_directory::{HookDirectory, choose_directory_path};
-pub(super) use log_evidence::LogEvidence;
 pub(super) use status_memory::StatusMemory;
+pub(super) use timeout_evidence::TimeoutEvidence;
 
+use flight_recorder::FlightRecorderDump;
 use hook_directory::{HookAnswer, HookProcess};
 use jobspec::ids::Rank;
 use protocol::{failure::GpuFault, hang::RankEvidence};
@@ -32,6 +36,11 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(6);
 /// The pause between two checks whether the hanging ranks have answered the agent's request for
 /// evidence.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Returns whether `bytes` are a valid dump of torch's flight recorder.
+pub(crate) fn is_flight_recorder_dump(bytes: &[u8]) -> bool {
+    FlightRecorderDump::parse(bytes, Rank::MAX).is_some()
+}
 
 /// The hanging workers of a host, and where evidence about them is found: the directory of the hang
 /// hook (a Python module in the workers) and the status memory of built-in workers.
@@ -62,6 +71,9 @@ pub(super) struct HangingWorker {
     pub(super) gpu_faults: Vec<GpuFault>,
     /// The errors that the GPU driver has reported without a process.
     pub(super) host_gpu_faults: Vec<GpuFault>,
+    /// What the worker has printed about its collectives, and the dump of its flight recorder;
+    /// `None` if its output is not searched.
+    pub(super) timeout_evidence: Option<TimeoutEvidence>,
 }
 
 /// A hanging worker with the one of its processes about which evidence is collected, such as a
@@ -117,7 +129,7 @@ pub(super) fn collect_evidence(request: EvidenceRequest) -> Vec<RankEvidence> {
             Some(status) => {
                 let thread = subject.thread.finish_observation_of_any_thread();
                 let evidence = status_memory::build_evidence(status, (subject.worker.rank, world), thread);
-                add_gpu_faults_to_evidence(evidence, subject.worker)
+                add_gpu_faults_and_output(evidence, subject.worker)
             }
             None => build_program_evidence(subject, &mut stacks),
         }
@@ -146,11 +158,20 @@ fn build_program_evidence(
             ..RankEvidence::default()
         },
     };
-    add_gpu_faults_to_evidence(evidence, subject.worker)
+    add_gpu_faults_and_output(evidence, subject.worker)
 }
 
 /// Adds the GPU errors that the kernel log reports for a hanging worker, or without a pid for its
-/// host, to the evidence about the worker.
-fn add_gpu_faults_to_evidence(evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
+/// host, and what the worker has printed about its collectives to the evidence about the worker. If
+/// the worker did not answer, also adds the dump that torch may have written.
+fn add_gpu_faults_and_output(mut evidence: RankEvidence, worker: HangingWorker) -> RankEvidence {
+    if let Some(timeout_evidence) = &worker.timeout_evidence {
+        timeout_evidence.output().add_to(&mut evidence);
+        if !evidence.answered
+            && let Some(dump) = timeout_evidence.read_dump()
+        {
+            dump.add_to(&mut evidence);
+        }
+    }
     RankEvidence { gpu_faults: worker.gpu_faults, host_gpu_faults: worker.host_gpu_faults, ..evidence }
 }

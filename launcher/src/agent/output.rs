@@ -3,7 +3,7 @@
 //!
 //! The pump also keeps the last lines, and forwards the lines of shown ranks to the controller. If
 //! the controller reads slowly, lines are not forwarded, so that the worker is never blocked.
-use super::{error_file, rank_log::RankLogWriter};
+use super::{error_file, hang::TimeoutEvidence, rank_log::RankLogWriter};
 use crate::connection::{MessagePriority, Outbox};
 use diagnostic::Diagnostic;
 use jobspec::ids::Rank;
@@ -12,7 +12,7 @@ use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::eventfd::{EfdFlags, EventFd},
 };
-use protocol::control::FromAgent;
+use protocol::{control::FromAgent, hang::RankEvidence};
 use std::{
     collections::VecDeque,
     fs::File,
@@ -54,6 +54,8 @@ pub(crate) enum PumpEvent {
         tail: Vec<String>,
         /// The error that the program recorded in its error file, if any.
         error: Option<String>,
+        /// What the worker leaves about its collectives, if torch has detected a hang.
+        timeout: Option<Box<RankEvidence>>,
     },
     /// A line contains the progress pattern. Reported at most once per
     /// [`MIN_PROGRESS_REPORT_INTERVAL`].
@@ -74,6 +76,9 @@ pub(crate) struct PumpOptions {
     pub(crate) progress_pattern: Option<String>,
     /// The file in which the program may record its error (`TORCHELASTIC_ERROR_FILE`).
     pub(crate) error_file: Option<PathBuf>,
+    /// What the output of the worker contains about collectives is added here; `None` if hangs are
+    /// not detected.
+    pub(crate) timeout_evidence: Option<TimeoutEvidence>,
 }
 
 /// The queue through which the threads that copy workers' output send lines to the present
@@ -349,6 +354,9 @@ impl OutputDestinations {
     fn write_lines(&mut self, bytes: &[u8], stderr: bool) {
         self.log.append(bytes);
         self.detect_progress(bytes);
+        if let Some(evidence) = &self.options.timeout_evidence {
+            evidence.output().add_output(bytes);
+        }
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
         if self.shown.load(Ordering::Relaxed) {
             for line in bytes.split(|b| *b == b'\n') {
@@ -416,7 +424,8 @@ impl OutputDestinations {
         self.log.write_dropped_bytes_notice();
         let tail = self.tail.iter().cloned().collect();
         let error = self.options.error_file.as_deref().and_then(error_file::read_error_message);
-        self.send_event(PumpEvent::Drained { tail, error });
+        let timeout = self.options.timeout_evidence.as_ref().and_then(TimeoutEvidence::read);
+        self.send_event(PumpEvent::Drained { tail, error, timeout });
     }
 
     fn send_event(&self, event: PumpEvent) {

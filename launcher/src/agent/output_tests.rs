@@ -25,7 +25,8 @@ fn start_pump_harness(max_size: u64, show: bool) -> PumpHarness {
     let ((out, stdout), (err, stderr)) = (pipe(), pipe());
     let (console, lines) = Outbox::channel();
     let (sender, events) = mpsc::channel(8);
-    let plan = PumpOptions { rank: 0, show, progress_pattern: None, error_file: None };
+    let plan =
+        PumpOptions { rank: 0, show, progress_pattern: None, error_file: None, timeout_evidence: None };
     let log_thread = LogThread::with_capacity(1 << 30).unwrap();
     let file = RankLog::open(&log, max_size).unwrap();
     let file =
@@ -50,7 +51,7 @@ impl PumpHarness {
     fn drain_tail(&mut self) -> Vec<String> {
         self.pump.request_drain();
         match self.events.blocking_recv() {
-            Some((0, 1, PumpEvent::Drained { tail, error: None })) => tail,
+            Some((0, 1, PumpEvent::Drained { tail, error: None, timeout: None })) => tail,
             other => panic!("{other:?}"),
         }
     }

@@ -269,7 +269,10 @@ fn build_hang_verdict(
     let undetermined = match (kind, pending) {
         // Ranks that cannot run, although they have entered the collective.
         (HangKind::AllEntered, _) => {
-            let mut places = locate(&all_ranks);
+            // A rank that has left its collectives behind has ended because it waited for too long.
+            let mut candidates = all_ranks;
+            candidates.retain(|rank| ranks.get(rank).is_none_or(|e| e.thread.is_some() || !e.answered));
+            let mut places = locate(&candidates);
             places.retain(|place| is_blocking_activity(&place.activity));
             places
         }

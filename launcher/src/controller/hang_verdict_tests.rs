@@ -175,7 +175,7 @@ fn errors_of_gpus_and_nccl_are_part_of_the_verdict() {
     let timeout = |seq| CollectiveTimeout { rank: 0, seq, operation: "ALLREDUCE".to_owned() };
     ranks[0].collective_timeouts = vec![timeout(1), timeout(2)];
     assert_eq!(find_hang_verdict(&ranks).collective_timeouts, [timeout(1)]);
-    insta::assert_snapshot!(describe_verdict(&find_hang_verdict(&ranks)), @"all ranks have entered gloo:all_reduce (number 1 of group 0), which does not complete; GPU errors: the host of rank 0: NVIDIA's driver reported Xid 79 (the GPU fell off the bus) on the GPU at 0000:17:00; rank 1: NVIDIA's driver reported Xid 13 on the GPU at 0000:17:00; NCCL warnings: rank 1: NET/IB : Got completion with status=12; timeouts of torch's watchdog: rank 0: ALLREDUCE (number 1)");
+    insta::assert_snapshot!(describe_verdict(&find_hang_verdict(&ranks)), @"all ranks have entered gloo:all_reduce (number 1 of group 0), which does not complete; GPU errors: the host of rank 0: NVIDIA's driver reported Xid 79 (the GPU fell off the bus) on the GPU at 0000:17:00; rank 1: NVIDIA's driver reported Xid 13 on the GPU at 0000:17:00; NCCL warnings: rank 1: NET/IB : Got completion with status=12; timeouts of torch: rank 0: ALLREDUCE (number 1)");
 }
 
 /// What torch's analyzer has found in the dumps of the ranks.

@@ -60,7 +60,7 @@ pub(super) fn describe_verdict(verdict: &HangVerdict) -> String {
     clauses.extend(warnings.map(|warnings| format!("NCCL warnings: {warnings}")));
     let describe = |t: &CollectiveTimeout| format!("rank {}: {} (number {})", t.rank, t.operation, t.seq);
     let timeouts = join_first_items(&verdict.collective_timeouts, describe);
-    clauses.extend(timeouts.map(|timeouts| format!("timeouts of torch's watchdog: {timeouts}")));
+    clauses.extend(timeouts.map(|timeouts| format!("timeouts of torch: {timeouts}")));
     clauses.join("; ")
 }
 

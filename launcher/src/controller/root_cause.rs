@@ -53,6 +53,17 @@ impl RootCause {
         self
     }
 
+    /// Changes the reason of a process end to a timeout of a collective, because of which torch has
+    /// ended the process. A lack of memory or an error of a GPU remains the reason.
+    pub(crate) fn into_collective_timeout(mut self) -> Self {
+        if matches!(self.reason, FailureReason::Exit { .. } | FailureReason::Signal { .. }) {
+            self.reason = FailureReason::CollectiveTimeout { verdict: None };
+            self.message =
+                format!("torch ended the process after the timeout of a collective: {}", self.message);
+        }
+        self
+    }
+
     /// Adds an error that explains the reason of the failure.
     pub(crate) fn with_diagnostic(mut self, diagnostic: Diagnostic) -> Self {
         self.diagnostics.push(diagnostic);
@@ -325,13 +336,20 @@ pub(crate) fn find_failure_advice(reason: &FailureReason) -> Option<&'static str
             "look the Xid up in NVIDIA's list (`dmesg | grep Xid` shows all of them); \
              `cluster.exclude` leaves the host out"
         }
-        FailureReason::Hang { verdict: Some(verdict), .. } if verdict.kind != HangKind::Unknown => {
+        FailureReason::Hang { verdict: Some(verdict), .. }
+        | FailureReason::CollectiveTimeout { verdict: Some(verdict) }
+            if verdict.kind != HangKind::Unknown =>
+        {
             "the file with the evidence contains the collectives and the state of every rank, and the end \
              of each rank's log its stack"
         }
         FailureReason::Hang { .. } => {
             "compare the stacks at the end of each rank's log: most often one rank waits in a \
              collective that another rank never entered"
+        }
+        FailureReason::CollectiveTimeout { .. } => {
+            "compare the logs of all ranks: most often one rank waits in a collective that another rank never \
+             entered"
         }
         FailureReason::Suspended { .. } => {
             "the process received SIGSTOP or is in a debugger: `kill -CONT PID` continues it"

@@ -52,7 +52,7 @@ pub use catalog::{
     PassthroughState, RunFacts, TensorInfo, TensorSource, TextFile, TiedWeight, TrainingState,
     TrainingStatePart, WeightShape,
 };
-pub use codec::pickle::PythonObject;
+pub use codec::pickle::{PythonObject, parse_plain_pickle};
 pub use convert::{
     ConvertNotice, ConvertOptions, ConvertReport, ConvertTarget, UngroupedWeights, convert_checkpoint,
     find_ungrouped_weights,

@@ -78,6 +78,8 @@ pub(crate) enum AgentInput {
         tail: Vec<String>,
         /// The error that the program recorded in `TORCHELASTIC_ERROR_FILE`, if any.
         error: Option<String>,
+        /// What the worker leaves about its collectives, if torch has detected a hang.
+        timeout: Option<Box<RankEvidence>>,
     },
     /// The agent has killed the descendant processes that its workers left. `left` are the pids of
     /// processes that did not end after SIGKILL. The answer to [`AgentAction::Sweep`].

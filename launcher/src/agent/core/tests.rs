@@ -133,6 +133,7 @@ impl TestAgent {
                         rank: *rank,
                         tail: vec!["last".into()],
                         error: Some("why".into()),
+                        timeout: None,
                     }),
                     _ => {}
                 }
@@ -215,7 +216,8 @@ fn a_job_without_failures_runs_to_its_end() {
             oom: false,
             tail,
             error: None,
-            gpu: None
+            gpu: None,
+            timeout: None
         }]
     );
     assert!(!has_sweep(&ended), "rank 1 still runs");

@@ -14,6 +14,8 @@ use protocol::{
 };
 use std::time::Duration;
 
+/// The number of SIGABRT on Linux, with which torch ends a process after a timeout.
+const SIGABRT: i32 = 6;
 /// The number of SIGKILL on Linux.
 const SIGKILL: i32 = 9;
 /// The number of SIGTERM on Linux.
@@ -75,6 +77,7 @@ impl AgentCore {
             ended_at: now,
             tail: None,
             error: None,
+            timeout: None,
             oom: false,
             gpu: None,
             progress: WorkerProgress::new(now),
@@ -226,9 +229,15 @@ impl AgentCore {
             let failed = status != ExitStatus::Code(0);
             let error = worker.error.take().filter(|_| failed);
             let gpu = worker.gpu.take().filter(|_| failed);
+            // A program may also dump its flight recorder without a hang.
+            let is_aborted = matches!(status, ExitStatus::Signal(SIGABRT, _));
+            let timeout = worker.timeout.take().filter(|evidence| {
+                failed && (is_aborted || !evidence.collective_timeouts.is_empty())
+            });
             let (attempt, oom) = (self.attempt, worker.oom);
             self.unreported.pop_front();
-            self.send_to_controller(FromAgent::Exited { attempt, rank, pid, status, oom, tail, error, gpu });
+            let exited = FromAgent::Exited { attempt, rank, pid, status, oom, tail, error, gpu, timeout };
+            self.send_to_controller(exited);
         }
     }
 

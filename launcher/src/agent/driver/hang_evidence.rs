@@ -4,7 +4,7 @@ use super::AgentDriver;
 use crate::agent::{
     activity,
     core::AgentInput,
-    hang::{self, EvidenceRequest, HangingWorker, LogEvidence},
+    hang::{self, EvidenceRequest, HangingWorker},
     progress::CollectiveActivity,
     stacks::{self, StackTarget},
 };
@@ -68,7 +68,6 @@ impl AgentDriver {
                 Some((worker, self.find_unreaped_pid(*rank)?))
             })
             .collect();
-        let ranks: Vec<Rank> = workers.iter().map(|(worker, _)| worker.rank).collect();
         let targets: Vec<StackTarget> =
             workers.iter().map(|(worker, pid)| StackTarget { pid: *pid, log: worker.log.clone() }).collect();
         let request = self.build_evidence_request(&plan, &workers);
@@ -77,21 +76,15 @@ impl AgentDriver {
             let begin = Instant::now();
             let (done, stacks_done) = sync_channel(1);
             let write = move || {
-                let logs = ranks.iter().zip(&targets);
-                let found: Vec<_> =
-                    logs.map(|(rank, target)| LogEvidence::read(*rank, &target.log)).collect();
                 stacks::write_stacks(&targets);
                 // An error means that the other thread has stopped waiting.
-                _ = done.send(found);
+                _ = done.send(());
             };
-            // Without the thread, the stacks and the evidence in the logs are left out.
+            // Without the thread, the stacks are left out.
             _ = thread::Builder::new().name("stacks".into()).spawn(write);
-            let mut evidence = hang::collect_evidence(request);
+            let evidence = hang::collect_evidence(request);
             // A stalled disk of the logs, or a description of a process, may block the thread.
-            let stacks_done = stacks_done.recv_timeout(COLLECTION_TIMEOUT.saturating_sub(begin.elapsed()));
-            for (evidence, found) in evidence.iter_mut().zip(stacks_done.unwrap_or_default()) {
-                found.add_to(evidence);
-            }
+            _ = stacks_done.recv_timeout(COLLECTION_TIMEOUT.saturating_sub(begin.elapsed()));
             // An error means that the driver has stopped waiting.
             _ = written.blocking_send((attempt, evidence));
         };
@@ -114,6 +107,7 @@ impl AgentDriver {
             is_builtin: worker.command.is_none(),
             gpu_faults: self.gpu_faults.list_faults_of(&tree),
             host_gpu_faults: std::mem::take(&mut host_gpu_faults),
+            timeout_evidence: self.workers.get(&worker.rank).and_then(|w| w.timeout_evidence.clone()),
             tree,
         });
         EvidenceRequest {

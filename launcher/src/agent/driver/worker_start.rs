@@ -11,7 +11,7 @@ use crate::{
         core::{AgentInput, ProcessGroupSignal},
         debug_log,
         environment_changes::EnvironmentChanges,
-        hang::{HookDirectory, StatusMemory},
+        hang::{HookDirectory, StatusMemory, TimeoutEvidence},
         output::{OutputPump, PumpEvent, PumpOptions},
         process::{self, InheritedEnvironment, SpawnedWorker},
         rank_log::RankLogWriter,
@@ -199,7 +199,7 @@ impl AgentDriver {
                 || changes.changes_variable(name)
                 || std::env::var_os(name).is_some()
         };
-        HookDirectory::add_recorder_variables(worker, is_given);
+        HookDirectory::add_recorder_variables(worker, plan.attempt, is_given);
         let Some(hook) = &self.hang_hook else { return };
         let planned = worker.env.iter().find(|(name, _)| name == env::PYTHONPATH);
         let activated = changes.assignments().find(|(name, _)| *name == env::PYTHONPATH);
@@ -209,6 +209,14 @@ impl AgentDriver {
             (None, None) => std::env::var(env::PYTHONPATH).ok(),
         };
         hook.add_variables(&mut worker.env, path, Duration::from_millis(detection.timeout_ms));
+    }
+
+    /// Creates the evidence about timeouts of the collectives of a worker that is being started.
+    /// Returns `None` if hangs are not detected.
+    fn create_timeout_evidence(&self, plan: &HostPlan, worker: &WorkerPlan) -> Option<TimeoutEvidence> {
+        plan.hang_detection?;
+        let hook = self.hang_hook.as_ref().map(HookDirectory::path);
+        Some(TimeoutEvidence::new((worker.rank, plan.world), plan.attempt, &worker.log, hook))
     }
 
     /// Makes a process that was kept from an earlier attempt (start of all workers) take part in
@@ -283,7 +291,9 @@ impl AgentDriver {
             _ = warnings.blocking_send((rank, pid, PumpEvent::LogFailed(warning)));
         };
         let log = RankLogWriter::new(log, self.rank_logs.clone(), Arc::new(warn));
-        let options = build_pump_options(plan, worker);
+        let timeout_evidence = self.create_timeout_evidence(plan, worker);
+        let options =
+            PumpOptions { timeout_evidence: timeout_evidence.clone(), ..build_pump_options(plan, worker) };
         let pump = OutputPump::start(
             options,
             pid,
@@ -302,6 +312,7 @@ impl AgentDriver {
             pump: None,
             terminal: spawned.terminal,
             attempts: spawned.attempts,
+            timeout_evidence,
         };
         let result = match (pump, connection.transpose()) {
             (Ok(pump), Ok(outbox)) => {
@@ -348,6 +359,7 @@ fn build_pump_options(plan: &HostPlan, worker: &WorkerPlan) -> PumpOptions {
         show: run.terminal.is_none() && run.logs.show.contains(&worker.rank),
         progress_pattern: run.progress_pattern.clone().filter(|_| plan.hang_detection.is_some()),
         error_file: error_file.map(|(_, file)| worker.workdir.join(file)),
+        timeout_evidence: None,
     }
 }
 

@@ -3,6 +3,7 @@
 //!
 //! The watchdog of an agent that was killed removes the directory. Agents without a watchdog leave
 //! it, and the next agent on the host removes it.
+use super::dump_path::build_dump_prefix;
 use crate::{agent::progress::CollectiveActivity, private_files::open_own_file_without_links};
 use jobspec::{env, ids::Rank};
 use protocol::{
@@ -33,10 +34,10 @@ const FLIGHT_RECORDER_ENTRIES: &str = "2000";
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// The largest number of process groups, of collectives and of stack frames in the answer of one
 /// rank's hang hook that the agent keeps.
-const MAX_ITEMS_PER_RANK: usize = 64;
+pub(super) const MAX_ITEMS_PER_RANK: usize = 64;
 /// The length, in bytes, to which the agent truncates each text in the answer of a rank's hang hook
 /// (a Python module in the worker).
-const MAX_TEXT_BYTES: usize = 400;
+pub(super) const MAX_TEXT_BYTES: usize = 400;
 /// The shortest and the longest interval at which the hang hook (a Python module in each worker)
 /// publishes the counters of collectives.
 const PUBLISH_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
@@ -51,6 +52,9 @@ const LOCK_FILE: &str = "lock";
 /// behind by a killed agent. A younger one may have been created by an agent that has not yet
 /// locked the file.
 const ABANDONED_AGE: Duration = Duration::from_secs(60);
+
+/// By how much the time of a file may precede the time at which it was written.
+const FILE_TIME_GRANULARITY: Duration = Duration::from_millis(20);
 
 /// The private temporary directory of an agent that contains the hang hook (a Python module for
 /// workers), and that is deleted when the value is dropped.
@@ -120,10 +124,13 @@ impl HookDirectory {
     /// Adds the environment variables that switch on torch's flight recorder and NCCL's warnings to
     /// a worker's plan, except for those that the user has set under their present or earlier name
     /// (`is_given`). After a timeout, torch writes the recorded collectives to a file next to the
-    /// log of the worker.
-    pub(in crate::agent) fn add_recorder_variables(worker: &mut WorkerPlan, is_given: impl Fn(&str) -> bool) {
-        // Torch appends the rank.
-        let dump = worker.log.with_file_name("flight-recorder-").display().to_string();
+    /// log of the worker, which belongs to the attempt `attempt`.
+    pub(in crate::agent) fn add_recorder_variables(
+        worker: &mut WorkerPlan,
+        attempt: u32,
+        is_given: impl Fn(&str) -> bool,
+    ) {
+        let dump = build_dump_prefix(&worker.log, attempt).display().to_string();
         let variables = [
             (env::TORCH_FR_BUFFER_SIZE, FLIGHT_RECORDER_ENTRIES.to_owned()),
             (env::TORCH_FR_DUMP_ON_TIMEOUT, "1".to_owned()),
@@ -286,6 +293,10 @@ pub(super) struct HookAnswer {
     entries: Vec<CollectiveEntry>,
     stacks: Vec<HookStack>,
     in_call: bool,
+    /// Whether the process ends because of an exception about a timeout of a collective. Otherwise
+    /// this is an answer to the agent.
+    #[serde(default)]
+    timeout: bool,
 }
 
 /// The Python stack of one thread of a worker, as the hang hook (a Python module in the worker)
@@ -355,6 +366,22 @@ fn list_rank_processes(directory: &Path, rank: Rank) -> Vec<HookProcess> {
     let mut processes: Vec<HookProcess> = entries.filter_map(parse).collect();
     processes.sort_by_key(|process| process.pid);
     processes
+}
+
+/// Reads what the hang hook of a process of the rank `rank` has written at the end of the process,
+/// not before `since`, because a collective has timed out. Returns `None` without such a file.
+pub(super) fn read_timeout_answer(directory: &Path, rank: Rank, since: SystemTime) -> Option<HookAnswer> {
+    let prefix = format!("rank-{rank}.");
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let read = |entry: fs::DirEntry| {
+        let name = entry.file_name();
+        let is_named = name.to_str()?.strip_prefix(&prefix)?.ends_with(".evidence");
+        // Kernels round the times of files down to a tick.
+        let is_new = entry.metadata().ok()?.modified().ok()? + FILE_TIME_GRANULARITY >= since;
+        let answer = (is_named && is_new).then(|| read_limited(&entry.path())).flatten()?;
+        serde_json::from_slice(&answer).ok().filter(|answer: &HookAnswer| answer.timeout)
+    };
+    entries.filter_map(read).next()
 }
 
 /// Reads a file of a hang hook if the file belongs to this user, is no link and has at most

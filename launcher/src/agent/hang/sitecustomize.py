@@ -6,7 +6,9 @@ beginning of PYTHONPATH. The hook
 - registers faulthandler for a real-time signal, which writes the stacks of all threads to a file,
 - starts a thread when torch.distributed.init_process_group returns. Once per interval, the thread
   publishes the numbers of collectives, and whether one is incomplete. On request, it writes torch's
-  flight recorder and the stacks of all threads to a file.
+  flight recorder and the stacks of all threads to a file,
+- writes the same file at the end of a process that fails because a collective has timed out, if the
+  backend raises an exception, as Gloo does.
 
 An error of the hook never disturbs the program.
 """
@@ -23,6 +25,8 @@ _MAX_TEXT = 300  # the longest path, name or other text
 _DIRECTORY = os.environ.get("LAUNCH_HANG_DIR")
 _SAMPLES = 10  # how often the main thread's position is sampled
 _PAUSE = 0.01
+# What the exceptions of Gloo about a timeout contain.
+_TIMEOUT_TEXT = "Timed out waiting "
 
 
 def _import_hidden():
@@ -203,6 +207,45 @@ def _serve(c10d):
                                         "stacks": stacks, "in_call": in_call})
 
 
+def _write_timeout(c10d):
+    """Writes the evidence if an exception about a timeout of a collective ends the process."""
+    error = getattr(sys, "last_value", None)
+    if not isinstance(error, RuntimeError) or _TIMEOUT_TEXT not in str(error):
+        return
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        frames.append({"file": code.co_filename[-_MAX_TEXT:], "line": trace.tb_lineno or 0,
+                       "function": code.co_name[:_MAX_TEXT]})
+        trace = trace.tb_next
+    stack = {"thread": "MainThread", "main": True, "frames": frames[::-1][:_MAX_FRAMES]}
+    if not any("/torch/distributed/" in frame["file"] for frame in stack["frames"]):
+        return
+    groups, entries = _list_status(c10d), _list_entries()
+    # Gloo counts a collective that has failed as completed. It is the newest one.
+    for failed in [entry for entry in entries if not entry["p2p"]][-1:]:
+        failed["retired"] = False
+        for group in groups:
+            if group["name"] == failed["group"]:
+                group["completed"] = min(group["completed"], failed["seq"] - 1)
+    base = os.path.join(_DIRECTORY, "rank-%s.%s" % (int(os.environ["RANK"]), os.getpid()))
+    _write(base + ".evidence", {"groups": groups, "entries": entries,
+                                "stacks": [stack], "in_call": True, "timeout": True})
+
+
+def _register_end(c10d):
+    import atexit
+
+    def write():
+        try:
+            _write_timeout(c10d)
+        except Exception:
+            pass  # the output of the rank still names the timeout
+
+    atexit.register(write)
+
+
 def _start_thread(c10d):
     import threading
 
@@ -246,6 +289,7 @@ def _watch_process_groups(c10d):
         if os.getpid() not in started:
             started.add(os.getpid())
             _start_thread(c10d)
+            _register_end(c10d)
         return result
 
     c10d.init_process_group = init_process_group

@@ -151,8 +151,10 @@ impl ControllerCore {
         self.suspect = None;
         self.phase_deadline = None;
         self.state = AttemptState::Ending;
-        // A rank that was aborted because a peer failed is no evidence against its own host.
-        let blames_host = !matches!(cause.reason, FailureReason::AbortedByPeer);
+        // A rank that was aborted because a peer failed, or that waited for a peer for too long, is no
+        // evidence against its own host.
+        let blames_host =
+            !matches!(cause.reason, FailureReason::AbortedByPeer | FailureReason::CollectiveTimeout { .. });
         if had_started && blames_host {
             let advanced = self.attempt_saved || self.attempt_step > self.history.furthest_step;
             self.count_host_failure(cause.host, advanced);

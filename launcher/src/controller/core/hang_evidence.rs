@@ -1,6 +1,8 @@
 //! The part of the controller's state machine that waits for what agents find out about the ranks
 //! of a job that hangs, and derives which ranks hold up the job.
-use super::{ABORT_GRACE, ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause};
+use super::{
+    ABORT_GRACE, ControllerAction, ControllerCore, FailureReason, HostIndex, RootCause, WorkerState,
+};
 use crate::controller::{hang_verdict::find_hang_verdict, hang_verdict_text::describe_verdict};
 use protocol::{
     control::ToAgent,
@@ -26,7 +28,15 @@ impl ControllerCore {
     pub(super) fn awaits_evidence(&mut self, now: Duration) -> bool {
         let is_hang = self.cause.as_mut().is_some_and(|cause| find_verdict_of_cause(cause).is_some());
         let is_early = self.unreported_since.is_some_and(|since| now < since + EVIDENCE_TIMEOUT);
-        is_hang && is_early && self.active_hosts > 0 && self.evidence.len() < self.running
+        if !is_hang || !is_early || self.active_hosts == 0 {
+            return false;
+        }
+        // After a timeout of torch, there is also evidence about ranks that have ended.
+        let of_running = self
+            .evidence
+            .iter()
+            .filter(|known| self.workers.get(known.rank as usize).is_some_and(WorkerState::is_running));
+        of_running.count() < self.running
     }
 
     /// Adds the hang verdict (which ranks hold up the job, and where) to a hang that was not
@@ -61,7 +71,9 @@ impl ControllerCore {
 /// `None` for any other root cause.
 fn find_verdict_of_cause(cause: &mut RootCause) -> Option<&mut Option<Box<HangVerdict>>> {
     match &mut cause.reason {
-        FailureReason::Hang { verdict, .. } | FailureReason::Suspended { verdict, .. } => Some(verdict),
+        FailureReason::Hang { verdict, .. }
+        | FailureReason::Suspended { verdict, .. }
+        | FailureReason::CollectiveTimeout { verdict } => Some(verdict),
         _ => None,
     }
 }

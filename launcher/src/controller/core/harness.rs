@@ -169,6 +169,7 @@ impl CoreHarness {
                 tail,
                 error: None,
                 gpu: None,
+                timeout: None,
             },
         )
     }

@@ -92,6 +92,7 @@ fn the_error_that_a_program_recorded_is_part_of_the_reason() {
         tail,
         error: error.clone(),
         gpu: None,
+        timeout: None,
     };
     let actions = harness.send_from_agent(1, exited);
     assert_eq!(find_failure_reason(&actions), Some((Some(1), FailureReason::Exit { code: 1, error })));

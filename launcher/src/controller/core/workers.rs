@@ -14,6 +14,7 @@ use protocol::{
     event::Event,
     exit::{self, WorkerExit},
     failure::GpuFault,
+    hang::RankEvidence,
 };
 use std::{net::SocketAddr, time::Duration};
 
@@ -26,6 +27,7 @@ struct WorkerExitReport {
     tail: Vec<String>,
     error: Option<String>,
     gpu: Option<GpuFault>,
+    timeout: Option<Box<RankEvidence>>,
 }
 
 impl ControllerCore {
@@ -35,11 +37,11 @@ impl ControllerCore {
     pub(super) fn handle_worker_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         match message {
             FromAgent::Started { rank, pid, .. } => self.handle_worker_started(now, host, rank, pid),
-            FromAgent::Exited { rank, pid, status, oom, tail, error, gpu, .. } => {
+            FromAgent::Exited { rank, pid, status, oom, tail, error, gpu, timeout, .. } => {
                 self.handle_worker_exit(
                     now,
                     host,
-                    WorkerExitReport { rank, pid, status, oom, tail, error, gpu },
+                    WorkerExitReport { rank, pid, status, oom, tail, error, gpu, timeout },
                 );
             }
             FromAgent::Line { rank, stderr, text } => {
@@ -205,7 +207,7 @@ impl ControllerCore {
     /// worker neither finished nor was asked to stop. A worker that was aborted by a peer only
     /// counts as a suspected failure.
     fn handle_worker_exit(&mut self, now: Duration, host: HostIndex, exited: WorkerExitReport) {
-        let WorkerExitReport { rank, pid, status, oom, tail, error, gpu } = exited;
+        let WorkerExitReport { rank, pid, status, oom, tail, error, gpu, timeout } = exited;
         let stopping = matches!(self.state, AttemptState::Stopping(_) | AttemptState::Draining { .. });
         let host_lost = self.state == (AttemptState::Draining { host_lost: true });
         let builtin = self.setup.builtin;
@@ -241,9 +243,24 @@ impl ControllerCore {
                         end.into_root_cause((host, rank)).with_exit_code(exit_code)
                     }
                 };
-                self.fail_attempt(now, cause);
+                self.fail_attempt_of_ended_worker(now, cause, timeout);
             }
         }
+    }
+
+    /// Fails the attempt because a worker has ended. If torch has ended the worker after the timeout
+    /// of a collective (`timeout` contains what the worker leaves about its collectives), the agents
+    /// collect evidence about the other workers first.
+    fn fail_attempt_of_ended_worker(
+        &mut self,
+        now: Duration,
+        cause: RootCause,
+        timeout: Option<Box<RankEvidence>>,
+    ) {
+        let Some(evidence) = timeout else { return self.fail_attempt(now, cause) };
+        let host = cause.host;
+        self.fail_hanging_attempt(now, cause.into_collective_timeout());
+        self.store_hang_evidence(host, *evidence);
     }
 
     /// Records that a built-in worker has given up the failed attempt, while its process waits to

@@ -65,7 +65,12 @@ fn the_report_of_a_sigkill_is_delayed_if_the_agent_may_be_killed_next() {
         let mut agent = TestAgent::start(&[false]);
         agent.core.kill_report_delay = report_delay;
         let mut commands = agent.feed_input(AgentInput::WorkerExited { rank: 0, status, oom, gpu: None });
-        commands.extend(agent.feed_input(AgentInput::Drained { rank: 0, tail: Vec::new(), error: None }));
+        commands.extend(agent.feed_input(AgentInput::Drained {
+            rank: 0,
+            tail: Vec::new(),
+            error: None,
+            timeout: None,
+        }));
         if delay > ms(0) {
             assert!(select_controller_messages(&commands).is_empty(), "{status:?}: {commands:?}");
             assert_eq!(agent.core.next_deadline(), delay);
@@ -135,7 +140,7 @@ fn a_worker_that_is_being_started_during_a_stop_request_is_stopped_and_no_furthe
         assert_eq!((stops, signals.len()), if builtin { (1, 0) } else { (0, 1) }, "{actions:?}");
         feed(AgentInput::WorkerConnectionEnded { rank: 0, error: None });
         feed(AgentInput::WorkerExited { rank: 0, status: ExitStatus::Code(75), oom: false, gpu: None });
-        let ended = feed(AgentInput::Drained { rank: 0, tail: Vec::new(), error: None });
+        let ended = feed(AgentInput::Drained { rank: 0, tail: Vec::new(), error: None, timeout: None });
         assert!(has_sweep(&ended), "{ended:?}");
     }
 }

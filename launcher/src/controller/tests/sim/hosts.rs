@@ -161,7 +161,7 @@ impl Simulation {
             }
             AgentAction::RequestStop(rank, _) => Some(AgentInput::StopSignalUnhandled { rank }),
             AgentAction::DrainOutput(rank) => {
-                Some(AgentInput::Drained { rank, tail: vec!["last".into()], error: None })
+                Some(AgentInput::Drained { rank, tail: vec!["last".into()], error: None, timeout: None })
             }
             AgentAction::ShowOutput(_) => None,
             AgentAction::Sweep { .. } => {

@@ -5,6 +5,7 @@
 //! so that a small file cannot expand into a large tree. A value that contains itself is rejected.
 mod machine;
 mod object;
+mod plain;
 #[cfg(test)]
 mod tests;
 mod tree;
@@ -13,5 +14,6 @@ mod write;
 pub(crate) use machine::{parse_first_pickle, parse_pickle};
 pub use object::PythonObject;
 pub(crate) use object::StoredTensor;
+pub use plain::parse_plain_pickle;
 pub(crate) use tree::{PickleItems, PickleTree, PickleView, parse_shape};
 pub(crate) use write::{encode_pickle, torch_storage_class};

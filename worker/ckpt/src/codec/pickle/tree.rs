@@ -337,7 +337,7 @@ impl<'t> PickleView<'t> {
     }
 
     /// Converts the key of a dict to text, because keys of JSON objects are strings.
-    fn to_json_key(self) -> String {
+    pub(super) fn to_json_key(self) -> String {
         match self.as_str() {
             Some(text) => text.to_owned(),
             None => self.to_json_limited(&mut 1).to_string(),
@@ -388,6 +388,11 @@ impl<'t> PickleItems<'t> {
     /// Returns the item with index `i`, or `None` if there are fewer items.
     pub(crate) fn get(self, i: usize) -> Option<PickleView<'t>> {
         self.values.get(i).map(|&value| PickleView { tree: self.tree, value })
+    }
+
+    /// Returns the number of items.
+    pub(crate) fn len(self) -> usize {
+        self.values.len()
     }
 
     /// Iterates over the items in order.
