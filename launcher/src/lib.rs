@@ -21,6 +21,7 @@ mod format;
 mod import;
 mod leases;
 mod line_follower;
+mod metrics_server;
 mod mlflow;
 pub mod plan;
 mod private_files;

@@ -29,6 +29,7 @@ mod join_manifests;
 mod join_rejections;
 mod lora;
 mod memory;
+mod metrics;
 mod misconfigured;
 mod mlflow;
 mod package;

@@ -173,9 +173,8 @@ fn find_mlflow() -> Option<PathBuf> {
 #[test]
 fn the_real_server_has_the_run() {
     let Some(python) = find_mlflow() else {
-        // Not even CI installs MLflow, which needs 850 MB.
-        eprintln!("SKIPPED: MLflow is not installed; run scripts/setup-tests --mlflow");
-        return;
+        let why = "MLflow (850 MB) is not installed; run scripts/setup-tests --mlflow";
+        return support::report_optional_skip("the_real_server_has_the_run", why);
     };
     let job = JobDirectory::new();
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

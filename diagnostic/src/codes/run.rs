@@ -32,6 +32,11 @@ codes! {
         cause: "The process received SIGSTOP, or a debugger holds it.",
         remedy: "Find out who stopped the process, or raise `run.hang_timeout` while you debug.",
     }
+    METRICS_UNAVAILABLE: Cluster = "metrics-unavailable" {
+        summary: "The controller cannot serve metrics at the address in `observe.metrics`.",
+        cause: "Another program, or another run of launch, uses the port or the socket, or the directory of the socket does not exist or is not writable.",
+        remedy: "Choose another port or path, or remove `observe.metrics`.",
+    }
     COLLECTIVE_TIMEOUT: Failed = "collective-timeout" {
         summary: "A collective of torch took longer than the timeout of its process group, and torch ended the worker.",
         cause: "Most often a rank waits in a collective that another rank never enters.",

@@ -15,6 +15,7 @@ mod journal_line;
 mod live_metrics;
 mod log_files;
 mod metrics;
+mod metrics_server;
 mod page;
 mod rank_grid;
 mod report;
@@ -35,6 +36,7 @@ pub mod untrusted;
 
 pub use dashboard::Dashboard;
 pub use metrics::format_metrics_textfile;
+pub use metrics_server::{MetricsListener, serve_metrics};
 pub use rank_grid::RankState;
 pub use report::{MAX_REPORT_RUNS, format_report};
 pub use run_source::{RunInfo, RunSource};

@@ -15,6 +15,9 @@ use std::collections::BTreeMap;
 /// The URL path of the stream of server-sent events, by which the page receives new data.
 pub(crate) const STREAM_PATH: &str = "/api/stream";
 
+/// The URL path of the metrics.
+pub(crate) const METRICS_PATH: &str = "/metrics";
+
 /// Returns the response to an HTTP request: the page or one of its files, metrics, the list of
 /// runs, or logs. Reads files, so the caller must be allowed to block.
 pub(crate) fn answer_request(dashboard: &Dashboard, token: &Token, request: &Request) -> Response {
@@ -23,17 +26,21 @@ pub(crate) fn answer_request(dashboard: &Dashboard, token: &Token, request: &Req
         "/app.js" => Response::new("text/javascript; charset=utf-8", page::SCRIPT),
         "/style.css" => Response::new("text/css; charset=utf-8", page::STYLE),
         "/favicon.svg" => Response::new("image/svg+xml", page::ICON),
-        "/metrics" => {
-            let is_open = request.accept.contains("application/openmetrics-text");
-            let format = if is_open { MetricsFormat::OpenMetrics } else { MetricsFormat::Prometheus };
-            Response::new(format.content_type(), format_metrics(dashboard, format))
-        }
+        METRICS_PATH => answer_metrics_request(dashboard, request),
         "/api/runs" => Response::json(&*dashboard.list_runs()),
         "/api/logs" => answer_log_list(dashboard, request),
         "/api/log" => answer_log(dashboard, request),
         "/api/search" => answer_search(dashboard, request),
         _ => Response::error(404, "no such page"),
     }
+}
+
+/// Responds with the metrics, in the format that the request accepts. Reads files, so the caller
+/// must be allowed to block.
+pub(crate) fn answer_metrics_request(dashboard: &Dashboard, request: &Request) -> Response {
+    let is_open = request.accept.contains("application/openmetrics-text");
+    let format = if is_open { MetricsFormat::OpenMetrics } else { MetricsFormat::Prometheus };
+    Response::new(format.content_type(), format_metrics(dashboard, format))
 }
 
 /// Responds with the list of the ranks of a run that have a log file on this machine.

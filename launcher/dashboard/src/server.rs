@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{TcpListener, TcpStream},
     sync::Semaphore,
     task::spawn_blocking,
@@ -31,7 +31,7 @@ const MAX_STREAMS: usize = 32;
 /// requests and to fill event streams.
 const MAX_FILE_READER_THREADS: usize = 8;
 /// The time within which a client must send the head (request line and headers) of an HTTP request.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time within which a client must receive an HTTP response, or one message of an event stream.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
 /// The interval at which the server looks for new data of the runs that a page shows, to send it as
@@ -143,7 +143,7 @@ async fn serve_connection(mut stream: TcpStream, shared: ConnectionContext) -> i
 
 /// Reads and parses the head (request line and headers) of an HTTP request. Returns `None` if the
 /// client sends nothing. Fails with the answer to an invalid request.
-async fn read_request(stream: &mut TcpStream) -> Result<Option<Request>, Response> {
+pub(crate) async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<Option<Request>, Response> {
     let (mut head, mut length) = (vec![0; MAX_HEAD_BYTES], 0);
     loop {
         let n = stream.read(&mut head[length..]).await.unwrap_or(0);
@@ -163,7 +163,11 @@ async fn read_request(stream: &mut TcpStream) -> Result<Option<Request>, Respons
 }
 
 /// Sends an HTTP response to the client, and closes the connection.
-async fn send_response(stream: &mut TcpStream, response: &Response, has_body: bool) -> io::Result<()> {
+pub(crate) async fn send_response(
+    stream: &mut (impl AsyncWrite + Unpin),
+    response: &Response,
+    has_body: bool,
+) -> io::Result<()> {
     let head = Response::format_head(response.status, response.content_type, Some(response.body.len()));
     write_with_timeout(stream, head.as_bytes()).await?;
     if has_body {
@@ -173,7 +177,7 @@ async fn send_response(stream: &mut TcpStream, response: &Response, has_body: bo
 }
 
 /// Sends bytes to a client, and fails if the client does not receive them within [`WRITE_TIMEOUT`].
-async fn write_with_timeout(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
+async fn write_with_timeout(stream: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> io::Result<()> {
     timeout(WRITE_TIMEOUT, stream.write_all(bytes)).await.map_err(|_| io::ErrorKind::TimedOut)?
 }
 

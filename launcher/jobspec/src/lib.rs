@@ -52,7 +52,7 @@ pub use spec::{
     join::JoinSpec,
     lora::{LoraSpec, LoraTargets},
     model::ModelSpec,
-    observe::{MlflowSpec, ObserveSpec, is_server_address},
+    observe::{MetricsAddress, MlflowSpec, ObserveSpec, is_server_address},
     optimizer::{OptimizerName, OptimizerSpec},
     param_groups::ParamGroupSpec,
     ports::PortSelection,

@@ -11,6 +11,7 @@ mod inner_hosts;
 mod job_changes;
 mod loop_event;
 mod memo;
+mod metrics;
 mod mlflow;
 mod pause_recovery;
 mod start_attempt;
@@ -43,6 +44,7 @@ use crate::{
     core_dumps::disable_core_dumps,
     detached_controller::StartNotifier,
     format::format_notice,
+    metrics_server::MetricsServer,
     mlflow::{MlflowRecorder, MlflowSettings},
     plan::Plan,
     processes::{become_subreaper, list_children},
@@ -227,6 +229,8 @@ struct ControllerDriver {
     mlflow_settings: Option<MlflowSettings>,
     /// Records the run with MLflow; `None` if the job does not request this.
     mlflow: Option<MlflowRecorder>,
+    /// Serves the metrics of the run; `None` if the job does not request this.
+    metrics: Option<MetricsServer>,
     /// The newest measurements of the run.
     status: StatusKeeper,
     status_file: StatusFile,
@@ -316,15 +320,12 @@ impl ControllerDriver {
         options: RunOptions,
         attach: Option<AttachOptions>,
     ) -> diagnostic::Result<Self> {
+        let run = &request.plan.run.0;
         let identity = match &attach {
             Some(AttachOptions { key, epoch, .. }) => {
-                let run = &request.plan.run.0;
                 ControllerIdentity::create_for_takeover(run, &request.job.run, key.clone(), *epoch)?
             }
-            None => {
-                let action = options.on_controller_loss;
-                ControllerIdentity::create(&request.plan.run.0, &request.job.run, action)?
-            }
+            None => ControllerIdentity::create(run, &request.job.run, options.on_controller_loss)?,
         };
         let is_adopting = attach.is_some();
         let core = create_core(&request, &identity, attach);
@@ -363,6 +364,7 @@ impl ControllerDriver {
             clock: RunningClock::start(),
             mlflow_settings: options.mlflow,
             mlflow: None,
+            metrics: None,
             journal: None,
             stored: None,
             events: ControllerEvents::default(),
@@ -424,6 +426,7 @@ impl ControllerDriver {
             hosts = self.hosts.len(), "planned run");
         let (run, world) = (self.plan.run.to_string(), self.plan.world);
         self.emit_event(Event::Start { run, run_dir: directory, world });
+        self.start_metrics_server()?;
         self.start_mlflow(false);
         self.write_control_file();
         let continues = self.identity.controller_loss_action() == ControllerLossAction::Continue;

@@ -6,16 +6,21 @@ use crate::keys::{
     value_type::ValueType,
 };
 use serde_json::json;
+use std::{net::SocketAddr, path::PathBuf};
 
 /// The largest length of the address of a server, in bytes.
 const MAX_URI_BYTES: usize = 2048;
 /// The largest length of the name of an MLflow experiment or run, in bytes.
 const MAX_NAME_BYTES: usize = 500;
+/// The longest path of a Unix socket on Linux, in bytes.
+const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 section! {
     /// The services that record what the job does.
     #[derive(Default)]
     pub struct ObserveSpec at "observe";
+    /// Where the controller serves the metrics of the run: `127.0.0.1:PORT` or `unix:PATH`.
+    pub metrics: Option<String> = Key::optional(metrics_address_type(), "no metrics are served");
     /// The MLflow server that records the run; `None` for no server.
     pub mlflow: Option<MlflowSpec> = optional_inner_section();
 }
@@ -33,10 +38,44 @@ section! {
 }
 
 impl ObserveSpec {
-    /// Returns whether the job names no service, such as MLflow, that records it.
+    /// Returns whether the job names no service, such as MLflow, that records it, and serves no
+    /// metrics.
     pub(crate) fn is_empty(&self) -> bool {
-        self.mlflow.is_none()
+        self.mlflow.is_none() && self.metrics.is_none()
     }
+}
+
+/// Where the controller of a run serves the metrics of the run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MetricsAddress {
+    /// A port of a loopback address, to which every user of the machine can connect.
+    Port(SocketAddr),
+    /// The absolute path of a Unix socket, to which only this user can connect.
+    Socket(PathBuf),
+}
+
+impl MetricsAddress {
+    /// Parses the value of `observe.metrics`. Returns `None` if the text is no loopback address with
+    /// a port, and not `unix:` with an absolute path.
+    pub fn parse(text: &str) -> Option<MetricsAddress> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            let is_valid =
+                path.starts_with('/') && !path.ends_with('/') && path.len() <= MAX_SOCKET_PATH_BYTES;
+            return is_valid.then(|| MetricsAddress::Socket(PathBuf::from(path)));
+        }
+        let address: SocketAddr = text.parse().ok()?;
+        (address.ip().is_loopback() && address.port() > 0).then_some(MetricsAddress::Port(address))
+    }
+}
+
+/// Returns the value type ([`ValueType`]) of `observe.metrics`.
+fn metrics_address_type() -> ValueType<String> {
+    formatted_text_type(
+        "`127.0.0.1:PORT`, `[::1]:PORT` or `unix:PATH`",
+        "a loopback address with a port, such as `127.0.0.1:9400`, or `unix:` and an absolute path",
+        "^(127(\\.[0-9]{1,3}){3}:[1-9][0-9]{0,4}|\\[::1\\]:[1-9][0-9]{0,4}|unix:/.*[^/])$",
+        |text| MetricsAddress::parse(text).is_some(),
+    )
 }
 
 /// Returns the value type ([`ValueType`]) of names of experiments and runs in MLflow.
@@ -72,6 +111,32 @@ pub fn is_server_address(uri: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn metrics_are_served_at_loopback_ports_and_sockets_only() {
+        for text in ["127.0.0.1:9400", "127.9.9.9:1", "[::1]:65535", "unix:/run/user/1000/a b.sock"] {
+            assert!(MetricsAddress::parse(text).is_some(), "{text}");
+        }
+        let long = format!("unix:/{}", "s".repeat(MAX_SOCKET_PATH_BYTES));
+        for text in [
+            "",
+            "9400",
+            ":9400",
+            "127.0.0.1",
+            "127.0.0.1:0",
+            "0.0.0.0:9400",
+            "10.0.0.1:9400",
+            "localhost:9400",
+            "[::]:9400",
+            "unix:a.sock",
+            "unix:/",
+            "unix:/a/",
+            "/a.sock",
+            &long,
+        ] {
+            assert_eq!(MetricsAddress::parse(text), None, "{text}");
+        }
+    }
 
     #[test]
     fn addresses_have_a_host_and_no_secret() {

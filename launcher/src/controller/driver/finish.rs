@@ -50,6 +50,7 @@ impl ControllerDriver {
             _ = unsafe { nix::sys::signal::signal(signal, SigHandler::SigDfl) };
         }
         self.wait_for_complete_files(exit_code, seconds);
+        drop(self.metrics.take());
         self.finish_mlflow();
         self.report.finish(report::RunSummary {
             exit_code,

@@ -116,6 +116,9 @@ impl ControllerDriver {
         self.is_adopting = false;
         let (host, pid) = (read_host_name(), std::process::id());
         self.emit_event(Event::Takeover { host, pid, unattended_s: unattended.as_secs_f64() });
+        if let Err(error) = self.start_metrics_server() {
+            self.emit_notice(format!("{error}; the run continues without metrics"));
+        }
         self.start_mlflow(true);
         self.write_control_file();
         let directory = self.plan.run_dir.clone();
