@@ -6,7 +6,7 @@ mod torch_timeouts;
 
 use crate::support::{self, JobDirectory};
 use serde_json::{Value, json};
-use std::fs;
+use std::{fs, os::unix::fs::PermissionsExt};
 
 /// A script in which rank 1 does what its argument names instead of entering the fourth collective.
 const SCRIPT: &str = r#"
@@ -152,4 +152,37 @@ fn ranks_with_different_shapes_are_named() {
     let mut calls: Vec<(&Value, &Value)> = calls.iter().map(|c| (&c["ranks"], &c["inputs"])).collect();
     calls.sort_by_key(|call| call.0.to_string());
     assert_eq!(calls, [(&json!([0]), &json!("[[4]]")), (&json!([1]), &json!("[[0]]"))], "{reason:#}");
+}
+
+/// A program in the place of py-spy, with the arguments `dump --json --pid PID`.
+const PY_SPY: &str = r#"#!/bin/sh
+sleep 1
+cat <<END
+[{"pid": $4, "thread_id": 1, "thread_name": "MainThread", "os_thread_id": $4, "active": false,
+  "owns_gil": false, "frames": [{"name": "load", "filename": "/a/train.py", "line": 17}]}]
+END
+"#;
+
+#[test]
+fn py_spy_shows_where_ranks_without_the_hook_are() {
+    let job_dir = JobDirectory::new();
+    fs::write(job_dir.path("py-spy"), PY_SPY).unwrap();
+    fs::set_permissions(job_dir.path("py-spy"), fs::Permissions::from_mode(0o755)).unwrap();
+    let job = "name: hang\ncluster: {workers_per_host: 8}\n\
+               run: {command: [sh, -c, exec sleep 600], grace_period: 1s, hang_timeout: 2s}\n";
+    fs::write(job_dir.path("job.yaml"), job).unwrap();
+    let path = format!("{}:{}", job_dir.path("").display(), std::env::var("PATH").unwrap());
+    let ran = job_dir.run_with_env(&[], "PATH", &path);
+    assert_eq!(ran.failure_code(), "hang-detected");
+    let verdict = &ran.expect_failure()["reason"]["verdict"];
+    let places = verdict["undetermined"].as_array().unwrap();
+    assert_eq!(places.len(), 8, "{verdict:#}");
+    for place in places {
+        // One after another, the dumps of eight ranks would take 8 s, which is too long.
+        let frame = json!({"file": "/a/train.py", "line": 17, "function": "load"});
+        assert_eq!((&place["frame"], &place["activity"]["kind"]), (&frame, &json!("sleeps")), "{verdict:#}");
+    }
+    let run_dir = ran.events_named("start")[0]["run_dir"].as_str().unwrap().to_owned();
+    let log = fs::read_to_string(job_dir.path(&run_dir).join("logs/rank-7.log")).unwrap();
+    assert!(log.contains("load (/a/train.py:17)"), "{log}");
 }

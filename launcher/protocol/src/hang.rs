@@ -103,6 +103,9 @@ pub struct ThreadState {
     /// The path of the file for which the thread waits; `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
+    /// The functions of the kernel in which the thread waits, innermost first; empty if unknown.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kernel_stack: Vec<String>,
 }
 
 /// What a thread waits for in its current system call.
@@ -244,6 +247,14 @@ pub struct RankPosition {
     /// What the rank does in the built-in training; `None` for a program.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub task: Option<String>,
+    /// The function of the kernel in which the main thread waits; `None` if it does not wait, or if
+    /// the function is unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait_channel: Option<String>,
+    /// The functions of the kernel stack of the main thread, innermost first; empty if this user
+    /// cannot read the stack.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kernel_stack: Vec<String>,
 }
 
 /// What the main thread of a rank of a job that hangs does.

@@ -426,7 +426,7 @@ pub(super) fn run_py_spy_dump(pid: i32, limit: std::time::Duration, max_bytes: u
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     use std::{io::Read, os::fd::AsFd, time::Instant};
     let mut command = Command::new("py-spy");
-    command.args(["dump", "--pid", &pid.to_string()]);
+    command.args(["dump", "--json", "--pid", &pid.to_string()]);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
     let mut child = command.spawn().ok()?;
     let until = Instant::now() + limit;

@@ -1,24 +1,31 @@
 //! Writes the stacks of hanging workers to their logs: the state and kernel stack of every thread,
 //! and Python stacks if py-spy is installed.
 use super::{activity, process};
+use protocol::hang::StackFrame;
+use serde::Deserialize;
 use std::{
     fmt::Write as _,
     fs::{self, OpenOptions},
     io::Write as _,
     path::{Path, PathBuf},
+    thread,
     time::{Duration, Instant},
 };
 
 /// The time limit of one run of py-spy, which dumps the Python stacks of one process.
 const PY_SPY_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time limit of all runs of py-spy together, which dump the Python stacks of all workers of
-/// the host.
+/// The time limit of all runs of py-spy for one worker. The workers of the host are examined at the
+/// same time.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(6);
 /// The largest number of processes of a worker, of threads of a process, and of frames of a stack
 /// that are written to a worker's log. The others are left out.
 const MAX_WRITTEN_ITEMS: usize = 64;
-/// The size, in bytes, to which a `/proc` file or a dump of py-spy is truncated.
+/// The size, in bytes, to which a `/proc` file is truncated.
 const MAX_TEXT_BYTES: usize = 64 << 10;
+/// The size, in bytes, of a dump of py-spy above which the dump is ignored.
+const MAX_PY_SPY_BYTES: usize = 1 << 20;
+/// The length, in bytes, to which a name or a path in a dump of py-spy is truncated.
+const MAX_NAME_BYTES: usize = 400;
 
 /// A worker whose stacks are to be written, and the log to which the stacks are appended.
 #[derive(Clone, Debug)]
@@ -27,9 +34,31 @@ pub(super) struct StackTarget {
     pub(super) log: PathBuf,
 }
 
+/// A thread in a dump of py-spy.
+#[derive(Deserialize)]
+struct PySpyThread {
+    #[serde(default)]
+    os_thread_id: Option<i64>,
+    #[serde(default)]
+    thread_name: Option<String>,
+    /// The innermost frame is the first one.
+    frames: Vec<PySpyFrame>,
+}
+
+/// A frame of a stack in a dump of py-spy.
+#[derive(Deserialize)]
+struct PySpyFrame {
+    name: String,
+    filename: String,
+    line: i64,
+}
+
 /// Appends the stacks of the threads of each hanging worker to the worker's log. Omits parts that
 /// cannot be read or written. Blocks for little more than [`TOTAL_TIMEOUT`] at most.
-pub(super) fn write_stacks(workers: &[StackTarget]) {
+///
+/// Returns, for each worker, the Python stack of the main thread of its first process with Python,
+/// innermost frame first. The stack is empty without py-spy.
+pub(super) fn write_stacks(workers: &[StackTarget]) -> Vec<Vec<StackFrame>> {
     // Reading /proc is fast, so the kernel's information about all workers is written first.
     for worker in workers {
         let text: String = activity::list_process_tree(worker.pid)
@@ -40,17 +69,69 @@ pub(super) fn write_stacks(workers: &[StackTarget]) {
         append_to_log(&worker.log, &format!("launch: no progress; the stacks of the processes:\n{text}"));
     }
     let deadline = Instant::now() + TOTAL_TIMEOUT;
-    for worker in workers {
-        for pid in activity::list_process_tree(worker.pid).into_iter().take(MAX_WRITTEN_ITEMS) {
-            let remaining = deadline.saturating_duration_since(Instant::now()).min(PY_SPY_TIMEOUT);
-            if remaining.is_zero() {
-                return;
-            }
-            match process::run_py_spy_dump(pid, remaining, MAX_TEXT_BYTES) {
-                Some(text) if !text.is_empty() => append_to_log(&worker.log, &text),
-                Some(_) => {}
-                None => return, // py-spy is not installed
-            }
+    thread::scope(|scope| {
+        let start = |worker| {
+            // Without a thread, the Python stacks are left out.
+            thread::Builder::new().spawn_scoped(scope, move || write_python_stacks(worker, deadline)).ok()
+        };
+        let threads: Vec<_> = workers.iter().map(start).collect();
+        let join = |thread: Option<thread::ScopedJoinHandle<'_, _>>| thread?.join().ok();
+        threads.into_iter().map(|thread| join(thread).unwrap_or_default()).collect()
+    })
+}
+
+/// Appends the Python stacks of the processes of a worker to the worker's log, if py-spy is
+/// installed. Returns the stack of the main thread of the first process with Python.
+fn write_python_stacks(worker: &StackTarget, deadline: Instant) -> Vec<StackFrame> {
+    let mut main_stack = Vec::new();
+    for pid in activity::list_process_tree(worker.pid).into_iter().take(MAX_WRITTEN_ITEMS) {
+        let remaining = deadline.saturating_duration_since(Instant::now()).min(PY_SPY_TIMEOUT);
+        if remaining.is_zero() {
+            break;
+        }
+        let Some(dump) = process::run_py_spy_dump(pid, remaining, MAX_PY_SPY_BYTES) else {
+            break; // py-spy is not installed
+        };
+        // The dump of a process without Python is empty.
+        let threads: Vec<PySpyThread> = serde_json::from_str(&dump).unwrap_or_default();
+        if threads.is_empty() {
+            continue;
+        }
+        append_to_log(&worker.log, &format_python_stacks(pid, &threads));
+        let main = threads.iter().find(|thread| thread.os_thread_id == Some(pid.into()));
+        if let Some(main) = main.filter(|_| main_stack.is_empty()) {
+            main_stack = main.frames.iter().take(MAX_WRITTEN_ITEMS).map(PySpyFrame::to_stack_frame).collect();
+        }
+    }
+    main_stack
+}
+
+/// Formats the stacks in a dump of py-spy as text.
+fn format_python_stacks(pid: i32, threads: &[PySpyThread]) -> String {
+    let mut text = format!("Python stacks of process {pid}:\n");
+    for thread in threads.iter().take(MAX_WRITTEN_ITEMS) {
+        let (id, name) = (thread.os_thread_id.unwrap_or(0), thread.thread_name.as_deref().unwrap_or("?"));
+        // Writing to a String cannot fail.
+        _ = writeln!(text, "  thread {id} ({})", truncate_name(name));
+        for frame in thread.frames.iter().take(MAX_WRITTEN_ITEMS) {
+            _ = writeln!(text, "    {}", frame.to_stack_frame());
+        }
+    }
+    text
+}
+
+/// Truncates a name of a dump of py-spy to [`MAX_NAME_BYTES`], and replaces control characters.
+fn truncate_name(text: &str) -> String {
+    let text = &text[..text.floor_char_boundary(MAX_NAME_BYTES)];
+    text.replace(char::is_control, "?")
+}
+
+impl PySpyFrame {
+    fn to_stack_frame(&self) -> StackFrame {
+        StackFrame {
+            file: truncate_name(&self.filename),
+            line: u32::try_from(self.line).unwrap_or(0),
+            function: truncate_name(&self.name),
         }
     }
 }
@@ -104,6 +185,24 @@ fn append_to_log(log: &Path, text: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_dump_of_py_spy_is_formatted() {
+        let dump = r#"[{"pid": 7, "thread_id": 1, "thread_name": "MainThread", "os_thread_id": 7,
+            "active": true, "owns_gil": false, "frames": [
+                {"name": "hold_up", "filename": "/a/train.py", "module": null, "short_filename": "train.py",
+                 "line": 17, "locals": null, "is_entry": false},
+                {"name": "<module>", "filename": "/a/train.py", "line": -1}]},
+            {"thread_name": null, "frames": []}]"#;
+        let threads: Vec<PySpyThread> = serde_json::from_str(dump).expect("valid");
+        insta::assert_snapshot!(format_python_stacks(7, &threads), @r"
+        Python stacks of process 7:
+          thread 7 (MainThread)
+            hold_up (/a/train.py:17)
+            <module> (/a/train.py:0)
+          thread 0 (?)
+        ");
+    }
 
     #[test]
     fn the_stacks_of_the_test_process_are_appended() {

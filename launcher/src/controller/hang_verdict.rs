@@ -323,8 +323,19 @@ fn list_gpu_faults(evidence: &RankEvidence) -> Vec<RankGpuFault> {
 /// Finds out what a rank of a job that hangs does, and at which place in its program.
 fn find_rank_activity(rank: Rank, evidence: Option<&RankEvidence>) -> RankPosition {
     let Some(evidence) = evidence else {
-        return RankPosition { rank, activity: RankActivity::Unknown, frame: None, file: None, task: None };
+        return RankPosition {
+            rank,
+            activity: RankActivity::Unknown,
+            frame: None,
+            file: None,
+            task: None,
+            wait_channel: None,
+            kernel_stack: Vec::new(),
+        };
     };
+    let thread = evidence.thread.as_ref();
+    // The kernel reports `0` for a thread that does not wait.
+    let is_known = |channel: &&String| !channel.is_empty() && *channel != "0";
     let activity = match &evidence.thread {
         None => RankActivity::Ended,
         Some(thread) => classify_activity(thread, evidence),
@@ -333,8 +344,10 @@ fn find_rank_activity(rank: Rank, evidence: Option<&RankEvidence>) -> RankPositi
         rank,
         activity,
         frame: find_program_frame(evidence),
-        file: evidence.thread.as_ref().and_then(|thread| thread.file.clone()),
+        file: thread.and_then(|thread| thread.file.clone()),
         task: evidence.task.clone(),
+        wait_channel: thread.map(|thread| &thread.wait_channel).filter(is_known).cloned(),
+        kernel_stack: thread.map(|thread| thread.kernel_stack.clone()).unwrap_or_default(),
     }
 }
 

@@ -76,15 +76,20 @@ impl AgentDriver {
             let begin = Instant::now();
             let (done, stacks_done) = sync_channel(1);
             let write = move || {
-                stacks::write_stacks(&targets);
                 // An error means that the other thread has stopped waiting.
-                _ = done.send(());
+                _ = done.send(stacks::write_stacks(&targets));
             };
             // Without the thread, the stacks are left out.
             _ = thread::Builder::new().name("stacks".into()).spawn(write);
-            let evidence = hang::collect_evidence(request);
+            let mut evidence = hang::collect_evidence(request);
             // A stalled disk of the logs, or a description of a process, may block the thread.
-            _ = stacks_done.recv_timeout(COLLECTION_TIMEOUT.saturating_sub(begin.elapsed()));
+            let stacks = stacks_done.recv_timeout(COLLECTION_TIMEOUT.saturating_sub(begin.elapsed()));
+            for (evidence, stack) in evidence.iter_mut().zip(stacks.unwrap_or_default()) {
+                // The stack of the hook is that of the process that uses torch.
+                if evidence.stack.is_empty() {
+                    evidence.stack = stack;
+                }
+            }
             // An error means that the driver has stopped waiting.
             _ = written.blocking_send((attempt, evidence));
         };

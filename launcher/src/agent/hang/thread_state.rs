@@ -17,6 +17,8 @@ const TICK: Duration = Duration::from_millis(10);
 /// The largest number of threads of a hanging worker that are examined for one that is blocked in
 /// the kernel.
 const MAX_THREADS: usize = 256;
+/// The largest number of frames of a kernel stack that are kept.
+const MAX_KERNEL_FRAMES: usize = 16;
 
 /// The main thread of a process that is observed for a short time, with the state and CPU time that
 /// the thread had at the beginning.
@@ -77,7 +79,18 @@ fn describe_thread(pid: u32, thread: u32, state: char, busy: bool) -> ThreadStat
     let call = call.and_then(|text| SystemCall::parse(&text));
     let wait = classify_wait(call.as_ref(), &wait_channel);
     let file = call.filter(|_| matches!(state, 'S' | 'D')).and_then(|call| call.find_file(pid));
-    ThreadState { state, wait, wait_channel, busy, file }
+    let kernel_stack = fs::read_to_string(format!("{directory}/stack")).unwrap_or_default();
+    ThreadState { state, wait, wait_channel, busy, file, kernel_stack: parse_kernel_stack(&kernel_stack) }
+}
+
+/// Parses the functions of a kernel stack, innermost first, from lines such as
+/// `[<0>] futex_wait_queue+0x63/0x90`.
+fn parse_kernel_stack(text: &str) -> Vec<String> {
+    let function = |line: &str| {
+        let name = line.split_once("] ")?.1.split('+').next()?;
+        Some(name.to_owned())
+    };
+    text.lines().filter_map(function).take(MAX_KERNEL_FRAMES).collect()
 }
 
 /// Reads the state and the CPU time, in clock ticks, of a thread from `/proc`.
@@ -92,6 +105,13 @@ fn read_stat(pid: u32, thread: u32) -> Option<(char, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_functions_of_a_kernel_stack_are_parsed() {
+        let text = "[<0>] futex_wait_queue+0x63/0x90\n[<0>] do_futex+0x1/0x2\n\n[<0>] 0xffffffffffffffff\n";
+        assert_eq!(parse_kernel_stack(text), ["futex_wait_queue", "do_futex", "0xffffffffffffffff"]);
+        assert!(parse_kernel_stack("").is_empty(), "only root can read the stack");
+    }
 
     #[test]
     fn the_test_process_is_observed() {
