@@ -50,4 +50,5 @@ mod torch;
 mod train;
 mod trainer;
 mod transformers;
+mod wandb;
 mod worker_environment;

@@ -12,7 +12,6 @@ use serde_json::Value;
 use std::{
     fs,
     os::unix::process::CommandExt as _,
-    path::PathBuf,
     process::{Child, Stdio},
     time::{Duration, Instant},
 };
@@ -162,20 +161,10 @@ fn a_later_controller_continues_the_same_run() {
     assert_eq!(steps, (1..=400).collect::<Vec<u64>>());
 }
 
-/// Returns the Python of the environment with the real MLflow; `None` if MLflow is not installed.
-fn find_mlflow() -> Option<PathBuf> {
-    let cache = std::env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
-    let cache =
-        cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/launch-tests")))?;
-    Some(cache.join("mlflow/bin/python")).filter(|python| python.exists())
-}
-
 #[test]
 fn the_real_server_has_the_run() {
-    let Some(python) = find_mlflow() else {
-        let why = "MLflow (850 MB) is not installed; run scripts/setup-tests --mlflow";
-        return support::report_optional_skip("the_real_server_has_the_run", why);
-    };
+    let test = "the_real_server_has_the_run";
+    let Some(python) = support::find_optional_python(test, "mlflow", "MLflow (850 MB)") else { return };
     let job = JobDirectory::new();
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let mut server = isolated_command(&python, &job.path(""));

@@ -335,13 +335,29 @@ pub(crate) fn find_old_torch_python_or_skip(test: &str) -> Option<PathBuf> {
     find_environment_or_skip(test, "old-torch", "an old torch (setup-tests --all)")
 }
 
+/// Returns the Python of the environment `name`, which `scripts/setup-tests --NAME` installs. Without
+/// it, returns `None`, and lists the test as skipped. Not even continuous integration installs these
+/// environments, because they are large. `with` describes what the environment contains.
+pub(crate) fn find_optional_python(test: &str, name: &str, with: &str) -> Option<PathBuf> {
+    let python = find_environment(name);
+    if python.is_none() {
+        list_skip(test, &format!("no Python with {with}; run scripts/setup-tests --{name}"));
+    }
+    python
+}
+
+/// Returns the Python of the environment `name` in the test cache; `None` if it is not installed.
+fn find_environment(name: &str) -> Option<PathBuf> {
+    let cache = env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/launch-tests")));
+    cache.map(|cache| cache.join(name).join("bin/python")).filter(|python| python.exists())
+}
+
 /// Returns the Python of the environment `name` in the test cache. Without it, returns `None` to
 /// skip the test, or panics if LAUNCH_TEST_REQUIRE is `all`. `with` describes what the environment
 /// contains.
 fn find_environment_or_skip(test: &str, name: &str, with: &str) -> Option<PathBuf> {
-    let cache = env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
-    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/launch-tests")));
-    let python = cache.map(|cache| cache.join(name).join("bin/python")).filter(|python| python.exists());
+    let python = find_environment(name);
     if python.is_none() {
         report_skip(test, &format!("no Python with {with}; run scripts/setup-tests"));
     }
@@ -352,12 +368,11 @@ fn find_environment_or_skip(test: &str, name: &str, with: &str) -> Option<PathBu
 /// machine. Panics if LAUNCH_TEST_REQUIRE is `all`.
 pub(crate) fn report_skip(test: &str, why: &str) {
     assert!(env::var("LAUNCH_TEST_REQUIRE").as_deref() != Ok("all"), "{test}: {why}");
-    report_optional_skip(test, why);
+    list_skip(test, why);
 }
 
-/// Reports like [`report_skip`] that a test does not run, because it needs a large package that not
-/// even continuous integration installs.
-pub(crate) fn report_optional_skip(test: &str, why: &str) {
+/// Reports on stderr, and in the file that LAUNCH_TEST_SKIPS names, that a test is skipped.
+fn list_skip(test: &str, why: &str) {
     let why = format!("{test}: {why}");
     eprintln!("SKIPPED {why}");
     if let Some(list) = env::var_os("LAUNCH_TEST_SKIPS") {
