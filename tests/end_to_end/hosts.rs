@@ -209,6 +209,7 @@ impl TestAgents<'_> {
                 }
                 FromWorker::Fatal { exit, diagnostic } => final_report = Some((exit, diagnostic)),
                 FromWorker::Event(_)
+                | FromWorker::RestoredStep(_)
                 | FromWorker::Progress { .. }
                 | FromWorker::Left { .. }
                 | FromWorker::StepTimes(_) => {}

@@ -294,15 +294,18 @@ fn create_checkpoint_saver(
     metadata: RunMetadata,
     (memory, resumed): (Option<HostMemoryCopies>, Option<ResumePoint>),
 ) -> CheckpointSaver {
-    let MemoryResumeState { is_source, newest_saved, next_sequence } =
+    let MemoryResumeState { is_source, newest_saved, next_sequence, step_events } =
         resumed.as_ref().map_or_else(MemoryResumeState::default, |r| r.memory.clone());
     let last = match is_source {
         true => newest_saved,
         false => resumed.filter(|r| r.is_native).map(|r| r.path),
     };
     let copier = memory.map(|memory| MemoryCopier::new(memory, next_sequence));
-    CheckpointSaver::new(root.to_owned(), job.checkpoint.clone(), metadata, last, layout)
-        .with_memory_copies(copier, is_source)
+    CheckpointSaver::new(root.to_owned(), job.checkpoint.clone(), metadata, last, layout).with_memory_copies(
+        copier,
+        is_source,
+        step_events,
+    )
 }
 
 /// Connects this rank to the memory file in which its host keeps copies of ranks' training states.
@@ -359,7 +362,7 @@ fn resume_or_start_from_model(
     data_digest: &str,
     pretrained: Option<&mut PretrainedModel>,
 ) -> Result<(RunningTrainer, Option<ResumePoint>)> {
-    let mut send = |event| if init.rank == 0 { session.send_event(event) } else { Ok(()) };
+    let mut send = |message| if init.rank == 0 { session.send_message(&message) } else { Ok(()) };
     let batch_job = init.continued_batch_job();
     match resume_from_checkpoint(&mut ready, &init.job, dirs, batch_job, data_digest, &mut send)? {
         Some(resumed) => Ok((ready.start_at_position(resumed.cursor), Some(resumed))),

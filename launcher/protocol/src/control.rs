@@ -289,6 +289,9 @@ pub enum FromAgent {
         rank: Rank,
         /// The event that the worker reported.
         event: Event,
+        /// Whether the message repeats the event of a step of an earlier attempt
+        /// ([`FromWorker::RestoredStep`]).
+        is_restored: bool,
     },
     /// The activity and the step of a built-in worker.
     Progress {
@@ -497,6 +500,10 @@ pub enum FromWorker {
     },
     /// An event of the run, which the agent passes to the controller.
     Event(Event),
+    /// The event of a step that an earlier attempt completed and may not have reported. The worker
+    /// found the event in a memory copy of the training state. The controller drops the event if
+    /// the journal has the step.
+    RestoredStep(Event),
     /// The times of all ranks in the newest steps. Only rank 0 sends this message.
     StepTimes(StepTimes),
     /// Reports that the worker listens for connections of workers on other hosts.

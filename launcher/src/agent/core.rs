@@ -322,7 +322,8 @@ impl AgentCore {
     /// Reports a warning about a worker, for the user, to the controller.
     fn report_warning(&mut self, rank: Rank, message: String) {
         let event = protocol::event::Event::new_notice(Some(rank), message);
-        self.send_to_controller(FromAgent::Event { attempt: self.attempt, rank, event });
+        let attempt = self.attempt;
+        self.send_to_controller(FromAgent::Event { attempt, rank, event, is_restored: false });
     }
 
     /// Sends a report to the controller and, if reports of this kind must not be lost, keeps it for

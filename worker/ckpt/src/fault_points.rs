@@ -1,8 +1,8 @@
 //! Fault points: places in the code at which a test can kill the process with SIGKILL.
 //!
 //! [`pass_fault_point`] is called before and after every write, truncate, fsync, rename, mkdir and
-//! unlink of this crate. Until [`arm_fault_points`] is called, a call costs one relaxed atomic
-//! load.
+//! unlink of this crate, and around the end of a copy in memory. Until [`arm_fault_points`] is
+//! called, a call costs one relaxed atomic load.
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -11,6 +11,8 @@ use std::sync::{Mutex, PoisonError};
 static ARE_POINTS_ARMED: AtomicBool = AtomicBool::new(false);
 /// The number of the fault point at which this process kills itself with SIGKILL, for a test.
 static KILL_POINT_NUMBER: AtomicU64 = AtomicU64::new(0);
+/// The name of the fault points that are numbered; `None` if all of them are.
+static KILL_POINT_NAME: Mutex<Option<String>> = Mutex::new(None);
 /// The names of the fault points (places at which a test can kill the process) that were passed, in
 /// order.
 static PASSED_POINTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
@@ -19,6 +21,19 @@ static PASSED_POINTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 /// process passes, from 1. The fault point with the number `n` kills the process with SIGKILL. If
 /// `n` is 0, points are only counted.
 pub fn arm_fault_points(n: u64) {
+    arm_points(None, n);
+}
+
+/// Makes this process kill itself with SIGKILL at the `n`-th fault point (place at which a test can
+/// kill the process) with the name `name`.
+pub fn arm_named_fault_point(name: &str, n: u64) {
+    arm_points(Some(name.to_owned()), n);
+}
+
+/// Starts to number the fault points with the name `name`, or all of them, and selects the one with
+/// the number `n`.
+fn arm_points(name: Option<String>, n: u64) {
+    *KILL_POINT_NAME.lock().unwrap_or_else(PoisonError::into_inner) = name;
     KILL_POINT_NUMBER.store(n, Ordering::Relaxed);
     PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner).clear();
     ARE_POINTS_ARMED.store(true, Ordering::Release);
@@ -52,7 +67,10 @@ pub fn pass_fault_point(name: &'static str) {
 fn record_passed_point(name: &'static str) {
     let mut passed = PASSED_POINTS.lock().unwrap_or_else(PoisonError::into_inner);
     passed.push(name);
-    if passed.len() as u64 == KILL_POINT_NUMBER.load(Ordering::Relaxed) {
+    let selected = KILL_POINT_NAME.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_selected = |point: &&&str| selected.as_deref().is_none_or(|name| **point == name);
+    let number = passed.iter().filter(is_selected).count() as u64;
+    if is_selected(&&name) && number == KILL_POINT_NUMBER.load(Ordering::Relaxed) {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
     }
 }

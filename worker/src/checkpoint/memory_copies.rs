@@ -7,8 +7,10 @@
 //! are read as the shards of a native checkpoint.
 mod host_map;
 mod memory_copy_exchange;
+mod recent_step_events;
 mod state_selection;
 
+pub use recent_step_events::RecentStepEvents;
 pub(super) use state_selection::{CompleteState, StateSelection};
 
 use crate::{
@@ -24,6 +26,7 @@ use crate::{
 };
 use ckpt::{
     Hash, RunFacts,
+    fault_points::pass_fault_point,
     memory_store::{
         MemoryCopyId, MemoryStore, StoredMemoryCopies, open_memory_checkpoint, parse_copy_description,
     },
@@ -223,8 +226,9 @@ impl MemoryCopier {
     /// hosts that keep a copy, which send theirs in turn. Rank 0 passes the facts about the run.
     /// Collective: every rank must call it.
     ///
-    /// The copy overwrites the one before the last, of which all ranks have completed the
-    /// successor, because they have completed a step since.
+    /// Returns when the copies of all ranks are complete on all hosts, so that the step can be
+    /// reported: a run that loses a worker or host resumes at this step. The copy overwrites the
+    /// one before the last.
     ///
     /// # Errors
     ///
@@ -243,6 +247,8 @@ impl MemoryCopier {
         let queue = running.trainer.engine.queue();
         let HostMemoryCopies { store, hosts, spec, .. } = &self.memory;
         let sent_bytes = exchange_memory_copies(queue, store, hosts, spec.copies as usize, self.sequence)?;
+        queue.run_and_wait(|comm| comm.barrier())?;
+        pass_fault_point("report_copied_step");
         self.sequence += 1;
         self.count += 1;
         Ok(StateCopyCost { bytes, sent_bytes, copy_time: copied - began, exchange_time: copied.elapsed() })

@@ -28,7 +28,10 @@ use external::load_external_state;
 use jobspec::{JobSpec, ResumeFrom};
 use memory::{MemoryCopyStepRange, MemorySearchOutcome, resume_from_memory};
 use native::{LoadError, load_native_checkpoint};
-use protocol::{control::BatchJobRecord, event::Event};
+use protocol::{
+    control::{BatchJobRecord, FromWorker},
+    event::Event,
+};
 use std::path::{Path, PathBuf};
 use weight_match::list_weight_shapes;
 
@@ -82,7 +85,8 @@ pub fn resume_from_checkpoint(
             Ok(resumed) => {
                 report_skipped_checkpoints(&skipped, events)?;
                 if let Some(batch_job) = continued {
-                    events(build_continuation_notice(batch_job, &job.resume.from, &candidate.path))?;
+                    let notice = build_continuation_notice(batch_job, &job.resume.from, &candidate.path);
+                    events(FromWorker::Event(notice))?;
                 }
                 return Ok(Some(resumed));
             }
@@ -135,7 +139,7 @@ fn report_skipped_checkpoints(skipped: &[(PathBuf, Error)], events: &mut EventSi
     for (path, error) in skipped {
         let state = if is_shard_unreachable(error) { "incomplete" } else { "damaged" };
         let message = format!("skipped {state} checkpoint {}: {error}", path.display());
-        events(Event::new_diagnostic_notice(None, message, error.diagnostic()))?;
+        events(FromWorker::Event(Event::new_diagnostic_notice(None, message, error.diagnostic())))?;
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use crate::{
     checkpoint::{
         host_local,
-        memory_copies::{MemoryCopier, StateCopyCost},
+        memory_copies::{MemoryCopier, RecentStepEvents, StateCopyCost},
         shard_write::{
             BackgroundWrite, RangeLabel, ShardWrite, join_thread, spawn_named_thread,
             write_shard_in_foreground,
@@ -104,6 +104,8 @@ pub struct CheckpointSaver {
     staging: StagingMemory,
     notice: Option<String>,
     memory: Option<MemoryCopier>,
+    /// The events that copies in memory contain.
+    step_events: RecentStepEvents,
     /// Whether the run resumed from memory and has not saved a checkpoint since.
     is_resumed_from_memory: bool,
 }
@@ -152,14 +154,29 @@ impl CheckpointSaver {
             staging: StagingMemory::NotAllocated,
             notice: None,
             memory: None,
+            step_events: RecentStepEvents::default(),
             is_resumed_from_memory: false,
         }
     }
 
     /// Returns this saver with `memory`, which also copies the training state to the memory of
-    /// hosts between checkpoints. `is_resumed` states whether the run resumed from such copies.
-    pub fn with_memory_copies(self, memory: Option<MemoryCopier>, is_resumed: bool) -> Self {
-        CheckpointSaver { memory, is_resumed_from_memory: is_resumed, ..self }
+    /// hosts between checkpoints. `is_resumed` states whether the run resumed from such copies, and
+    /// `step_events` are the events that these contained.
+    pub fn with_memory_copies(
+        self,
+        memory: Option<MemoryCopier>,
+        is_resumed: bool,
+        step_events: RecentStepEvents,
+    ) -> Self {
+        CheckpointSaver { memory, is_resumed_from_memory: is_resumed, step_events, ..self }
+    }
+
+    /// Records the event of the newest step, which later copies in memory contain. Rank 0 must call
+    /// this function before the copy of the step.
+    pub fn record_step_event(&mut self, event: &protocol::event::Event) {
+        if self.memory.is_some() {
+            self.step_events.record(event);
+        }
     }
 
     /// Copies the training state of this rank to the memory of hosts if the job requires a copy
@@ -168,7 +185,11 @@ impl CheckpointSaver {
         let Some(mut memory) = self.memory.take_if(|m| m.is_due(running.position.step)) else {
             return Ok(None);
         };
-        let facts = (running.trainer.engine.rank() == 0).then(|| self.build_run_facts(running, Vec::new()));
+        let facts = (running.trainer.engine.rank() == 0).then(|| {
+            let mut facts = self.build_run_facts(running, Vec::new());
+            self.step_events.add_to_cursor(&mut facts.cursor);
+            facts
+        });
         let cost = memory.copy_state(running, facts);
         self.memory = Some(memory);
         cost.map(Some)

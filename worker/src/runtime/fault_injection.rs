@@ -10,6 +10,8 @@ use protocol::control::WorkerInit;
 enum InjectedFault {
     /// `RANK:N`: the process kills itself at its N-th fault point.
     KilledAt(u64),
+    /// `RANK:NAME@N`: the process kills itself at its N-th fault point with this name.
+    KilledAtNamed(String, u64),
     /// `RANK:loop@STEPS`: after so many steps, the rank does not return from reading samples.
     LoopsAfter(u64),
 }
@@ -17,8 +19,9 @@ enum InjectedFault {
 /// Returns the failure that a test requests of this rank by the variable `LAUNCH_FAULT`, if any.
 fn read_injected_fault(init: &WorkerInit) -> Result<Option<InjectedFault>> {
     let Some(value) = std::env::var_os(env::LAUNCH_FAULT) else { return Ok(None) };
-    let parse_fault = |text: &str| match text.strip_prefix("loop@") {
-        Some(steps) => Some(InjectedFault::LoopsAfter(steps.parse().ok()?)),
+    let parse_fault = |text: &str| match text.split_once('@') {
+        Some(("loop", steps)) => Some(InjectedFault::LoopsAfter(steps.parse().ok()?)),
+        Some((name, n)) => Some(InjectedFault::KilledAtNamed(name.to_owned(), n.parse().ok()?)),
         None => Some(InjectedFault::KilledAt(text.parse().ok()?)),
     };
     let parsed = value
@@ -26,7 +29,10 @@ fn read_injected_fault(init: &WorkerInit) -> Result<Option<InjectedFault>> {
         .and_then(|v| v.split_once(':'))
         .and_then(|(rank, fault)| Some((rank.parse::<u32>().ok()?, parse_fault(fault)?)));
     let (rank, fault) = parsed.ok_or_else(|| {
-        let message = format!("{}={value:?} is not of the form RANK:N or RANK:loop@STEPS", env::LAUNCH_FAULT);
+        let message = format!(
+            "{}={value:?} is not of the form RANK:N, RANK:NAME@N or RANK:loop@STEPS",
+            env::LAUNCH_FAULT
+        );
         Diagnostic::error(codes::training::FAULT_INJECTION_INVALID, message).with_subject(env::LAUNCH_FAULT)
     })?;
     Ok((rank == init.rank).then_some(fault))
@@ -35,8 +41,10 @@ fn read_injected_fault(init: &WorkerInit) -> Result<Option<InjectedFault>> {
 /// Makes this process kill itself at a numbered place in the code (fault point) if the test
 /// variable `LAUNCH_FAULT` requests it.
 pub(super) fn arm_requested_fault_point(init: &WorkerInit) -> Result<()> {
-    if let Some(InjectedFault::KilledAt(n)) = read_injected_fault(init)? {
-        ckpt::fault_points::arm_fault_points(n);
+    match read_injected_fault(init)? {
+        Some(InjectedFault::KilledAt(n)) => ckpt::fault_points::arm_fault_points(n),
+        Some(InjectedFault::KilledAtNamed(name, n)) => ckpt::fault_points::arm_named_fault_point(&name, n),
+        Some(InjectedFault::LoopsAfter(_)) | None => {}
     }
     Ok(())
 }

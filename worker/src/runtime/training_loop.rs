@@ -96,19 +96,18 @@ pub(super) fn train_until_done(
             finish_save(running, run, saver)?;
             return Err(build_non_finite_error(&outcome, running, saver));
         }
-        run.session.set_step(running.position.step);
-        if run.is_leader {
-            run.session.send_event(build_step_event(running, &outcome, lr, took))?;
-        }
-        report_backend_notice(running, run, took)?;
+        let event = build_step_event(running, &outcome, lr, took);
         let flags = outcome.report.flags;
+        let reload = match flags & RELOAD {
+            0 => None,
+            _ => apply_reloaded_job_values(running, run, &mut values)?,
+        };
+        complete_step(running, run, saver, &values, [Some(event), reload])?;
+        report_backend_notice(running, run, took)?;
         if saver.has_pending_save() && flags & WRITING == 0 {
             finish_save(running, run, saver)?;
         }
-        if flags & RELOAD != 0 {
-            apply_reloaded_job_values(running, run, &mut values)?;
-        }
-        copy_and_evaluate(running, run, saver, &values)?;
+        evaluate_and_copy(running, run, saver)?;
         let mut stop = flags & STOP != 0 || running.position.is_evaluation_due;
         let last = running.is_done();
         if stop || last || flags & SAVE != 0 || is_save_due(&values, running.position.step) {
@@ -152,39 +151,48 @@ fn complete_resumed_step(
     Ok(!is_stopped)
 }
 
-/// Copies the training state to the memory of hosts, and evaluates the model, if the job requires
-/// this after the step. A copy follows an evaluation, too, so that a run that resumes from memory
-/// does not repeat it. Collective: every rank must call it.
-fn copy_and_evaluate(
+/// Copies the training state to the memory of hosts if the job requires a copy after this step, and
+/// then reports the step by `events`, the first of which is that of the step. Collective: every
+/// rank must call it.
+///
+/// A step is reported only when its copy is complete, so that a run that resumes from copies does
+/// not report a step twice. The copy contains the step event, in case that the worker or its host
+/// is lost before the event is sent.
+fn complete_step(
     running: &mut RunningTrainer,
     run: &RunContext,
     saver: &mut CheckpointSaver,
     values: &ReloadValues,
+    events: [Option<Event>; 2],
 ) -> Result<()> {
     running.position.is_evaluation_due = is_evaluation_due(running, run, values);
-    let evaluates = running.position.is_evaluation_due;
-    copy_to_memory_if_due(running, run, saver)?;
-    evaluate_if_due(running, run)?;
-    if evaluates && !running.position.is_evaluation_due {
-        copy_to_memory_if_due(running, run, saver)?;
+    if let ([Some(event), _], true) = (&events, run.is_leader) {
+        saver.record_step_event(event);
+    }
+    let is_first = !saver.has_copied_to_memory();
+    let cost = saver.copy_to_memory_if_due(running)?.filter(|_| is_first);
+    run.session.set_step(running.position.step);
+    let notice = cost.map(|cost| Event::new_notice(None, cost.to_string()));
+    for event in events.into_iter().chain([notice]).flatten().filter(|_| run.is_leader) {
+        run.session.send_event(event)?;
     }
     Ok(())
 }
 
-/// Copies the training state to the memory of hosts if the job requires a copy after this step.
-/// Reports the cost of the first copy. Collective: every rank must call it.
-fn copy_to_memory_if_due(
+/// Evaluates the model if an evaluation is due, and then copies the training state to the memory of
+/// hosts again, so that a run that resumes from memory does not repeat the evaluation. Collective:
+/// every rank must call it.
+fn evaluate_and_copy(
     running: &mut RunningTrainer,
     run: &RunContext,
     saver: &mut CheckpointSaver,
 ) -> Result<()> {
-    let is_first = !saver.has_copied_to_memory();
-    match saver.copy_to_memory_if_due(running)? {
-        Some(cost) if is_first && run.is_leader => {
-            run.session.send_event(Event::new_notice(None, cost.to_string()))
-        }
-        _ => Ok(()),
+    let evaluates = running.position.is_evaluation_due;
+    evaluate_if_due(running, run)?;
+    if evaluates && !running.position.is_evaluation_due {
+        saver.copy_to_memory_if_due(running)?;
     }
+    Ok(())
 }
 
 /// Builds the report that this rank sends to the others with its next losses: flags such as
@@ -235,23 +243,20 @@ fn report_step_times(
 }
 
 /// Applies on every rank the values of the job file that the user changed during the run and rank 0
-/// has reloaded. Collective: every rank must call it.
+/// has reloaded. Returns the event that reports this. Collective: every rank must call it.
 fn apply_reloaded_job_values(
     running: &mut RunningTrainer,
     run: &RunContext,
     values: &mut ReloadValues,
-) -> Result<()> {
+) -> Result<Option<Event>> {
     let mine = if run.is_leader { run.session.requests.take_reload_values() } else { None };
     let reloaded = all_gather_results(running.trainer.engine.queue(), Ok(&mine))?;
-    let Some(first) = reloaded.into_iter().next().transpose()?.flatten() else { return Ok(()) };
+    let Some(first) = reloaded.into_iter().next().transpose()?.flatten() else { return Ok(None) };
     if let Some(train) = &first.train {
         running.apply_reloaded_values(train);
     }
     *values = first;
-    if run.is_leader {
-        run.session.send_event(Event::Reload { step: running.position.step, values: values.clone() })?;
-    }
-    Ok(())
+    Ok(Some(Event::Reload { step: running.position.step, values: values.clone() }))
 }
 
 /// Reports a notice of the compute backend to the user, such as its choice between CUDA graphs and

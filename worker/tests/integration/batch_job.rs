@@ -3,7 +3,10 @@
 use crate::common::*;
 use diagnostic::{Code, codes::training as codes};
 use jobspec::*;
-use protocol::{control::BatchJobRecord, event::Event};
+use protocol::{
+    control::{BatchJobRecord, FromWorker},
+    event::Event,
+};
 use std::path::{Path, PathBuf};
 use worker::{
     checkpoint::{
@@ -91,8 +94,8 @@ impl TestDirectory {
             let (root, layout) = self.detect(ready.trainer.engine.queue());
             let dirs = CheckpointLocations { root: &root, workdir: &root, layout: &layout, memory: None };
             let (batch_job, mut notices) = (batch_job.as_ref(), Vec::new());
-            let mut record = |event: Event| -> worker::error::Result<()> {
-                if let Event::Notice { diagnostics, .. } = event {
+            let mut record = |message: FromWorker| -> worker::error::Result<()> {
+                if let FromWorker::Event(Event::Notice { diagnostics, .. }) = message {
                     notices.extend(diagnostics.iter().map(diagnostic::Diagnostic::code));
                 }
                 Ok(())

@@ -15,7 +15,7 @@ use diagnostic::{
     codes::{model as codes, training::RESUME_MODEL_MISMATCH},
 };
 use jobspec::ModelSpec;
-use protocol::event::Event;
+use protocol::{control::FromWorker, event::Event};
 use serde_json::{Value, json};
 use std::{path::Path, sync::Arc};
 use worker::{
@@ -393,7 +393,7 @@ fn gpt2_of_the_hub_is_loaded_with_one_notice_about_its_masks() {
             let mut ready = build_trainer(&spec, c, 1);
             let mut notices = Vec::new();
             let mut collect = |event| match event {
-                Event::Notice { message, .. } => {
+                FromWorker::Event(Event::Notice { message, .. }) => {
                     notices.push(message);
                     Ok(())
                 }

@@ -3,7 +3,10 @@
 use crate::common::*;
 use jobspec::{ExpertsSpec, JobSpec, MemoryCopySpec, ModelSpec, OffloadTarget, TrainSpec};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use protocol::event::{Event, ResumeSource};
+use protocol::{
+    control::FromWorker,
+    event::{Event, ResumeSource},
+};
 use std::{
     fs::File,
     os::unix::fs::{FileExt, MetadataExt},
@@ -70,21 +73,21 @@ fn run_attempt(
         let dirs = CheckpointLocations { root, workdir: root, layout: &layout, memory: Some(&memory) };
         let mut event = None;
         let resumed = resume_from_checkpoint(&mut ready, job, &dirs, None, SYNTHETIC_DATA_DIGEST, &mut |e| {
-            if let Event::Resume { source, step, reason, .. } = e {
+            if let FromWorker::Event(Event::Resume { source, step, reason, .. }) = e {
                 event = Some((source, step, reason));
             }
             Ok(())
         });
         let resumed = resumed.unwrap();
-        let next =
-            resumed.as_ref().map_or_else(MemoryResumeState::default, |r| r.memory.clone()).next_sequence;
+        let MemoryResumeState { next_sequence: next, step_events, .. } =
+            resumed.as_ref().map_or_else(MemoryResumeState::default, |r| r.memory.clone());
         let mut running = match resumed {
             Some(resumed) => ready.start_at_position(resumed.cursor),
             None => ready.start_with_random_params(),
         };
         let copier = MemoryCopier::new(memory, next);
         let saver = create_checkpoint_saver(&running, job, root);
-        let mut saver = saver.with_memory_copies(Some(copier), false);
+        let mut saver = saver.with_memory_copies(Some(copier), false, step_events);
         let mut losses = Vec::new();
         for _ in 0..steps {
             losses.extend(train_steps(&mut running, 1));

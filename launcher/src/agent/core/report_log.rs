@@ -127,7 +127,7 @@ mod tests {
 
     /// Builds a report with an event of rank 0 in attempt 0. `text` is part of the event.
     fn build_event(text: &str) -> FromAgent {
-        FromAgent::Event { attempt: 0, rank: 0, event: Event::new_notice(None, text) }
+        FromAgent::Event { attempt: 0, rank: 0, event: Event::new_notice(None, text), is_restored: false }
     }
 
     /// Builds a report that the worker of rank 0 was started with the pid `pid`.

@@ -133,7 +133,12 @@ impl AgentCore {
             FromWorker::StepTimes(times) => {
                 self.send_to_controller(FromAgent::StepTimes { attempt, times });
             }
-            FromWorker::Event(event) => self.send_to_controller(FromAgent::Event { attempt, rank, event }),
+            FromWorker::Event(event) => {
+                self.send_to_controller(FromAgent::Event { attempt, rank, event, is_restored: false });
+            }
+            FromWorker::RestoredStep(event) => {
+                self.send_to_controller(FromAgent::Event { attempt, rank, event, is_restored: true });
+            }
             FromWorker::Fatal { exit, diagnostic } => {
                 self.send_to_controller(FromAgent::Fatal { attempt, rank, exit, diagnostic, gpu: None });
             }

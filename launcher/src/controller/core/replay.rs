@@ -70,10 +70,13 @@ impl ControllerCore {
         let attempt = find_message_attempt(&message);
         match *message {
             // The lost controller had processed the event, but not stored it.
-            FromAgent::Event { event, .. } if attempt.is_some_and(|attempt| attempt < self.attempt) => {
-                self.record_run_progress(&event);
+            FromAgent::Event { event, is_restored, .. }
+                if attempt.is_some_and(|attempt| attempt < self.attempt) =>
+            {
+                let is_new = !is_restored || self.is_unreported_step(&event);
+                let event = Some(event).filter(|event| is_new && !is_controller_event(event));
+                event.iter().for_each(|event| self.record_run_progress(event));
                 let (report, age) = ((self.hosts[host].stream, seq), Duration::from_millis(age_ms));
-                let event = Some(event).filter(|event| !is_controller_event(event));
                 self.actions.push(ControllerAction::WorkerEvent { report, age, event });
             }
             message => {

@@ -19,6 +19,7 @@ mod hangs;
 mod host_selection;
 mod random_events;
 mod stop_requests;
+mod worker_events;
 
 /// The exit status of a process that succeeded.
 const SUCCESS_STATUS: ExitStatus = ExitStatus::Code(0);
@@ -406,18 +407,6 @@ fn a_worker_that_cannot_be_started_is_reported_with_its_code() {
     let reason = FailureReason::StartFailed { code: run::WORKER_START_FAILED };
     assert_eq!(find_failure_reason(&actions), Some((Some(0), reason)));
     assert_eq!(find_outcome(&harness.report_workers_ended(0)).unwrap().exit_code, 1);
-}
-
-#[test]
-fn workers_cannot_report_events_of_the_controller() {
-    let mut harness = CoreHarness::new_with_running_workers(1, 1, true);
-    let done = Event::Done { exit_code: 0, step: None, seconds: 1.0 };
-    assert!(harness.send_from_agent(0, FromAgent::Event { attempt: 0, rank: 0, event: done }).is_empty());
-    let notice = Event::new_notice(None, "x");
-    assert_eq!(
-        harness.send_from_agent(0, FromAgent::Event { attempt: 0, rank: 0, event: notice.clone() }),
-        [ControllerAction::Event(notice)]
-    );
 }
 
 #[test]

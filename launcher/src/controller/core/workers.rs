@@ -58,7 +58,8 @@ impl ControllerCore {
             FromAgent::Listening { rank, addresses, .. } => {
                 self.handle_worker_listening(host, rank, addresses)
             }
-            FromAgent::Event { event, .. } => self.handle_worker_event(event),
+            FromAgent::Event { event, is_restored: false, .. } => self.handle_worker_event(event),
+            FromAgent::Event { event, is_restored: true, .. } => self.handle_restored_step(event),
             FromAgent::Fatal { rank, exit, diagnostic, gpu, .. } => {
                 self.handle_final_report(now, (host, rank), exit, diagnostic, gpu);
             }
@@ -143,6 +144,26 @@ impl ControllerCore {
             Event::Checkpoint { .. } => self.attempt_saved = true,
             _ => {}
         }
+        self.pass_on_worker_event(event);
+    }
+
+    /// Passes the event of a step that an earlier attempt completed to the journal and the user, if
+    /// that attempt did not report the step. The step is no progress of the current attempt.
+    fn handle_restored_step(&mut self, event: Event) {
+        if self.is_unreported_step(&event) {
+            self.record_run_progress(&event);
+            self.pass_on_worker_event(event);
+        }
+    }
+
+    /// Returns whether `event` is the event of a step that is later than all steps of the run that
+    /// workers have reported.
+    pub(super) fn is_unreported_step(&self, event: &Event) -> bool {
+        matches!(event, Event::Step { step, .. } if self.step.is_none_or(|newest| *step > newest))
+    }
+
+    /// Requests that an event of a worker be written to the journal and shown to the user.
+    fn pass_on_worker_event(&mut self, event: Event) {
         self.actions.push(match self.current_report.take() {
             Some((report, age)) => ControllerAction::WorkerEvent { report, age, event: Some(event) },
             None => ControllerAction::Event(event),

@@ -15,6 +15,7 @@ use crate::catalog::RunFacts;
 use crate::codec::disk::{BLOCK_BYTES, find_data};
 use crate::codec::json;
 use crate::error::{CkptError, DamageReason, Result};
+use crate::fault_points::pass_fault_point;
 use crate::hash::Hash;
 use crate::layout::native::{Checkpoint, MemoryShard, shard_file_name};
 use crate::parallel::map_indices;
@@ -212,6 +213,7 @@ impl MemoryStore {
             return Err(CkptError::internal("a memory copy is larger than its region"));
         }
         self.write_at(region + COPY_HEADER_BYTES + shard_bytes, &text)?;
+        pass_fault_point("complete_copy");
         self.write_at(region, &header.encode())?;
         Ok(header.image_bytes())
     }

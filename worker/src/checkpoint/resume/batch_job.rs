@@ -13,7 +13,10 @@ use crate::{
 use ckpt::{Checkpoint, CkptError};
 use diagnostic::{Diagnostic, codes::training as codes};
 use jobspec::ResumeFrom;
-use protocol::{control::BatchJobRecord, event::Event};
+use protocol::{
+    control::{BatchJobRecord, FromWorker},
+    event::Event,
+};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -46,11 +49,12 @@ pub(super) fn list_batch_job_checkpoints(
     for (path, error) in selection.unreadable {
         let error = to_unreadable_checkpoint_error(error);
         let message = format!("skipped damaged checkpoint {}: {error}", path.display());
-        events(Event::new_diagnostic_notice(None, message, error.diagnostic()))?;
+        events(FromWorker::Event(Event::new_diagnostic_notice(None, message, error.diagnostic())))?;
     }
     if listed.is_empty() {
         let other_command = selection.other_command.as_deref();
-        build_no_checkpoint_notice(batch_job, from, dirs.root, other_command).map_or(Ok(()), events)?;
+        let notice = build_no_checkpoint_notice(batch_job, from, dirs.root, other_command);
+        notice.map_or(Ok(()), |notice| events(FromWorker::Event(notice)))?;
     }
     Ok(listed)
 }

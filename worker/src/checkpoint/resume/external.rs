@@ -23,7 +23,10 @@ use crate::{
 use ckpt::{ExternalCheckpoint, LossScale, TensorSource, peft::is_lora_matrix};
 use diagnostic::{Diagnostic, codes::training as codes};
 use jobspec::{JobSpec, RngPolicy};
-use protocol::event::{Event, ResumeSource};
+use protocol::{
+    control::FromWorker,
+    event::{Event, ResumeSource},
+};
 use serde_json::{Map, Value};
 use std::{collections::HashMap, path::Path};
 
@@ -56,16 +59,16 @@ pub(super) fn load_external_state(
     }
     notices.extend(collect_unused_part_notices(source, &matched));
     let facts = source.facts();
-    events(Event::Resume {
+    events(FromWorker::Event(Event::Resume {
         step: cursor.step,
         path: path.into(),
         world: facts.state.world,
         stage: facts.state.stage,
         source: ResumeSource::Checkpoint,
         reason,
-    })?;
+    }))?;
     for message in facts.notices.iter().map(ToString::to_string).chain(notices) {
-        events(Event::new_notice(None, message))?;
+        events(FromWorker::Event(Event::new_notice(None, message)))?;
     }
     let memory = MemoryResumeState::default();
     Ok(ResumePoint { path: path.into(), cursor, is_native: false, rng_generation: 0, memory })
@@ -83,7 +86,7 @@ pub(super) fn load_external_weights(
     let matched = match_model_weights(ready, source, &units, false, selects)?;
     read_matched_ranges(ready, source, &matched, selects)?;
     if let Some(message) = find_unused_buffer_notice(&matched) {
-        events(Event::new_notice(None, message))?;
+        events(FromWorker::Event(Event::new_notice(None, message)))?;
     }
     Ok(())
 }

@@ -64,7 +64,8 @@ pub(super) fn resume_from_memory(
         match load_memory_state(ready, memory, &state, (data_digest, reason), events) {
             Ok(resumed) => {
                 let next_sequence = state.id.sequence.saturating_add(1);
-                let memory = MemoryResumeState { is_source: true, newest_saved: None, next_sequence };
+                let ResumePoint { memory, .. } = &resumed;
+                let memory = MemoryResumeState { is_source: true, next_sequence, ..memory.clone() };
                 return Ok(MemorySearchOutcome::Resumed(ResumePoint { memory, ..resumed }));
             }
             Err(LoadError::Fatal(e)) => return Err(e),

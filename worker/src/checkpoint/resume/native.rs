@@ -10,6 +10,7 @@ use super::{
 use crate::{
     checkpoint::{
         host_local::{CheckpointCandidate, HostLocalCheckpoint, build_unreachable_shard_error},
+        memory_copies::RecentStepEvents,
         tensor_mapping::{ReadPlan, find_params_without_state, read_on_all_ranks, require_compatible},
     },
     consensus::exchange_first_error,
@@ -20,6 +21,7 @@ use crate::{
 use ckpt::{Checkpoint, RunFacts, TensorSource};
 use diagnostic::{Diagnostic, codes::training as codes};
 use protocol::{
+    control::FromWorker,
     event::{Event, ResumeSource},
     exit::WorkerExit,
 };
@@ -130,14 +132,21 @@ pub(super) fn load_opened_checkpoint(
     if let Some(e) = read_on_all_ranks(ready, &plan)? {
         return Err(LoadError::Damaged(e));
     }
-    events(Event::Resume {
+    let step_events = match origin.source {
+        ResumeSource::Memory => RecentStepEvents::from_cursor(&facts.cursor)?,
+        ResumeSource::Checkpoint => RecentStepEvents::default(),
+    };
+    for event in step_events.decode()? {
+        events(FromWorker::RestoredStep(event))?;
+    }
+    events(FromWorker::Event(Event::Resume {
         step: facts.step,
         path: path.into(),
         world: Some(facts.world),
         stage: Some(facts.stage),
         source: origin.source,
         reason: origin.reason,
-    })?;
+    }))?;
     let mut notices: Vec<String> =
         guess.into_iter().chain(find_precision_change_notice(ready, &tensors)).collect();
     if !weights_only {
@@ -145,10 +154,10 @@ pub(super) fn load_opened_checkpoint(
         notices.extend(collect_job_setting_notices(ready, facts, data_digest));
     }
     for message in notices {
-        events(Event::new_notice(None, message))?;
+        events(FromWorker::Event(Event::new_notice(None, message)))?;
     }
     let rng_generation = facts.rng.get("generation").and_then(Value::as_u64).unwrap_or(0);
-    let memory = MemoryResumeState::default();
+    let memory = MemoryResumeState { step_events, ..MemoryResumeState::default() };
     Ok(ResumePoint { path: path.into(), cursor, is_native: true, rng_generation, memory })
 }
 

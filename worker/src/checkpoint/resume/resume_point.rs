@@ -1,7 +1,7 @@
 //! [`ResumePoint`]: the checkpoint from which a run resumed.
-use crate::{error::Result, train::running_trainer::Cursor};
+use crate::{checkpoint::memory_copies::RecentStepEvents, error::Result, train::running_trainer::Cursor};
 use jobspec::RngPolicy;
-use protocol::event::Event;
+use protocol::control::FromWorker;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -30,6 +30,8 @@ pub struct MemoryResumeState {
     pub newest_saved: Option<PathBuf>,
     /// The number of the next copy in memory.
     pub next_sequence: u64,
+    /// The events of the newest steps before the resume, if the run resumed from memory.
+    pub step_events: RecentStepEvents,
 }
 
 impl ResumePoint {
@@ -50,6 +52,6 @@ impl ResumePoint {
     }
 }
 
-/// A callback that receives the events that occur while a run resumes. Only the events of rank 0
-/// are reported.
-pub type EventSink<'a> = dyn FnMut(Event) -> Result<()> + 'a;
+/// A callback that receives the messages with the events that occur while a run resumes. Only the
+/// messages of rank 0 are sent.
+pub type EventSink<'a> = dyn FnMut(FromWorker) -> Result<()> + 'a;

@@ -14,7 +14,7 @@ use comm::{
 use device::{Ops, cpu::Cpu, ops::IGNORE_LABEL};
 use jobspec::*;
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use protocol::event::Event;
+use protocol::{control::FromWorker, event::Event};
 use rank_threads::run_rank_threads;
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 use worker::{
@@ -394,8 +394,8 @@ pub(crate) fn try_resume_newest_checkpoint(
     let resumed =
         resume_from_checkpoint(&mut ready, &job, &dirs, None, SYNTHETIC_DATA_DIGEST, &mut |event| {
             match event {
-                Event::Notice { message, .. } => notices.push(message),
-                Event::Resume { .. } => (),
+                FromWorker::Event(Event::Notice { message, .. }) => notices.push(message),
+                FromWorker::Event(Event::Resume { .. }) => (),
                 other => panic!("{other:?}"),
             }
             Ok(())

@@ -37,7 +37,7 @@ fn report_step(harness: &mut CoreHarness, step: u64) {
         peak_rss: 1,
         exposed_comm_s: 0.0,
     };
-    harness.send_from_agent(0, FromAgent::Event { attempt, rank: 0, event });
+    harness.send_from_agent(0, FromAgent::Event { attempt, rank: 0, event, is_restored: false });
 }
 
 /// Makes an agent end, and the workers of the other members. Returns the requested actions.
