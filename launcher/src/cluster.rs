@@ -50,6 +50,13 @@ pub(crate) fn find_host_provider(job: &JobSpec) -> Result<&'static dyn Cluster, 
     select_first_matching_provider(PROVIDERS, job)
 }
 
+/// Returns how many file descriptors the controller of a job needs for its connections with the
+/// agents of `hosts` other hosts.
+pub(crate) fn count_connection_descriptors(job: &JobSpec, hosts: usize) -> u64 {
+    // An error in the hosts of the job has been reported when they were listed.
+    find_host_provider(job).map_or(0, |provider| provider.count_connection_descriptors(job, hosts))
+}
+
 /// Determines from environment variables whether another launcher, such as mpirun, has started this
 /// process as one node of several. Returns `None` if not. Fails if the variables contradict each
 /// other.

@@ -32,6 +32,7 @@ mod streamed_logs;
 mod tensorboard;
 
 pub(crate) use control_file::{ControlFile, read_stored_job};
+pub(crate) use descriptor_limit::count_controller_descriptors;
 pub(crate) use driver::{attach_to_run, run_job};
 pub(crate) use hostfile::FilteredHostfile;
 pub(crate) use job_file::JobFile;

@@ -2,7 +2,7 @@
 use super::{
     batch_scheduler_types::{BatchJob, BatchJobEnd, Submission, SubmitRequest},
     host_target::HostTarget,
-    transport::{ConnectionStage, Transport},
+    transport::{ConnectionStage, DESCRIPTORS_PER_CONNECTION, Transport},
 };
 use diagnostic::Diagnostic;
 use jobspec::{ControllerLossAction, JobSpec};
@@ -29,6 +29,12 @@ pub(crate) trait Cluster: Sync {
     /// Creates the transport (such as SSH) that starts agents on the hosts of a job that come from
     /// this provider.
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError>;
+
+    /// Returns how many file descriptors the controller of a job needs for its connections with the
+    /// agents of `hosts` other hosts, as [`Transport::count_descriptors`] does for a running job.
+    fn count_connection_descriptors(&self, _job: &JobSpec, hosts: usize) -> u64 {
+        DESCRIPTORS_PER_CONNECTION * hosts as u64
+    }
 
     /// Returns settings by which `launch check` checks the hosts of this provider, such as the
     /// names of the checks for the stages of a connection.

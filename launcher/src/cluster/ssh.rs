@@ -27,7 +27,7 @@ use super::{
 };
 use diagnostic::Diagnostic;
 use jobspec::{JobSpec, hosts::HostAddress};
-use ssh_transport::SshTransport;
+use ssh_transport::{SshTransport, count_ssh_descriptors};
 
 /// The provider of the hosts that `cluster.hosts` names, which launch reaches over SSH.
 pub(super) struct SshCluster;
@@ -75,6 +75,11 @@ impl Cluster for SshCluster {
 
     fn transport(&self, job: &JobSpec) -> Result<Box<dyn Transport>, ClusterError> {
         create_ssh_transport(job, find_named_hosts(job)?)
+    }
+
+    fn count_connection_descriptors(&self, job: &JobSpec, hosts: usize) -> u64 {
+        let spec = &job.cluster.ssh;
+        count_ssh_descriptors(spec, hosts > spec.fanout as usize, hosts)
     }
 
     fn check_settings(&self) -> ClusterCheckSettings {

@@ -1,5 +1,6 @@
 //! `launch plan` and `launch run --dry-run`: print the plan of a job without starting it.
 mod activated_environment;
+mod memory_copy_time;
 
 use super::{
     context::CommandContext,
@@ -9,6 +10,7 @@ use super::{
 use crate::{
     agent::{environment_activation::activate_environments, environment_changes::EnvironmentChanges},
     cluster::{self, HostTarget},
+    controller::count_controller_descriptors,
     format::{format_ranges, format_rank_label, format_table, quote_shell_words},
     plan::{HangDetectionReason, MemoryCopyCost},
     secrets::{redact_job_secrets, redact_secret_value},
@@ -18,6 +20,7 @@ use diagnostic::{
     quantity::{format_bytes, format_count, format_seconds},
 };
 use jobspec::{EnvSource, RankSelection, hide_secret_arguments, ids::RunId};
+use memory_copy_time::{MemoryCopyTime, measure_copy_rate};
 use protocol::{
     control::{HangDetection, HostPlan, WorkerPlan},
     preflight::MemoryEstimate,
@@ -130,11 +133,15 @@ pub(crate) fn render_json(p: &PreparedJob) -> Value {
             "name": host.host, "cpus": host.cpus, "quota": host.quota, "memory": host.memory,
         },
         "parameters": p.preflight.as_ref().map(|v| v.parameters),
-        "memory_copies": compute_memory_copy_cost(p).map(|cost| json!({
+        "memory_copies": compute_memory_copy_cost(p).map(|(cost, time)| json!({
             "memory_by_host": cost.memory_by_host,
             "sent_by_host": cost.sent_by_host,
+            "sent_by_rank": cost.sent_by_rank,
             "every": cost.every,
+            "copy_seconds": time.copy.as_secs_f64(),
+            "send_seconds_at_100_gbps": time.send_at_100_gbps.as_secs_f64(),
         })),
+        "controller_descriptors": count_needed_descriptors(p),
         "ranks": ranks,
         "warnings": warnings,
         "job": redact_job_secrets(&p.job).to_key_json(),
@@ -187,6 +194,9 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
     if let Some(dir) = resolve_checkpoint_dir(p) {
         _ = writeln!(text, "checkpoints: {}", dir.display());
     }
+    if p.plan.host_names.len() > 1 {
+        _ = writeln!(text, "file descriptors of the controller: {}", count_needed_descriptors(p));
+    }
     let detection = find_hang_detection(p);
     let timeout = detection.map(|detection| format_seconds(Duration::from_millis(detection.timeout_ms)));
     let reason = HangDetectionReason::explain(&p.job, detection).describe();
@@ -200,18 +210,30 @@ pub(crate) fn render_text(p: &PreparedJob) -> String {
         let (kind, installed) =
             if p.job.cluster.trains_on_gpus() { ("GPU memory", 0) } else { ("memory", p.inventory.memory) };
         _ = write!(text, "{}", format_memory_summary(&report.memory, kind, installed));
-        if let Some(cost) = compute_memory_copy_cost(p) {
-            _ = writeln!(text, "{}", cost.format());
+        if let Some((cost, time)) = compute_memory_copy_cost(p) {
+            _ = writeln!(text, "{}\n{}", cost.format(), time.format());
         }
     }
     text
 }
 
-/// Computes the host memory and network traffic that the copies of the training state in other
-/// hosts' memory (`checkpoint.memory`) cost, or returns `None` for a job without such copies.
-fn compute_memory_copy_cost(p: &PreparedJob) -> Option<MemoryCopyCost> {
+/// Computes the host memory, the network traffic and the time that the copies of the training state
+/// in hosts' memory (`checkpoint.memory`) cost, or returns `None` for a job without such copies.
+/// Measures the memory of this machine.
+fn compute_memory_copy_cost(p: &PreparedJob) -> Option<(MemoryCopyCost, MemoryCopyTime)> {
     let workers: Vec<usize> = p.plan.host_plans.iter().map(|plan| plan.workers.len()).collect();
-    MemoryCopyCost::compute(&p.job, &workers, &p.preflight.as_ref()?.state_bytes)
+    let state_bytes = &p.preflight.as_ref()?.state_bytes;
+    let cost = MemoryCopyCost::compute(&p.job, &workers, state_bytes)?;
+    let threads = p.plan.host_plans.iter().flat_map(|plan| &plan.workers).map(|worker| worker.threads);
+    let states = state_bytes.iter().copied().zip(threads);
+    let time = MemoryCopyTime::estimate(&cost, states, measure_copy_rate());
+    Some((cost, time))
+}
+
+/// Returns the number of file descriptors that the controller of the job needs.
+fn count_needed_descriptors(p: &PreparedJob) -> u64 {
+    let remote_hosts = p.hosts.iter().filter(|host| !host.local).count();
+    count_controller_descriptors(cluster::count_connection_descriptors(&p.job, remote_hosts))
 }
 
 /// Returns the host name and the plan of every worker, in the order of ranks.

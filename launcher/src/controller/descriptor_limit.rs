@@ -10,6 +10,12 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 /// The number of file descriptors that the controller needs independently of the number of hosts.
 const BASE_DESCRIPTORS: u64 = 96;
 
+/// Returns the number of file descriptors that a controller needs whose connections with agents on
+/// other hosts need `connections` descriptors.
+pub(crate) fn count_controller_descriptors(connections: u64) -> u64 {
+    BASE_DESCRIPTORS + connections
+}
+
 /// Raises this process's soft limit of open files to the hard limit if a job on `hosts` hosts,
 /// whose connections need `connections` descriptors, would exceed it.
 pub(super) fn raise_descriptor_limit(hosts: usize, connections: u64) -> diagnostic::Result<()> {
@@ -18,7 +24,7 @@ pub(super) fn raise_descriptor_limit(hosts: usize, connections: u64) -> diagnost
     };
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)
         .map_err(|error| failed("cannot read the limit of open files", error))?;
-    let needed = BASE_DESCRIPTORS + connections;
+    let needed = count_controller_descriptors(connections);
     if needed <= soft {
         return Ok(());
     }

@@ -21,6 +21,8 @@ pub(crate) struct MemoryCopyCost {
     /// For each host, the number of bytes that its workers send to other hosts for each memory
     /// copy.
     pub(crate) sent_by_host: Vec<u64>,
+    /// For each rank, the number of bytes that it sends to other hosts for each memory copy.
+    pub(crate) sent_by_rank: Vec<u64>,
     /// The number of steps between copies.
     pub(crate) every: u64,
 }
@@ -42,6 +44,7 @@ impl MemoryCopyCost {
         Some(MemoryCopyCost {
             memory_by_host: (0..hosts).map(|host| BUFFERS_PER_COPY * kept(host)).collect(),
             sent_by_host: by_host.iter().map(|bytes| bytes * copies as u64).collect(),
+            sent_by_rank: state_bytes.iter().map(|bytes| bytes * copies as u64).collect(),
             every: spec.every,
         })
     }
@@ -58,7 +61,10 @@ impl MemoryCopyCost {
         };
         let traffic = match sent {
             0 => format!("copied {interval}, not to other hosts"),
-            sent => format!("each host sends {} to other hosts {interval}", format_bytes(sent)),
+            sent => {
+                let (rank, host) = (format_bytes(largest(&self.sent_by_rank)), format_bytes(sent));
+                format!("each rank sends {rank}, and each host {host}, to other hosts {interval}")
+            }
         };
         format!("memory copies: {memory} on a host; {traffic}")
     }
@@ -105,12 +111,14 @@ mod tests {
         let cost = |copies, workers: &[usize]| {
             let bytes = [10, 10, 20, 40];
             MemoryCopyCost::compute(&make_job(copies, 1), workers, &bytes)
-                .map(|c| (c.memory_by_host, c.sent_by_host))
+                .map(|c| (c.memory_by_host, c.sent_by_host, c.sent_by_rank))
         };
-        assert_eq!(cost(0, &[2, 1, 1]), Some((vec![40, 40, 80], vec![0, 0, 0])));
-        assert_eq!(cost(1, &[2, 1, 1]), Some((vec![120, 80, 120], vec![20, 20, 40])));
-        assert_eq!(cost(8, &[2, 1, 1]), Some((vec![160, 160, 160], vec![40, 40, 80])));
-        assert_eq!(cost(1, &[4]), Some((vec![160], vec![0])));
+        assert_eq!(cost(0, &[2, 1, 1]), Some((vec![40, 40, 80], vec![0, 0, 0], vec![0; 4])));
+        let sent = (vec![20, 20, 40], vec![10, 10, 20, 40]);
+        assert_eq!(cost(1, &[2, 1, 1]), Some((vec![120, 80, 120], sent.0, sent.1)));
+        let sent = (vec![40, 40, 80], vec![20, 20, 40, 80]);
+        assert_eq!(cost(8, &[2, 1, 1]), Some((vec![160, 160, 160], sent.0, sent.1)));
+        assert_eq!(cost(1, &[4]), Some((vec![160], vec![0], vec![0; 4])));
         assert_eq!(MemoryCopyCost::compute(&crate::testing::sample_job(), &[1], &[5]), None);
     }
 
@@ -124,8 +132,9 @@ mod tests {
             text(1, 1, &[2]),
             "memory copies: 4.0 MiB on a host; copied after each step, not to other hosts"
         );
-        let sent = "memory copies: 4.0 MiB on a host; each host sends 1.0 MiB to other hosts every 5 steps";
-        assert_eq!(text(1, 5, &[1, 1]), sent);
+        let sent = "memory copies: 8.0 MiB on a host; each rank sends 1.0 MiB, and each host 2.0 MiB, to other \
+                    hosts every 5 steps";
+        assert_eq!(text(1, 5, &[2, 2]), sent);
     }
 
     #[test]

@@ -26,7 +26,7 @@ use diagnostic::{
     Diagnostic,
     codes::{host, ssh},
 };
-use jobspec::{JobSpec, SshClient, hosts::HostAddress};
+use jobspec::{JobSpec, SshClient, SshSpec, hosts::HostAddress};
 use protocol::control::ExitStatus;
 use std::{
     collections::HashMap,
@@ -63,10 +63,8 @@ pub(crate) struct SshTransport {
     limits: Arc<ConnectionLimits>,
     /// The tree of agents; `None` if the controller is connected with each agent.
     tree: Option<Arc<TreeHub>>,
-    fanout: u32,
+    spec: SshSpec,
     threads: Arc<ConnectionThreadPool<SshConnection>>,
-    /// The number of file descriptors of each connection.
-    connection_descriptors: u64,
     notice: Arc<OpenSshNotice>,
 }
 
@@ -113,13 +111,7 @@ impl SshTransport {
                 None => usize::MAX,
             })),
             tree: tree.map(Arc::new),
-            fanout: spec.fanout,
-            connection_descriptors: match spec.client {
-                SshClient::Builtin => DESCRIPTORS_PER_CONNECTION,
-                SshClient::Auto | SshClient::OpenSsh => {
-                    DESCRIPTORS_PER_CONNECTION + DESCRIPTORS_PER_OPENSSH_CLIENT
-                }
-            },
+            spec: spec.clone(),
             notice: Arc::default(),
         })
     }
@@ -192,6 +184,20 @@ impl SshTransport {
     }
 }
 
+/// Returns how many file descriptors the controller needs for its connections with the agents of
+/// `hosts` other hosts over SSH. `uses_tree` states whether the agents form a tree.
+pub(super) fn count_ssh_descriptors(spec: &SshSpec, uses_tree: bool, hosts: usize) -> u64 {
+    let of_connection = match spec.client {
+        SshClient::Builtin => DESCRIPTORS_PER_CONNECTION,
+        SshClient::Auto | SshClient::OpenSsh => DESCRIPTORS_PER_CONNECTION + DESCRIPTORS_PER_OPENSSH_CLIENT,
+    };
+    if !uses_tree {
+        return hosts as u64 * of_connection;
+    }
+    let setups = u64::from(1 + COPIES_PER_FANOUT) * DESCRIPTORS_PER_TREE_SETUP;
+    u64::from(spec.fanout).min(hosts as u64) * (of_connection + setups)
+}
+
 /// Converts a Unix socket of the standard library into a nonblocking Unix socket of tokio.
 fn into_async_stream(stream: StdStream) -> io::Result<UnixStream> {
     stream.set_nonblocking(true)?;
@@ -208,14 +214,7 @@ impl Transport for SshTransport {
     }
 
     fn count_descriptors(&self, hosts: usize) -> u64 {
-        let connections = u64::from(self.fanout).min(hosts as u64);
-        match self.tree {
-            None => hosts as u64 * self.connection_descriptors,
-            Some(_) => {
-                let setups = u64::from(1 + COPIES_PER_FANOUT) * DESCRIPTORS_PER_TREE_SETUP;
-                connections * (self.connection_descriptors + setups)
-            }
-        }
+        count_ssh_descriptors(&self.spec, self.tree.is_some(), hosts)
     }
 
     fn child_processes(&self) -> Vec<u32> {
