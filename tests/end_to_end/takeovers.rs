@@ -2,8 +2,10 @@
 //! suspended, killed, or lost with their host. A run that outlives its controller has the same
 //! steps, losses and weights as an undisturbed run.
 mod agent_tree;
+mod controller_timeout;
 mod disk;
 mod programs;
+mod random_kills;
 mod stalled_restart;
 mod stalling_directory;
 
@@ -319,6 +321,17 @@ fn check_steps_between(ran: &FinishedRun, what: &str, (from, to): (f64, f64)) {
     }
 }
 
+/// Returns the state of the run of this job in the output of `launch ps`. The run directory may be
+/// stalled, so the command must not write to it.
+#[track_caller]
+fn read_listed_state(hosts: &RunHosts, job: &str) -> String {
+    let output = hosts.job_dir.run_launch(&["ps", "--json"]);
+    assert!(output.status.success(), "{}", output_to_text(&output));
+    let runs: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let run = runs.iter().find(|run| run["name"] == job);
+    run.unwrap_or_else(|| panic!("{job} in {runs:?}"))["state"].as_str().unwrap().to_owned()
+}
+
 /// Disturbs a running training and, at the same time, a running program in several ways: the run
 /// directory stalls, its disk is full, and the controllers are suspended. Checks that both continue
 /// during each disturbance.
@@ -351,6 +364,9 @@ fn stalled_and_full_run_directories_and_suspended_controllers_disturb_no_run() {
         for (rank, before) in before.into_iter().enumerate() {
             assert!(read_count(rank) >= before + 2 * pause.as_secs(), "{what}: rank {rank} continues");
         }
+        for job in ["training", "program"] {
+            assert_eq!(read_listed_state(&hosts, job), "running", "{what}: {job}");
+        }
         (what, from, read_time())
     };
     disk.freeze();
@@ -378,6 +394,9 @@ fn stalled_and_full_run_directories_and_suspended_controllers_disturb_no_run() {
     hosts.check_weights("saved", steps);
     let ended = program.wait_for_end();
     assert_eq!((ended.code, ended.events_named("restart").len()), (0, 0), "{:?}", ended.notice_messages());
+    for job in ["training", "program"] {
+        wait_until("the listed end of the run", || read_listed_state(&hosts, job) == "done");
+    }
     for rank in 0..3 {
         let log = fs::read_to_string(program.directory.join(format!("logs/rank-{rank}.log"))).unwrap();
         let ticks: Vec<String> = (1..=read_count(rank)).map(|i| format!("tick {i}")).collect();
@@ -477,67 +496,4 @@ fn read_kill_seed(default: u64) -> u64 {
 fn draw_number(state: &mut u64, below: u64) -> u64 {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     (*state >> 33) % below
-}
-
-/// Checks that the steps of each attempt follow each other without a gap, beginning after the step
-/// from which the attempt resumed, and have the losses of the undisturbed run.
-#[track_caller]
-fn check_attempts(ran: &FinishedRun, undisturbed: &FinishedRun) {
-    let losses = undisturbed.collect_losses();
-    let mut next = 1;
-    for event in &ran.events {
-        match event["event"].as_str() {
-            Some("placement") => next = 1,
-            Some("resume") => next = event["step"].as_u64().unwrap() + 1,
-            Some("step") => {
-                let step = event["step"].as_u64().unwrap();
-                assert_eq!(step, next, "{event}");
-                let bits = event["loss"].as_f64().unwrap().to_bits();
-                assert_eq!(bits, losses[step as usize - 1].1, "{event}");
-                next += 1;
-            }
-            _ => {}
-        }
-    }
-    assert_eq!(next, losses.len() as u64 + 1, "the last attempt has the last step");
-}
-
-/// Kills controllers and agents at random times. Each controller that is killed is replaced.
-#[test]
-fn random_kills_of_controllers_and_agents_lose_no_step() {
-    let test = "takeovers::random_kills_of_controllers_and_agents_lose_no_step";
-    let Some(hosts) = RunHosts::start(test, 3, false) else { return };
-    let kills = read_kill_count(20);
-    let steps = 40 * kills;
-    let undisturbed = hosts.train_undisturbed(steps);
-    let set = ["checkpoint.every=20", "checkpoint.dir=saved", "run.restarts=1000"];
-    let mut run = hosts.start_training("training", steps, &set);
-    let mut slowed = Some(SlowedWorker::start(&hosts.hosts, "h1"));
-    // With this seed, the agent of each host is killed once.
-    let (mut random, mut controllers, mut agents) = (read_kill_seed(36), 0, 0);
-    for _ in 0..kills {
-        run.wait_for_step();
-        thread::sleep(Duration::from_millis(draw_number(&mut random, 700)));
-        let host = HOSTS[draw_number(&mut random, 3) as usize];
-        // A host whose agent was killed is used again after twelve seconds.
-        match draw_number(&mut random, 6) {
-            1.. => {
-                run.kill_and_replace_controller(&mut random);
-                controllers += 1;
-            }
-            0 => {
-                kill(hosts.find_agent(host, "launch worker"), Signal::SIGKILL).unwrap();
-                agents += 1;
-            }
-        }
-    }
-    slowed.take();
-    let ran = run.wait_for_end();
-    println!("killed {controllers} controllers and {agents} agents");
-    let counts = ["start", "takeover", "restart", "failure", "done"].map(|name| ran.events_named(name).len());
-    assert_eq!(counts, [1, controllers, agents, 0, 1], "{:?}", ran.notice_messages());
-    assert_eq!(ran.code, 0);
-    check_attempts(&ran, &undisturbed);
-    hosts.check_weights("saved", steps);
-    hosts.wait_for_no_process();
 }

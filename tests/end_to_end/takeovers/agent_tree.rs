@@ -1,6 +1,7 @@
 //! Tests runs in which agents pass on the control connections of other agents, and which lose such
 //! agents or their controller.
-use super::{BackgroundRun, RunHosts, TINY_JOB, check_attempts, check_undisturbed_journal, wait_until};
+use super::random_kills::check_attempts;
+use super::{BackgroundRun, RunHosts, TINY_JOB, check_undisturbed_journal, wait_until};
 use crate::support::{simulated_hosts::list_processes_of_host, slowed_worker::SlowedWorker};
 use nix::{
     sys::signal::{Signal, kill},
