@@ -91,6 +91,13 @@ impl ClientOptions {
     }
 }
 
+/// Returns the time limit in seconds for connecting to each of `addresses` addresses of a host, if
+/// `timeout` is the limit for all of them. OpenSSH's client tries the addresses one after another,
+/// and applies its limit to each. Returns `None` if the host has one address.
+pub(super) fn divide_connect_timeout(timeout: Duration, addresses: usize) -> Option<u64> {
+    (addresses > 1).then(|| (timeout.as_secs() / addresses as u64).max(1))
+}
+
 /// Builds those options of OpenSSH's client that are the same for the connection to a host and for
 /// the connection to the job's jump host.
 fn build_common_arguments(spec: &SshSpec, config_file: Option<&Path>) -> Vec<String> {
@@ -241,6 +248,12 @@ mod tests {
         assert_eq!(options.shown_command, "ssh -F /c f -i /k -p 9 me@a");
         let plain = build_options("a", "", |_| ());
         assert!(!plain.arguments.iter().any(|a| a.contains("StrictHostKeyChecking") || a == "-l"));
+    }
+
+    #[test]
+    fn an_address_that_does_not_answer_leaves_time_for_the_others() {
+        let timeouts = [1, 2, 3, 20].map(|n| divide_connect_timeout(Duration::from_secs(10), n));
+        assert_eq!(timeouts, [None, Some(5), Some(3), Some(1)]);
     }
 
     #[test]

@@ -1,5 +1,8 @@
 //! [`OpenSshSession`]: a connection to a host through a process of OpenSSH's client (`ssh`).
-use super::{client_failure::ClientFailure, client_log::ClientLogParser, supervised_child::SupervisedChild};
+use super::{
+    client_failure::ClientFailure, client_log::ClientLogParser, client_options::divide_connect_timeout,
+    supervised_child::SupervisedChild,
+};
 use crate::cluster::{
     ssh::{connection_progress::ConnectionProgress, ssh_error::build_ssh_error, target::SshTarget},
     transport::ConnectionStage,
@@ -16,7 +19,7 @@ use std::{
     cell::{Cell, RefCell},
     fs::File,
     io::{self, PipeWriter, Read, Write},
-    net::Shutdown,
+    net::{Shutdown, ToSocketAddrs},
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
         unix::net::UnixStream,
@@ -118,6 +121,22 @@ fn connect_with_retries(
     }
 }
 
+/// Builds the options by which OpenSSH's client divides the time limit for connecting to the host
+/// `target` among the addresses of the host, so that an address that does not answer does not use
+/// up the time. Blocks while the name of the host is resolved.
+///
+/// With a proxy, this machine does not connect to these addresses. Without an answer about the
+/// name, the client reports the reason.
+fn build_address_options(target: &SshTarget) -> Vec<String> {
+    if target.client.as_ref().is_none_or(|options| options.proxy.is_some()) {
+        return Vec::new();
+    }
+    let addresses = (target.hostname.as_str(), target.port).to_socket_addrs().map_or(0, |all| all.count());
+    let seconds = divide_connect_timeout(target.timeout, addresses);
+    // The first value of an option is the one that counts.
+    seconds.map_or(Vec::new(), |seconds| vec!["-o".to_owned(), format!("ConnectTimeout={seconds}")])
+}
+
 /// Builds the error that this machine lacks a resource for OpenSSH's client, such as file
 /// descriptors.
 fn build_resource_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
@@ -154,7 +173,8 @@ impl ClientProcess {
     /// Starts OpenSSH's client with the options for the host `target`.
     fn spawn(target: &SshTarget) -> diagnostic::Result<ClientProcess> {
         let options = target.client.as_ref().unwrap_or_else(|| unreachable!("OpenSSH's client was chosen"));
-        Self::spawn_with_arguments(&options.arguments).map_err(|error| match error.kind() {
+        let arguments = [build_address_options(target), options.arguments.clone()].concat();
+        Self::spawn_with_arguments(&arguments).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => {
                 let message = format!("cannot start `ssh` to connect to host {}", target.name);
                 build_ssh_error(target, ssh::SSH_CLIENT_MISSING, message).with_cause(&error).with_remedy()
