@@ -2,7 +2,7 @@
 //! rates with the machine's peak.
 //!
 //! `cargo run -p device --release --example ops_bench [-- [THREADS…] [--rows N] [--only TEXT]
-//! [--level NAME]]`
+//! [--level NAME] [--bf16]]`
 mod peak_flops;
 
 use device::ops::{
@@ -10,7 +10,7 @@ use device::ops::{
     ClassifierShape, EmbeddingOps, GroupedMatmulOps, MatmulOps, NORM_BLOCK_LEN, OptimizerOps, RmsNormOps,
     RopeOps, RopeShape, RowGroup, VectorOps, WriteMode,
 };
-use device::{Buf, Cpu};
+use device::{Buf, Cpu, Dtype};
 use peak_flops::measure_peak_flops;
 use std::time::{Duration, Instant};
 
@@ -26,13 +26,14 @@ const LAYERS: usize = 6;
 fn main() {
     let mut threads = Vec::new();
     let mut rows = vec![SEQUENCE_LEN, 8 * SEQUENCE_LEN];
-    let (mut only, mut level) = (String::new(), String::new());
+    let (mut only, mut level, mut dtype) = (String::new(), String::new(), Dtype::F32);
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--rows" => rows = vec![args.next().and_then(|n| n.parse().ok()).expect("--rows N")],
             "--only" => only = args.next().expect("--only TEXT"),
             "--level" => level = args.next().expect("--level NAME"),
+            "--bf16" => dtype = Dtype::Bf16,
             n => threads.push(n.parse().expect("a number of threads")),
         }
     }
@@ -54,7 +55,7 @@ fn main() {
         );
         for &m in &rows {
             println!("rows {m}");
-            let ops_bench = OpsBench { cpu: &cpu, peak, only: &only, m };
+            let ops_bench = OpsBench { cpu: &cpu, peak, only: &only, m, dtype };
             ops_bench.bench_matmuls();
             ops_bench.bench_experts();
             ops_bench.bench_attention();
@@ -382,9 +383,23 @@ struct OpsBench<'a> {
     peak: f64,
     only: &'a str,
     m: usize,
+    /// The element type of the operands of matmuls, attention and the classifier.
+    dtype: Dtype,
 }
 
 impl OpsBench<'_> {
+    /// Creates a buffer of `len` zeros of the element type of the benchmark.
+    fn zeros(&self, len: usize) -> Buf {
+        Buf::zeroed_as(self.dtype, len)
+    }
+
+    /// Creates a buffer of `len` random numbers of the element type of the benchmark.
+    fn random(&self, len: usize) -> Buf {
+        let mut buf = self.zeros(len);
+        self.cpu.cast(buf.view_mut(), make_random_buf(len).view());
+        buf
+    }
+
     /// Runs `run`, an op of the CPU backend, several times, and prints its rate in GFLOP/s. `flops`
     /// is the number of floating-point operations of one run.
     fn report_flops(&self, name: &str, flops: usize, run: impl FnMut()) {
@@ -418,8 +433,8 @@ impl OpsBench<'_> {
             ("head", VOCABULARY, HIDDEN),
         ];
         for (name, n, k) in shapes {
-            let (x, w, dy) = (make_random_buf(m * k), make_random_buf(n * k), make_random_buf(m * n));
-            let (mut y, mut dx, mut dw) = (Buf::zeroed(m * n), Buf::zeroed(m * k), Buf::zeroed(n * k));
+            let (x, w, dy) = (self.random(m * k), self.random(n * k), self.random(m * n));
+            let (mut y, mut dx, mut dw) = (self.zeros(m * n), self.zeros(m * k), Buf::zeroed(n * k));
             let flops = 2 * m * n * k;
             self.report_flops(&format!("{name} forward"), flops, || {
                 cpu.matmul_forward(y.view_mut(), x.view(), w.view(), m, n, k, WriteMode::Overwrite);
@@ -428,15 +443,8 @@ impl OpsBench<'_> {
                 cpu.matmul_backward_input(dx.view_mut(), dy.view(), w.view(), m, n, k, WriteMode::Overwrite);
             });
             self.report_flops(&format!("{name} backward weight"), flops, || {
-                cpu.matmul_backward_weight(
-                    dw.view_mut(),
-                    dy.view(),
-                    x.view(),
-                    m,
-                    n,
-                    k,
-                    WriteMode::Accumulate,
-                );
+                let (dy, x) = (dy.view(), x.view());
+                cpu.matmul_backward_weight(dw.view_mut(), dy, x, m, n, k, WriteMode::Accumulate);
             });
         }
     }
@@ -447,12 +455,9 @@ impl OpsBench<'_> {
     fn bench_experts(&self) {
         let (cpu, rows, width) = (self.cpu, 2 * self.m, 512);
         for (name, n, k) in [("experts gate_up", 2 * width, HIDDEN), ("experts down", HIDDEN, width)] {
-            let (x, w, dy) = (
-                make_random_buf(rows * k),
-                make_random_buf(LAYERS * EXPERTS * n * k),
-                make_random_buf(rows * n),
-            );
-            let (mut y, mut dx) = (Buf::zeroed(rows * n), Buf::zeroed(rows * k));
+            let (x, w, dy) =
+                (self.random(rows * k), self.random(LAYERS * EXPERTS * n * k), self.random(rows * n));
+            let (mut y, mut dx) = (self.zeros(rows * n), self.zeros(rows * k));
             let mut dw = Buf::zeroed(EXPERTS * n * k);
             let group =
                 |e| RowGroup { rows: e * rows / EXPERTS..(e + 1) * rows / EXPERTS, matrix_offset: e * n * k };
@@ -479,10 +484,10 @@ impl OpsBench<'_> {
         let (cpu, m) = (self.cpu, self.m);
         for kv_heads in [HEADS, 2] {
             let shape = AttentionShape::new(m / SEQUENCE_LEN, SEQUENCE_LEN, HEADS, kv_heads, HEAD_DIM);
-            let qkv = make_random_buf(m * (HEADS + 2 * kv_heads) * HEAD_DIM);
-            let d_o = make_random_buf(m * HIDDEN);
-            let (mut o, mut lse) = (Buf::zeroed(m * HIDDEN), Buf::zeroed(HEADS * m));
-            let mut dqkv = Buf::zeroed(qkv.len());
+            let qkv = self.random(m * (HEADS + 2 * kv_heads) * HEAD_DIM);
+            let d_o = self.random(m * HIDDEN);
+            let (mut o, mut lse) = (self.zeros(m * HIDDEN), Buf::zeroed(HEADS * m));
+            let mut dqkv = self.zeros(qkv.len());
             let starts = vec![0; m];
             // Half of two matmuls of t × t × head_dim (causal); the backward pass has five.
             let product = shape.b * HEADS * SEQUENCE_LEN * (SEQUENCE_LEN + 1) * HEAD_DIM;
@@ -500,9 +505,9 @@ impl OpsBench<'_> {
     /// together, with and without gradients.
     fn bench_classifier(&self) {
         let (cpu, m, d, v) = (self.cpu, self.m, HIDDEN, VOCABULARY);
-        let (x, w) = (make_random_buf(m * d), make_random_buf(v * d));
+        let (x, w) = (self.random(m * d), self.random(v * d));
         let labels: Vec<u32> = (0..m).map(|i| (i * 31 % v) as u32).collect();
-        let (mut loss, mut dx, mut dw) = (Buf::zeroed(m), Buf::zeroed(m * d), Buf::zeroed(v * d));
+        let (mut loss, mut dx, mut dw) = (Buf::zeroed(m), self.zeros(m * d), Buf::zeroed(v * d));
         let shape = ClassifierShape { m, d, v, softcap: None };
         self.report_flops("classifier forward", 2 * m * d * v, || {
             cpu.compute_classifier_loss(loss.view_mut(), x.view(), w.view(), &labels, shape, None);
@@ -530,17 +535,8 @@ impl OpsBench<'_> {
         let (mut dx, mut dw) = (Buf::zeroed(m * d), Buf::zeroed(d));
         self.report_bytes("rmsnorm backward", 4 * m * d, || {
             let (dxv, dwv) = (dx.view_mut(), dw.view_mut());
-            cpu.rmsnorm_backward(
-                dxv,
-                dwv,
-                dy.view(),
-                x.view(),
-                w.view(),
-                rstd.view(),
-                m,
-                d,
-                WriteMode::Accumulate,
-            );
+            let (dy, x, w, rstd) = (dy.view(), x.view(), w.view(), rstd.view());
+            cpu.rmsnorm_backward(dxv, dwv, dy, x, w, rstd, m, d, WriteMode::Accumulate);
         });
         let mut qkv = make_random_buf(m * 3 * d);
         let (cos, sin) =
