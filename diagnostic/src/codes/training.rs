@@ -94,6 +94,11 @@ codes! {
         cause: "LAUNCH_FAULT was set by hand.",
         remedy: "Unset LAUNCH_FAULT, or set it to a rank and the number of a fault point, such as 0:3.",
     }
+    CPU_INSTRUCTION_SET_UNAVAILABLE: Job = "cpu-instruction-set-unavailable" {
+        summary: "The variable LAUNCH_MAX_CPU_ISA names an instruction set that this CPU does not have.",
+        cause: "The name is misspelled, or a host has an older CPU than the others.",
+        remedy: "Set LAUNCH_MAX_CPU_ISA to one of the names in the message, or unset it.",
+    }
     WORKER_THREAD_FAILED: Cluster = "worker-thread-failed" {
         summary: "A worker could not start a thread.",
         cause: "The memory is exhausted, or the limit of processes is reached (`ulimit -u`, `pids.max` of the control group).",

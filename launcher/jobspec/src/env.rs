@@ -357,6 +357,9 @@ pub const LAUNCH_GPUS: &str = "LAUNCH_GPUS";
 /// Environment variable that launch and built-in workers read: the filter of the debug log, such as
 /// `agent=debug,info`.
 pub const LAUNCH_LOG: &str = "LAUNCH_LOG";
+/// Environment variable that built-in workers read: the best instruction set that they may use on a
+/// CPU, `avx512`, `avx2` or `scalar`. It does not change the bits of any result.
+pub const LAUNCH_MAX_CPU_ISA: &str = "LAUNCH_MAX_CPU_ISA";
 /// Environment variable that launch reads: any value except an empty one disables color
 /// (<https://no-color.org>).
 pub const NO_COLOR: &str = "NO_COLOR";

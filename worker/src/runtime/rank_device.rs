@@ -19,7 +19,7 @@ use device::{
     cuda::{CudaLibrary, LibrarySearchPaths},
 };
 use diagnostic::{Category, Diagnostic, codes};
-use jobspec::{ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec};
+use jobspec::{ClusterSpec, CommBackend, CudaGraphMode, Precision, TrainSpec, env};
 use protocol::control::WorkerInit;
 use std::{sync::Arc, time::Duration};
 
@@ -38,7 +38,7 @@ impl RankDevice {
     pub(super) fn open(init: &WorkerInit) -> Result<RankDevice> {
         let cluster = &init.job.cluster;
         if !cluster.trains_on_gpus() {
-            return Ok(RankDevice::Cpu(Arc::new(Cpu::new(init.threads as usize))));
+            return open_cpu(init.threads as usize).map(|cpu| RankDevice::Cpu(Arc::new(cpu)));
         }
         let paths = collect_library_search_paths(&cluster.cuda_library_paths, &init.workdir);
         let cuda = Cuda::open(&paths, 0, find_kernel_cache_directory()).map_err(to_unusable_gpu_error)?;
@@ -114,6 +114,17 @@ impl RankDevice {
         session.add_abort_handler(move |reason| aborted.abort(reason));
         Ok(comm)
     }
+}
+
+/// Opens the CPUs of the host, with the best instruction set, or with the one that the environment
+/// variable `LAUNCH_MAX_CPU_ISA` names.
+fn open_cpu(threads: usize) -> Result<Cpu> {
+    let Some(name) = std::env::var_os(env::LAUNCH_MAX_CPU_ISA) else { return Ok(Cpu::new(threads)) };
+    Cpu::with_max_instruction_set(threads, &name.to_string_lossy()).map_err(|error| {
+        let message = format!("{}: {error}", env::LAUNCH_MAX_CPU_ISA);
+        Diagnostic::error(codes::training::CPU_INSTRUCTION_SET_UNAVAILABLE, message)
+            .with_subject(env::LAUNCH_MAX_CPU_ISA)
+    })
 }
 
 /// Applies settings of the job's `train` section that concern GPUs, such as the kernels of

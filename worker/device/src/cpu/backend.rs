@@ -1,5 +1,5 @@
 //! The CPU backend ([`Cpu`]) with its threads and scratch memory.
-use super::instruction_set::InstructionSet;
+use super::instruction_set::{InstructionSet, InstructionSetUnavailable};
 use super::scratch::ScratchPool;
 use super::thread_pool::ThreadPool;
 use crate::ops::Ops;
@@ -27,6 +27,20 @@ impl Cpu {
             pool: ThreadPool::new(threads),
             scratch: ScratchPool::default(),
         }
+    }
+
+    /// Creates a backend with `threads` threads that uses no better instruction set than the one
+    /// named `max_instruction_set`, such as `avx2`. This does not change the bits of any result.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the name is unknown or this machine does not support the instruction set.
+    pub fn with_max_instruction_set(
+        threads: usize,
+        max_instruction_set: &str,
+    ) -> Result<Self, InstructionSetUnavailable> {
+        let instruction_set = InstructionSet::find(max_instruction_set)?;
+        Ok(Cpu { instruction_set, ..Cpu::new(threads) })
     }
 
     /// Creates one backend with `threads` threads for each instruction set that this machine

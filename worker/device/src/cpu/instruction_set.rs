@@ -3,6 +3,17 @@
 #[cfg(target_arch = "x86_64")]
 use super::x86;
 
+/// The instruction set that a [`super::Cpu`] should use at most is unknown, or this machine does
+/// not support it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name:?} is not an instruction set of this machine; it has: {}", available.join(", "))]
+pub struct InstructionSetUnavailable {
+    /// The name of the requested instruction set.
+    pub name: String,
+    /// The names of the instruction sets that this machine supports, best first.
+    pub available: Vec<&'static str>,
+}
+
 /// A set of vector instructions that this machine supports and for which the CPU's kernels are
 /// compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +48,29 @@ impl InstructionSet {
         }
         sets.push(InstructionSet::Portable);
         sets
+    }
+
+    /// Returns the instruction set whose name is `name` ([`Self::option_name`]).
+    ///
+    /// # Errors
+    ///
+    /// Fails if the name is unknown or this machine does not support the instruction set.
+    pub(crate) fn find(name: &str) -> Result<Self, InstructionSetUnavailable> {
+        let sets = Self::list_available();
+        sets.iter().copied().find(|set| set.option_name() == name).ok_or_else(|| InstructionSetUnavailable {
+            name: name.into(),
+            available: sets.iter().map(|set| set.option_name()).collect(),
+        })
+    }
+
+    /// Returns the name by which users select the instruction set. It does not depend on the
+    /// architecture for the baseline.
+    fn option_name(self) -> &'static str {
+        match self {
+            InstructionSet::Portable => "scalar",
+            #[cfg(target_arch = "x86_64")]
+            _ => self.name(),
+        }
     }
 
     /// Returns the name of the instruction set for the log.
@@ -87,3 +121,18 @@ macro_rules! multiversion {
     };
 }
 pub(crate) use multiversion;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instruction_sets_are_found_by_name_and_unknown_ones_are_rejected() {
+        for set in InstructionSet::list_available() {
+            assert_eq!(InstructionSet::find(set.option_name()), Ok(set));
+        }
+        assert_eq!(InstructionSet::find("scalar"), Ok(InstructionSet::Portable));
+        let error = InstructionSet::find("avx1024").expect_err("an unknown name");
+        assert_eq!((&error.name[..], error.available.last()), ("avx1024", Some(&"scalar")));
+    }
+}

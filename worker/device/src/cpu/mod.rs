@@ -46,3 +46,4 @@ mod x86;
 
 pub use backend::Cpu;
 pub use classifier::choose_classifier_chunk_rows;
+pub use instruction_set::InstructionSetUnavailable;
