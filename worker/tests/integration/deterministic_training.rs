@@ -1,7 +1,9 @@
 //! Tests of deterministic training (docs/numerics.md): losses and gradient norms have the same bits
 //! for any number of workers, ZeRO stage and number of threads, with and without recomputation.
 use crate::common::*;
+use device::Cpu;
 use jobspec::{Precision, RecomputeMode, TrainSpec};
+use std::sync::Arc;
 
 /// The number of training steps of each run whose losses are compared.
 const STEPS: u64 = 4;
@@ -96,6 +98,29 @@ fn losses_are_equal_on_sixteen_ranks() {
 #[test]
 fn bf16_losses_do_not_depend_on_world_size_and_stage() {
     assert_bits_equal_for_worlds_and_stages(|s| s.precision = Precision::Bf16);
+}
+
+#[test]
+fn losses_are_equal_on_every_instruction_set() {
+    for precision in [Precision::Fp32, Precision::Bf16, Precision::Fp16] {
+        let mut spec = create_train_spec(create_odd_sized_model(), 2, 8, 1, 11);
+        spec.precision = precision;
+        let expected = train_new_run(&spec, 1, 1, STEPS);
+        for level in 0..Cpu::new_for_all_instruction_sets(1).len() {
+            for world in [1, 2] {
+                let curves = run_on_ranks(world, |c| {
+                    let cpu = Cpu::new_for_all_instruction_sets(1).remove(level);
+                    let trainer = build_trainer_on(&spec, c, Arc::new(cpu));
+                    train_steps(&mut trainer.start_with_random_params(), STEPS)
+                });
+                let name = Cpu::new_for_all_instruction_sets(1)[level].describe();
+                assert!(
+                    curves.iter().all(|curve| *curve == expected),
+                    "{precision:?}, {world} ranks, {name}"
+                );
+            }
+        }
+    }
 }
 
 #[test]

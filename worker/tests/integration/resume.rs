@@ -1,8 +1,9 @@
 //! Tests of resuming: a run that stopped on N workers resumes on M workers at any ZeRO stage with
 //! the same bits. Notices report the settings that differ from the checkpoint.
 use crate::common::*;
+use device::Cpu;
 use jobspec::*;
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 use worker::checkpoint::{
     resume::{CheckpointLocations, resume_from_checkpoint},
     storage_topology::StorageTopology,
@@ -63,6 +64,23 @@ fn a_run_resumes_on_any_number_of_workers_with_the_same_bits() {
 
 /// Checks that a run can resume in another precision, because a checkpoint stores the fp32 master
 /// weights.
+#[test]
+fn a_bf16_run_resumes_on_any_instruction_set_with_the_same_bits() {
+    let spec = TrainSpec { precision: Precision::Bf16, ..create_resume_spec(2) };
+    let expected = train_new_run(&spec, 1, 1, STEPS_BEFORE_SAVE + STEPS_AFTER_RESUME)
+        .split_off(STEPS_BEFORE_SAVE as usize);
+    let dir = tempfile::tempdir().unwrap();
+    train_and_save(&spec, 2, dir.path(), false);
+    for level in 0..Cpu::new_for_all_instruction_sets(1).len() {
+        let curves = run_on_ranks(1, |c| {
+            let cpu = Arc::new(Cpu::new_for_all_instruction_sets(1).remove(level));
+            let (mut running, _) = try_resume_newest_checkpoint_on(&spec, c, dir.path(), cpu).unwrap();
+            train_steps(&mut running, STEPS_AFTER_RESUME)
+        });
+        assert_eq!(curves, [expected.clone()], "level {level}");
+    }
+}
+
 #[test]
 fn bf16_resumes_with_the_same_bits_and_from_fp32_with_a_notice() {
     let bf16 = |stage| TrainSpec { precision: Precision::Bf16, ..create_resume_spec(stage) };

@@ -8,15 +8,16 @@ use super::attention_backward::{AttentionBackwardInputs, differentiate_attention
 use super::attention_dropout::{HeadDropout, KEY_TILE, multiply_row};
 use super::attention_layout::{
     AttentionLayout, HeadSlice, MAX_TILE_ROWS, QUERY_TILE, READ_SLACK, copy_scaled_rows, find_visible_keys,
-    softcap_scores, transpose_rows,
+    round_to_bf16_in_place, scale_in_place, softcap_scores, transpose_rows,
 };
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{InputElements, OutputElements, PriorContents};
 use super::instruction_set::multiversion;
-use super::micro_kernel::multiply_small_matrices;
 use super::row_outputs::SliceRows;
-use super::simd::{LANES, MicroTile, Simd, exp, load_array, load_lanes, store_array, store_lanes};
+use super::scratch_product::{CausalBound, ScratchProduct};
+use super::simd::{LANES, Simd, exp, load_array, load_lanes, store_array, store_lanes};
+use super::sum_rule::SumRule;
 use crate::buffer::{View, ViewMut};
 use crate::ops::{AttentionOps, AttentionShape, expect_lens};
 use std::ops::Range;
@@ -26,9 +27,11 @@ impl AttentionOps for Cpu {
     /// queries of one head.
     fn attention_forward(&self, o: ViewMut, lse: ViewMut, qkv: View, starts: &[u32], shape: AttentionShape) {
         let AttentionShape { b, t, heads, kv_heads, head_dim, .. } = shape;
-        let g = AttentionLayout::new("attention_forward", o.len(), lse.len(), qkv.len(), starts, shape);
+        let lens = [o.len(), lse.len(), qkv.len()];
         let (o, lse, qkv) =
             (self.as_output(o), DisjointSlices::new(lse.host_slice_mut()), InputElements::from(qkv));
+        let rule = SumRule::for_operands(&qkv, &qkv);
+        let g = AttentionLayout::new(self, "attention_forward", lens, rule, starts, shape);
         let per_head = g.key_tile_count() * KEY_TILE * (head_dim + g.padded);
         let mut packed_kv = self.scratch.borrow_buf(b * kv_heads * per_head);
         let packed_kv = &mut packed_kv[..b * kv_heads * per_head];
@@ -59,9 +62,10 @@ impl AttentionOps for Cpu {
         shape: AttentionShape,
     ) {
         let op = "attention_backward";
-        let g = AttentionLayout::new(op, o.len(), lse.len(), qkv.len(), starts, shape);
+        let lens = [o.len(), lse.len(), qkv.len()];
         expect_lens(op, [("dqkv", dqkv.len(), qkv.len()), ("d_o", d_o.len(), o.len())]);
         let (d_o, o, lse, qkv) = (d_o.into(), o.into(), lse.host_slice(), qkv.into());
+        let g = AttentionLayout::new(self, op, lens, SumRule::for_operands(&qkv, &d_o), starts, shape);
         let inputs = AttentionBackwardInputs { d_o, o, lse, qkv, starts };
         differentiate_attention(self, self.as_output(dqkv), inputs, g);
     }
@@ -81,7 +85,7 @@ struct QueryTile {
 /// Returns how many `f32` elements of scratch memory one task of attention's forward pass needs.
 fn compute_scratch_len(g: AttentionLayout) -> usize {
     let rows = QUERY_TILE + MAX_TILE_ROWS;
-    rows * g.padded * 2 + MAX_TILE_ROWS * KEY_TILE + rows * LANES + 4 * READ_SLACK
+    rows * (g.padded * 2 + KEY_TILE + LANES) + 4 * READ_SLACK
 }
 
 multiversion! {
@@ -120,9 +124,8 @@ fn pack_key_head<S: Simd>(s: S, dst: &mut [f32], qkv: InputElements, g: Attentio
     }
 }
 
-/// The running maxima, sums and outputs of the online softmax (Milakov and Gimelshein, 2018), for a
-/// few queries that are computed together (a strip). A strip has as many queries as a micro tile
-/// has rows.
+/// The running maxima, sums and outputs of the online softmax (Milakov and Gimelshein, 2018), for
+/// some queries.
 struct OnlineSoftmaxState<'a> {
     /// Scores of the current tile, later their exponentials: rows of `KEY_TILE` elements.
     scores: &'a mut [f32],
@@ -162,7 +165,7 @@ fn attend_tile<S: Simd>(
         column: g.query_column(h),
         width: head_dim,
     };
-    copy_scaled_rows(s, q, source, g.padded, height, g.shape.scale);
+    copy_scaled_rows(s, q, source, g.padded, height, g.split_scale().0);
     out.fill(0.0);
     sums.fill(0.0);
     let starts = &starts[seq * t + rows.start..seq * t + rows.end];
@@ -173,18 +176,17 @@ fn attend_tile<S: Simd>(
         if k0 + KEY_TILE <= earliest || k0 >= rows.end {
             continue;
         }
-        for i in (0..rows.len()).step_by(S::TILE_ROWS) {
-            let count = S::TILE_ROWS.min(rows.len() - i);
-            let strip = OnlineSoftmaxState {
-                scores: &mut scores[..S::TILE_ROWS * KEY_TILE],
-                out: &mut out[i * g.padded..][..S::TILE_ROWS * g.padded],
-                sums: &mut sums[i * LANES..][..S::TILE_ROWS * LANES],
-                max: &mut max[i..i + S::TILE_ROWS],
-            };
-            let visibility = TileMask { q0: rows.start + i, starts: &starts[i..i + count], k0, dropout };
-            strip.add_key_tile(s, g, &q[i * g.padded..][..S::TILE_ROWS * g.padded], kv, visibility);
-        }
+        let mut state = OnlineSoftmaxState {
+            scores: &mut *scores,
+            out: &mut *out,
+            sums: &mut *sums,
+            max: &mut max[..height],
+        };
+        state.add_key_tile(s, g, q, kv, TileMask { q0: rows.start, starts, k0, dropout });
     }
+    // In the sums of bf16 products, the sign of a zero depends on the number of masked keys that
+    // are skipped, which depends on the instruction set. Adding +0 makes all zeros positive.
+    let is_bf16 = g.products.rule == SumRule::Bf16Blocks;
     for i in 0..rows.len() {
         let total = s.sum(load_lanes(s, sums, i * LANES));
         let at = rows.start + i;
@@ -196,6 +198,9 @@ fn attend_tile<S: Simd>(
         };
         lse[0] = (f64::from(max[i]) + libm::log(f64::from(total))) as f32;
         divide_by_sum(s, &mut o, &out[i * g.padded..], total);
+        if is_bf16 {
+            o.iter_mut().for_each(|x| *x += 0.0);
+        }
     }
 }
 
@@ -210,8 +215,9 @@ fn divide_by_sum<S: Simd>(s: S, o: &mut [f32], out: &[f32], total: f32) {
 
 /// The positions of the queries and keys of one block of attention scores, from which follow the
 /// scores that are masked and the random numbers of dropout.
+#[derive(Clone, Copy)]
 struct TileMask<'a> {
-    /// Position of the strip's first query.
+    /// Position of the first query.
     q0: usize,
     /// The first position that each query attends to.
     starts: &'a [u32],
@@ -221,64 +227,93 @@ struct TileMask<'a> {
     dropout: Option<HeadDropout>,
 }
 
+impl TileMask<'_> {
+    /// Returns the mask of the queries with the indices `rows` of this block.
+    fn select_rows(&self, rows: Range<usize>) -> Self {
+        TileMask { q0: self.q0 + rows.start, starts: &self.starts[rows], ..*self }
+    }
+
+    /// Returns how many keys of the block are not after the last query.
+    fn count_columns(&self) -> usize {
+        (self.q0 + self.starts.len()).clamp(self.k0, self.k0 + KEY_TILE) - self.k0
+    }
+}
+
 impl OnlineSoftmaxState<'_> {
-    /// Adds the contribution of a block of keys and values to the running softmax results of a few
+    /// Adds the contribution of a block of keys and values to the running softmax results of some
     /// queries.
     #[inline(always)]
-    fn add_key_tile<S: Simd>(self, s: S, g: AttentionLayout, q: &[f32], kv: &[f32], visibility: TileMask) {
-        let head_dim = g.shape.head_dim;
-        let last = visibility.q0 + visibility.starts.len() - 1;
-        // No query of the strip attends to keys after its last query.
-        let columns = (last + 1).clamp(visibility.k0, visibility.k0 + KEY_TILE) - visibility.k0;
-        if columns == 0 {
-            return;
-        }
+    fn add_key_tile<S: Simd>(&mut self, s: S, g: AttentionLayout, q: &[f32], kv: &[f32], mask: TileMask) {
+        let (head_dim, rows) = (g.shape.head_dim, mask.starts.len());
         let (keys, values) = kv.split_at(KEY_TILE * head_dim);
-        let scores = MicroTile {
-            depth: head_dim,
-            a: q.as_ptr(),
+        g.products.multiply(ScratchProduct {
+            a: q,
             a_row_stride: g.padded,
             a_depth_stride: 1,
-            b: keys.as_ptr(),
-            b_row_stride: KEY_TILE,
-            c: self.scores.as_mut_ptr(),
-            c_row_stride: KEY_TILE,
+            b: keys,
+            b_stride: KEY_TILE,
+            c: self.scores,
+            c_stride: KEY_TILE,
+            rows,
+            columns: KEY_TILE,
+            depth: head_dim,
             accumulate: false,
-        };
-        // SAFETY: q has TILE_ROWS rows, keys head_dim × KEY_TILE elements, scores TILE_ROWS ×
-        // KEY_TILE.
-        unsafe { multiply_small_matrices(s, S::TILE_ROWS, columns.div_ceil(LANES), scores) };
-        if let Some(cap) = g.shape.softcap {
-            for row in self.scores.chunks_exact_mut(KEY_TILE) {
-                softcap_scores(s, &mut row[..columns.next_multiple_of(LANES)], cap);
-            }
+            bound: CausalBound::Columns(mask.q0 - mask.k0),
+        });
+        for i in (0..rows).step_by(S::TILE_ROWS) {
+            let strip = i..(i + S::TILE_ROWS).min(rows);
+            self.replace_scores_by_probabilities(s, g, strip.clone(), &mask.select_rows(strip));
         }
-        update_online_softmax(s, self.scores, self.sums, self.out, self.max, g.padded, columns, &visibility);
-        if let Some(dropout) = &visibility.dropout {
-            let rows = self.scores.chunks_exact_mut(KEY_TILE).take(visibility.starts.len());
-            for (i, row) in rows.enumerate() {
-                let width = columns.next_multiple_of(LANES);
-                multiply_row(
-                    s,
-                    &mut row[..width],
-                    &dropout.compute_factors(visibility.q0 + i, visibility.k0),
-                );
-            }
-        }
-        let outputs = MicroTile {
-            depth: columns,
-            a: self.scores.as_ptr(),
+        g.products.multiply(ScratchProduct {
+            a: self.scores,
             a_row_stride: KEY_TILE,
             a_depth_stride: 1,
-            b: values.as_ptr(),
-            b_row_stride: g.padded,
-            c: self.out.as_mut_ptr(),
-            c_row_stride: g.padded,
+            b: values,
+            b_stride: g.padded,
+            c: self.out,
+            c_stride: g.padded,
+            rows,
+            columns: g.padded,
+            depth: KEY_TILE,
             accumulate: true,
-        };
-        // SAFETY: scores have TILE_ROWS × KEY_TILE elements, values KEY_TILE × padded, out
-        // TILE_ROWS × padded.
-        unsafe { multiply_small_matrices(s, S::TILE_ROWS, g.padded / LANES, outputs) };
+            bound: CausalBound::LastTerm(mask.q0 - mask.k0),
+        });
+    }
+
+    /// Replaces the scores of a few queries by the probabilities with which the values of the block
+    /// are multiplied, before the division by the sum of all, and updates the queries' running
+    /// softmax results. `mask` is the mask of these queries.
+    #[inline(always)]
+    fn replace_scores_by_probabilities<S: Simd>(
+        &mut self,
+        s: S,
+        g: AttentionLayout,
+        strip: Range<usize>,
+        mask: &TileMask,
+    ) {
+        let width = mask.count_columns().next_multiple_of(LANES);
+        let scores = &mut self.scores[strip.start * KEY_TILE..strip.end * KEY_TILE];
+        let is_bf16 = g.products.rule == SumRule::Bf16Blocks;
+        for row in scores.chunks_exact_mut(KEY_TILE) {
+            if is_bf16 {
+                scale_in_place(s, &mut row[..width], g.split_scale().1);
+            }
+            if let Some(cap) = g.shape.softcap {
+                softcap_scores(s, &mut row[..width], cap);
+            }
+        }
+        let sums = &mut self.sums[strip.start * LANES..strip.end * LANES];
+        let out = &mut self.out[strip.start * g.padded..strip.end * g.padded];
+        update_online_softmax(s, scores, sums, out, &mut self.max[strip], g.padded, width, mask);
+        for (i, row) in scores.chunks_exact_mut(KEY_TILE).enumerate() {
+            if let Some(dropout) = &mask.dropout {
+                multiply_row(s, &mut row[..width], &dropout.compute_factors(mask.q0 + i, mask.k0));
+            }
+            if is_bf16 {
+                round_to_bf16_in_place(&mut row[..width]);
+                row[width..].fill(0.0);
+            }
+        }
     }
 }
 
@@ -293,10 +328,9 @@ fn update_online_softmax<S: Simd>(
     out: &mut [f32],
     max: &mut [f32],
     padded: usize,
-    columns: usize,
+    width: usize,
     visibility: &TileMask,
 ) {
-    let width = columns.next_multiple_of(LANES);
     let mut shifts = [0.0f32; LANES];
     let mut rescale_factors = [0.0f32; LANES];
     for (i, &start) in visibility.starts.iter().enumerate() {

@@ -7,14 +7,15 @@
 use super::attention_dropout::{HeadDropout, KEY_TILE, multiply_row};
 use super::attention_layout::{
     AttentionLayout, HeadSlice, MAX_TILE_ROWS, QUERY_TILE, READ_SLACK, copy_scaled_rows, find_visible_keys,
-    softcap_scores, transpose_rows,
+    round_to_bf16_in_place, scale_in_place, softcap_scores, transpose_rows,
 };
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::elements::{Element, InputElements, OutputElements, PriorContents, with_elements};
 use super::instruction_set::multiversion;
-use super::micro_kernel::multiply_small_matrices;
-use super::simd::{LANES, MicroTile, Simd, exp, load_array, load_lanes, store_array, store_lanes};
+use super::scratch_product::{CausalBound, ScratchProduct};
+use super::simd::{LANES, Simd, exp, load_array, load_lanes, store_array, store_lanes};
+use super::sum_rule::SumRule;
 use crate::ops::AttentionShape;
 
 /// Inputs of attention's backward pass on the CPU, whose elements may have any type.
@@ -64,9 +65,9 @@ struct KeyHeadScratch<'a> {
     keys_t: &'a mut [f32],
     /// Transposed values, `[head_dim, KEY_TILE]`.
     values_t: &'a mut [f32],
-    /// Keys of the current tile, multiplied by the scale.
+    /// Keys of the current tile, multiplied by the scale unless the scores are.
     keys: &'a mut [f32],
-    /// Queries of the current tile, multiplied by the scale.
+    /// Queries of the current tile, multiplied by the scale unless the scores are.
     q: &'a mut [f32],
     /// Gradients of the outputs of the current tile of queries.
     d_o: &'a mut [f32],
@@ -158,32 +159,37 @@ fn differentiate_key_head_simd<S: Simd>(
                 let pair = TilePair { h, q0, rows, k0, starts };
                 task.load_queries_and_output_gradients(s, &mut tiles, &pair);
                 task.compute_probabilities(s, &mut tiles, &pair);
-                task.compute_gradients(s, &mut tiles, &pair);
+                task.compute_gradients(&mut tiles, &pair);
                 // SAFETY: as above.
                 unsafe {
-                    add_rows(s, dqkv, (seq * t + q0) * g.stride + g.query_column(h), g, tiles.dq, rows)
+                    add_scaled_rows(s, dqkv, (seq * t + q0) * g.stride + g.query_column(h), g, tiles.dq, rows)
                 };
             }
         }
-        for (grad, column) in [(&*tiles.dk, g.key_column(kv)), (&*tiles.dv, g.value_column(kv))] {
+        let factors = [g.split_scale().1, 1.0];
+        let grads = [(&*tiles.dk, g.key_column(kv)), (&*tiles.dv, g.value_column(kv))];
+        for ((grad, column), factor) in grads.into_iter().zip(factors) {
             for i in 0..KEY_TILE.min(t - k0) {
                 let first = (seq * t + k0 + i) * g.stride + column;
                 // SAFETY: the task owns the columns of its key head in the rows of its sequence.
                 let dst = unsafe { dqkv.slice_mut(first..first + head_dim) };
-                dst.copy_from_slice(&grad[i * g.padded..][..head_dim]);
+                // As in the forward pass, zeros become positive.
+                let values = dst.iter_mut().zip(&grad[i * g.padded..]);
+                values.for_each(|(to, x)| *to = x * factor + 0.0);
             }
         }
     }
 }
 
-/// Adds each row of `x`, gradients of one attention head, to a row of the gradient matrix `dst`;
-/// the first of these rows begins at element `first`.
+/// Adds each row of `x`, gradients of queries of one attention head without the scale of the
+/// scores, to a row of the gradient matrix `dst`; the first of these rows begins at element
+/// `first`.
 ///
 /// # Safety
 ///
 /// The caller must ensure that no other thread accesses these elements of `dst`.
 #[inline(always)]
-unsafe fn add_rows<S: Simd>(
+unsafe fn add_scaled_rows<S: Simd>(
     s: S,
     dst: &DisjointSlices<f32>,
     first: usize,
@@ -191,13 +197,13 @@ unsafe fn add_rows<S: Simd>(
     x: &[f32],
     rows: usize,
 ) {
-    let head_dim = g.shape.head_dim;
+    let (head_dim, factor) = (g.shape.head_dim, s.splat(g.split_scale().1));
     for i in 0..rows {
         let at = first + i * g.stride;
         // SAFETY: guaranteed by the caller.
         let (dst, x) = (unsafe { dst.slice_mut(at..at + head_dim) }, &x[i * g.padded..][..head_dim]);
         for j in (0..head_dim).step_by(LANES) {
-            store_lanes(s, dst, j, s.add(load_lanes(s, dst, j), load_lanes(s, x, j)));
+            store_lanes(s, dst, j, s.add(load_lanes(s, dst, j), s.mul(load_lanes(s, x, j), factor)));
         }
     }
 }
@@ -281,7 +287,7 @@ impl KeyHeadTask<'_> {
         };
         transpose_rows(s, tiles.keys_t, keys);
         transpose_rows(s, tiles.values_t, HeadSlice { column: g.value_column(self.kv), ..keys });
-        copy_scaled_rows(s, tiles.keys, keys, g.padded, KEY_TILE, g.shape.scale);
+        copy_scaled_rows(s, tiles.keys, keys, g.padded, KEY_TILE, g.split_scale().0);
     }
 
     /// Copies a block of queries, and the gradients of their outputs, to the scratch matrices.
@@ -297,7 +303,7 @@ impl KeyHeadTask<'_> {
             column: g.query_column(pair.h),
             width: g.shape.head_dim,
         };
-        copy_scaled_rows(s, tiles.q, queries, g.padded, height, g.shape.scale);
+        copy_scaled_rows(s, tiles.q, queries, g.padded, height, g.split_scale().0);
         let stride = g.shape.heads * g.shape.head_dim;
         let d_o = HeadSlice { data: self.inputs.d_o, stride, ..queries };
         copy_scaled_rows(s, tiles.d_o, d_o, g.padded, height, 1.0);
@@ -306,33 +312,36 @@ impl KeyHeadTask<'_> {
     /// Computes the attention probabilities `p = e^(q·k − lse)` of a block of queries and keys, and
     /// the gradients of the scores `ds = p·(dO·v − delta)`; both are 0 where a query does not
     /// attend to a key. With dropout factors `f`, computes `ds = p·(f·dO·v − delta)` and replaces
-    /// `p` by `f·p`.
+    /// `p` by `f·p`. If products are summed as products of bf16 numbers, both are rounded to bf16.
     #[inline(always)]
     fn compute_probabilities<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
         let (g, t) = (self.g, self.g.shape.t);
         let lse = &self.inputs.lse[(self.seq * g.shape.heads + pair.h) * t + pair.q0..][..pair.rows];
         let member = pair.h - self.kv * g.group;
         let dropout = g.shape.dropout.map(|d| HeadDropout::new(&d, self.seq, pair.h));
+        let bound = CausalBound::Columns(pair.q0 - pair.k0);
+        for (a, b, c) in
+            [(&*tiles.q, &*tiles.keys_t, &mut *tiles.p), (&*tiles.d_o, &*tiles.values_t, &mut *tiles.ds)]
+        {
+            g.products.multiply(ScratchProduct {
+                a,
+                a_row_stride: g.padded,
+                a_depth_stride: 1,
+                b,
+                b_stride: KEY_TILE,
+                c,
+                c_stride: KEY_TILE,
+                rows: pair.rows,
+                columns: KEY_TILE,
+                depth: g.shape.head_dim,
+                accumulate: false,
+                bound,
+            });
+        }
+        let is_bf16 = g.products.rule == SumRule::Bf16Blocks;
         for i in (0..pair.rows).step_by(S::TILE_ROWS) {
             let last = (i + S::TILE_ROWS).min(pair.rows) - 1;
             let nvecs = pair.count_keys_up_to(last).div_ceil(LANES);
-            let row = |a: &[f32], b: &[f32], c: &mut [f32]| MicroTile {
-                depth: g.shape.head_dim,
-                a: a[i * g.padded..].as_ptr(),
-                a_row_stride: g.padded,
-                a_depth_stride: 1,
-                b: b.as_ptr(),
-                b_row_stride: KEY_TILE,
-                c: c[i * KEY_TILE..].as_mut_ptr(),
-                c_row_stride: KEY_TILE,
-                accumulate: false,
-            };
-            // SAFETY: the queries have TILE_ROWS rows, the transposed keys head_dim × KEY_TILE
-            // elements, and the results TILE_ROWS × KEY_TILE.
-            unsafe {
-                multiply_small_matrices(s, S::TILE_ROWS, nvecs, row(tiles.q, tiles.keys_t, tiles.p));
-                multiply_small_matrices(s, S::TILE_ROWS, nvecs, row(tiles.d_o, tiles.values_t, tiles.ds));
-            }
             for i in i..=last {
                 let (p, ds) =
                     (&mut tiles.p[i * KEY_TILE..][..KEY_TILE], &mut tiles.ds[i * KEY_TILE..][..KEY_TILE]);
@@ -343,6 +352,9 @@ impl KeyHeadTask<'_> {
                 let delta = tiles.delta[member * t + pair.q0 + i];
                 let (lse, delta) = (s.splat(lse[i]), s.splat(delta));
                 let cap = g.shape.softcap;
+                if is_bf16 {
+                    scale_in_place(s, &mut p[..nvecs * LANES], g.split_scale().1);
+                }
                 if let Some(cap) = cap {
                     softcap_scores(s, &mut p[..nvecs * LANES], cap);
                 }
@@ -362,10 +374,14 @@ impl KeyHeadTask<'_> {
                 }
                 let columns_seen = find_visible_keys(pair.q0 + i, pair.starts[i], pair.k0);
                 if columns_seen.len() < KEY_TILE {
-                    for x in [p, ds] {
+                    for x in [&mut *p, &mut *ds] {
                         x[..columns_seen.start].fill(0.0);
                         x[columns_seen.end..].fill(0.0);
                     }
+                }
+                if is_bf16 {
+                    round_to_bf16_in_place(p);
+                    round_to_bf16_in_place(ds);
                 }
             }
         }
@@ -374,43 +390,37 @@ impl KeyHeadTask<'_> {
     /// Computes the gradients of a block of queries and keys from those of the scores: `dq = ds·k`,
     /// `dk += dsᵀ·q` and `dv += pᵀ·dO`.
     #[inline(always)]
-    fn compute_gradients<S: Simd>(&self, s: S, tiles: &mut KeyHeadScratch, pair: &TilePair) {
-        let (padded, nvecs) = (self.g.padded, self.g.padded / LANES);
-        for i in (0..pair.rows).step_by(S::TILE_ROWS) {
-            let dq = MicroTile {
-                depth: pair.count_keys_up_to((i + S::TILE_ROWS).min(pair.rows) - 1),
-                a: tiles.ds[i * KEY_TILE..].as_ptr(),
-                a_row_stride: KEY_TILE,
-                a_depth_stride: 1,
-                b: tiles.keys.as_ptr(),
-                b_row_stride: padded,
-                c: tiles.dq[i * padded..].as_mut_ptr(),
-                c_row_stride: padded,
-                accumulate: false,
-            };
-            // SAFETY: ds and dq have TILE_ROWS rows from i, keys KEY_TILE × padded elements.
-            unsafe { multiply_small_matrices(s, S::TILE_ROWS, nvecs, dq) };
-        }
-        for j in (0..pair.count_keys_up_to(pair.rows - 1)).step_by(S::TILE_ROWS) {
-            // Queries before the strip's first key do not attend to it.
-            let first = (pair.k0 + j).saturating_sub(pair.q0).min(pair.rows);
-            let column = |a: &[f32], b: &[f32], c: &mut [f32]| MicroTile {
-                depth: pair.rows - first,
-                a: a[first * KEY_TILE + j..].as_ptr(),
+    fn compute_gradients(&self, tiles: &mut KeyHeadScratch, pair: &TilePair) {
+        let (g, offset) = (self.g, pair.q0 - pair.k0);
+        g.products.multiply(ScratchProduct {
+            a: tiles.ds,
+            a_row_stride: KEY_TILE,
+            a_depth_stride: 1,
+            b: tiles.keys,
+            b_stride: g.padded,
+            c: tiles.dq,
+            c_stride: g.padded,
+            rows: pair.rows,
+            columns: g.padded,
+            depth: KEY_TILE,
+            accumulate: false,
+            bound: CausalBound::LastTerm(offset),
+        });
+        for (a, b, c) in [(&*tiles.p, &*tiles.d_o, &mut *tiles.dv), (&*tiles.ds, &*tiles.q, &mut *tiles.dk)] {
+            g.products.multiply(ScratchProduct {
+                a,
                 a_row_stride: 1,
                 a_depth_stride: KEY_TILE,
-                b: b[first * padded..].as_ptr(),
-                b_row_stride: padded,
-                c: c[j * padded..].as_mut_ptr(),
-                c_row_stride: padded,
+                b,
+                b_stride: g.padded,
+                c,
+                c_stride: g.padded,
+                rows: pair.count_keys_up_to(pair.rows - 1),
+                columns: g.padded,
+                depth: pair.rows,
                 accumulate: true,
-            };
-            // SAFETY: p and ds have slack for a strip past the last key; dk and dv have MAX_MR rows
-            // more than a tile has keys.
-            unsafe {
-                multiply_small_matrices(s, S::TILE_ROWS, nvecs, column(tiles.p, tiles.d_o, tiles.dv));
-                multiply_small_matrices(s, S::TILE_ROWS, nvecs, column(tiles.ds, tiles.q, tiles.dk));
-            }
+                bound: CausalBound::FirstTerm(offset),
+            });
         }
     }
 }

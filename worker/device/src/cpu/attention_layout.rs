@@ -1,8 +1,11 @@
 //! The sizes of an attention op ([`AttentionLayout`]), and functions that copy heads and mask
 //! scores, for the forward and the backward pass.
 use super::attention_dropout::KEY_TILE;
-use super::elements::{Element, InputElements, with_elements};
+use super::backend::Cpu;
+use super::elements::{Element, InputElements, bf16_to_f32, f32_to_bf16, with_elements};
+use super::scratch_product::ProductMethod;
 use super::simd::{LANES, Simd, load_array, store_array, store_lanes, tanh};
+use super::sum_rule::SumRule;
 use crate::ops::AttentionShape;
 use std::ops::Range;
 
@@ -26,17 +29,20 @@ pub(crate) struct AttentionLayout {
     pub(crate) group: usize,
     /// `head_dim`, rounded up to a multiple of the vector length.
     pub(crate) padded: usize,
+    /// How products of scratch matrices are computed.
+    pub(crate) products: ProductMethod,
 }
 
 impl AttentionLayout {
     /// Checks the lengths of an attention op's arguments, and computes the sizes that follow from
-    /// its shape. Panics if the shape or an argument is invalid. `o`, `lse` and `qkv` are lengths,
-    /// and `op` is the op's name in panics.
+    /// its shape. Panics if the shape or an argument is invalid. `lens` are the lengths of the
+    /// output, of the log-sum-exps and of qkv, `rule` is the rule of the products, and `op` is the
+    /// op's name in panics.
     pub(crate) fn new(
+        cpu: &Cpu,
         op: &str,
-        o: usize,
-        lse: usize,
-        qkv: usize,
+        [o, lse, qkv]: [usize; 3],
+        rule: SumRule,
         starts: &[u32],
         shape: AttentionShape,
     ) -> Self {
@@ -50,6 +56,17 @@ impl AttentionLayout {
             stride: (heads + 2 * kv_heads) * head_dim,
             group: heads / kv_heads,
             padded: head_dim.next_multiple_of(LANES),
+            products: ProductMethod { instruction_set: cpu.instruction_set, rule },
+        }
+    }
+
+    /// Returns the factors by which a copied operand of the scores and the scores themselves are
+    /// multiplied; their product is the scale of the scores. The operands of products that are
+    /// summed as products of bf16 numbers are bf16 numbers, so the scores are multiplied.
+    pub(crate) fn split_scale(&self) -> (f32, f32) {
+        match self.products.rule {
+            SumRule::OneChain => (self.shape.scale, 1.0),
+            SumRule::Bf16Blocks => (1.0, self.shape.scale),
         }
     }
 
@@ -175,4 +192,19 @@ pub(crate) fn softcap_scores<S: Simd>(s: S, scores: &mut [f32], cap: f32) {
         let capped = s.mul(cap, tanh(s, s.mul(load_array(s, v), inverse)));
         store_array(s, v, capped);
     }
+}
+
+/// Multiplies elements, such as a row of attention scores, by a factor in place.
+#[inline(always)]
+pub(crate) fn scale_in_place<S: Simd>(s: S, x: &mut [f32], factor: f32) {
+    let factor = s.splat(factor);
+    for v in x.as_chunks_mut().0 {
+        store_array(s, v, s.mul(load_array(s, v), factor));
+    }
+}
+
+/// Rounds elements to the nearest bf16 numbers, ties to even, in place.
+#[inline(always)]
+pub(crate) fn round_to_bf16_in_place(x: &mut [f32]) {
+    x.iter_mut().for_each(|x| *x = bf16_to_f32(f32_to_bf16(*x)));
 }

@@ -4,15 +4,16 @@
 //! The logits of a chunk are processed in blocks of the vocabulary, so that each block is read
 //! while it is in the cache. The forward pass computes a block and updates maximum and sum of each
 //! row. The backward pass replaces a block by its gradients and multiplies them by weight and
-//! input.
+//! input. If these are bf16, the gradients are rounded to bf16 before.
 use super::attention_backward::compute_softcap_gradient;
 use super::backend::Cpu;
-use super::elements::{InputElements, OutputElements, PriorContents};
-use super::instruction_set::multiversion;
+use super::elements::{HalfFormat, InputElements, OutputElements, PriorContents, round_to_half};
+use super::instruction_set::{InstructionSet, multiversion};
 use super::matmul::{MatmulShape, matmul_f32};
 use super::packing::Operand;
 use super::row_outputs::SliceRows;
 use super::simd::{LANES, Simd, exp, load_lanes, store_lanes, tanh};
+use super::sum_rule::SumRule;
 use crate::buffer::{View, ViewMut};
 use crate::ops::{ClassifierGrads, ClassifierOps, ClassifierShape, IGNORE_LABEL, WriteMode};
 use std::ops::Range;
@@ -192,22 +193,35 @@ impl ClassifierChunk<'_> {
         let ClassifierShape { m, d, v, .. } = self.shape;
         for block in self.vocab_blocks() {
             self.replace_logits_by_gradients(logits, statistics, &block, scale);
-            let dlogits = InputElements::F32(&logits[block.start..]);
-            let a = Operand::from_rows(dlogits, v);
+            let (dlogits, stride) = match self.rounds_gradients_to_bf16() {
+                false => (InputElements::F32(&logits[block.start..]), v),
+                true => {
+                    let bits = &bytemuck::cast_slice(logits)[2 * block.start..];
+                    (InputElements::Half(HalfFormat::Bf16, bits), 2 * v)
+                }
+            };
+            let a = Operand::from_rows(dlogits, stride);
             let b = Operand::from_transposed(self.w.slice(self.weight_range(&block)), d);
             let write = if block.start == 0 { WriteMode::Overwrite } else { WriteMode::Accumulate };
             matmul_f32(self.cpu, dx, a, b, MatmulShape { m, n: d, k: block.len(), ldc: d, write });
             if dw.is_empty() {
                 continue;
             }
-            let (a, b) = (Operand::from_transposed(dlogits, v), Operand::from_transposed(self.x, d));
+            let (a, b) = (Operand::from_transposed(dlogits, stride), Operand::from_transposed(self.x, d));
             let shape = MatmulShape { m: block.len(), n: d, k: m, ldc: d, write: dw_write };
             matmul_f32(self.cpu, &mut dw[self.weight_range(&block)], a, b, shape);
         }
     }
 
+    /// Returns true if the gradients of the logits are rounded to bf16, because weight and input
+    /// are bf16.
+    fn rounds_gradients_to_bf16(&self) -> bool {
+        SumRule::for_operands(&self.x, &self.w) == SumRule::Bf16Blocks
+    }
+
     /// Replaces some columns of the logits by their gradient `(softmax − one-hot)·scale`. The
-    /// gradient of rows without a loss is 0.
+    /// gradient of rows without a loss is 0. Gradients that are rounded to bf16 take the first half
+    /// of the memory of their columns in each row.
     fn replace_logits_by_gradients(
         &self,
         logits: &mut [f32],
@@ -234,8 +248,20 @@ impl ClassifierChunk<'_> {
             if let Some((column, gradient)) = label_gradient {
                 logits[column] -= gradient;
             }
+            if self.rounds_gradients_to_bf16() {
+                round_to_bf16_in_first_half(self.cpu.instruction_set, logits);
+            }
         });
     }
+}
+
+/// Rounds at most [`VOCAB_BLOCK`] numbers to bf16, and stores the results in the first half of
+/// their memory.
+fn round_to_bf16_in_first_half(instruction_set: InstructionSet, x: &mut [f32]) {
+    let mut bits = [0u16; VOCAB_BLOCK];
+    let bits = &mut bits[..x.len()];
+    round_to_half(instruction_set, HalfFormat::Bf16, bits, x);
+    bytemuck::cast_slice_mut(x)[..bits.len()].copy_from_slice(bits);
 }
 
 multiversion! {

@@ -6,8 +6,8 @@
 //! copy in scratch memory, which stays in the cache.
 //!
 //! Conversions consist of integer and `f32` arithmetic that compilers vectorise, and give the same
-//! bits on every machine. Instructions that multiply 16-bit numbers are not used, because they sum
-//! in a different order.
+//! bits on every machine. Instructions that multiply 16-bit numbers are not used; a rule defines
+//! the bits of products of bf16 numbers ([`super::sum_rule`]).
 use super::backend::Cpu;
 use super::disjoint_slices::DisjointSlices;
 use super::instruction_set::{InstructionSet, multiversion};
@@ -28,7 +28,7 @@ pub(crate) enum HalfFormat {
 
 /// Converts a bf16 number to `f32`. The conversion is exact.
 #[inline(always)]
-fn bf16_to_f32(x: u16) -> f32 {
+pub(crate) fn bf16_to_f32(x: u16) -> f32 {
     f32::from_bits(u32::from(x) << 16)
 }
 
@@ -173,7 +173,7 @@ multiversion! {
 multiversion! {
     /// Rounds the numbers of `from` to the nearest 16-bit numbers with the given instruction set,
     /// and writes their bits to `to`.
-    fn round_to_half = round_slice(format: HalfFormat, to: &mut [u16], from: &[f32])
+    pub(crate) fn round_to_half = round_slice(format: HalfFormat, to: &mut [u16], from: &[f32])
 }
 
 /// Converts the 16-bit numbers of `from` to `f32` and writes them to `to`. The conversion is exact.

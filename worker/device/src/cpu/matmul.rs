@@ -1,10 +1,11 @@
 //! Matmul on the CPU: `y = x·wᵀ` and the gradients of `x` and `w`, all computed as `c[m,n] (=|+=)
 //! a·b`.
 //!
-//! **Order of summation.** The depth `k` is divided into blocks of equal length, which depends on
-//! `k` alone. Each element is the sum of its blocks' chains in rising order
-//! ([`super::micro_kernel`]). The division into rows, columns and tiles has no influence on the
-//! bits. It is chosen for the caches and the number of threads.
+//! **Order of summation.** The element types of the operands determine the rule of the sums
+//! ([`SumRule`]). The depth `k` is divided into passes of equal length, which depends on `k` alone.
+//! With [`SumRule::OneChain`], each element is the sum of its passes' chains in rising order. With
+//! [`SumRule::Bf16Blocks`], the division into passes has no influence on the bits. The division
+//! into rows, columns and tiles never has. It is chosen for the caches and the number of threads.
 //!
 //! **Packing.** For each block of the depth, the smaller operand is packed once for all tasks. Each
 //! task packs its block of the larger operand right before using it. A left operand with contiguous
@@ -16,6 +17,7 @@ use super::elements::{InputElements, OutputElements};
 use super::instruction_set::{InstructionSet, multiversion};
 use super::packing::{Operand, PackBlock, pack};
 use super::simd::{LANES, MAX_TILE_LEN, MicroTile, Simd};
+use super::sum_rule::{BF16_BLOCK_LEN, SumRule};
 use crate::buffer::View;
 use crate::ops::WriteMode;
 use std::ops::Range;
@@ -65,8 +67,12 @@ fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
 
 /// Returns how many of the `k` products that make up each element of a matmul's result are added in
 /// one pass over the operands. The last pass may add fewer.
-fn choose_depth_block_len(k: usize) -> usize {
-    k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK))
+fn choose_depth_block_len(k: usize, rule: SumRule) -> usize {
+    let len = k.div_ceil(k.div_ceil(MAX_DEPTH_BLOCK));
+    match rule {
+        SumRule::OneChain => len,
+        SumRule::Bf16Blocks => len.next_multiple_of(BF16_BLOCK_LEN),
+    }
 }
 
 /// Computes the matmul `c[i,j] (=|+=) Σ_p a(i,p)·b(j,p)` with a result in `f32`. Panics if the
@@ -84,13 +90,14 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
         return;
     }
     let (mr, nr) = get_micro_tile_shape(cpu.instruction_set);
+    let rule = SumRule::for_operands(&a.data, &b.data);
     let (a, b) = (
         PackableOperand { operand: a, count: m, width: mr },
         PackableOperand { operand: b, count: n, width: nr },
     );
     let left_is_shared = m < n;
     let (shared, other) = if left_is_shared { (a, b) } else { (b, a) };
-    let block_depth = choose_depth_block_len(k);
+    let block_depth = choose_depth_block_len(k, rule);
     let shared_block_rows = (SHARED_PACKED_LEN / block_depth / shared.width).max(1) * shared.width;
     let unpacked = UnpackedOperands {
         a: UnpackedOperand::from_rows(a.operand, m, mr),
@@ -113,6 +120,7 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
             }
             let add = p0 > 0 || write == WriteMode::Accumulate;
             let pass = MatmulPass {
+                rule,
                 c: &c,
                 ldc,
                 add,
@@ -254,6 +262,7 @@ fn pack_shared_operand(
 /// the operand whose packed copy all tasks share. A pass includes all rows or columns of the other
 /// operand.
 struct MatmulPass<'a> {
+    rule: SumRule,
     c: &'a DisjointSlices<'a, f32>,
     ldc: usize,
     add: bool,
@@ -310,7 +319,7 @@ impl MatmulPass<'_> {
                 .map_or(OperandSource::Packed(b), |operand| OperandSource::InPlace(operand, j0, p));
             // SAFETY: row i0 and column j0 are in c.
             let c = unsafe { self.c.as_mut_ptr().add(i0 * self.ldc + j0) };
-            let tiles = ResultBlock { c, ldc: self.ldc, rows, columns, k, add: self.add };
+            let tiles = ResultBlock { rule: self.rule, c, ldc: self.ldc, rows, columns, k, add: self.add };
             multiply_block(cpu.instruction_set, tiles, a, b);
         });
     }
@@ -389,6 +398,7 @@ enum OperandSource<'a> {
 /// The block of a matmul's result that one parallel task computes: its address and its size.
 #[derive(Clone, Copy)]
 struct ResultBlock {
+    rule: SumRule,
     c: *mut f32,
     ldc: usize,
     rows: usize,
@@ -402,66 +412,118 @@ multiversion! {
     fn multiply_block = multiply_block_tiles(t: ResultBlock, a: OperandSource, b: OperandSource)
 }
 
-/// Computes a block of a matmul's result, one tile (as many elements as fit in registers) after
-/// another.
-#[inline(always)]
-fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: OperandSource) {
-    let resident = (RESIDENT_PANELS_LEN / (t.k * S::TILE_COLUMNS)).max(1);
-    let panels = t.columns.div_ceil(S::TILE_COLUMNS);
-    for first in (0..panels).step_by(resident) {
-        let last = (first + resident).min(panels);
-        for i in (0..t.rows).step_by(S::TILE_ROWS) {
-            let rows = S::TILE_ROWS.min(t.rows - i);
-            let (a, rs, ks, rows_above) = match a {
-                OperandSource::Packed(a) => (a[i * t.k..].as_ptr(), 1, S::TILE_ROWS, 0),
-                // The last tile begins above its rows, so that it is complete.
-                OperandSource::InPlace(operand, i0, p) => {
-                    let rows_above = S::TILE_ROWS - rows;
-                    (
-                        operand.get_checked_address(
-                            (i0 + i - rows_above) * operand.stride + p,
-                            S::TILE_ROWS,
-                            t.k,
-                        ),
-                        operand.stride,
-                        1,
-                        rows_above,
-                    )
-                }
-            };
-            for panel in first..last {
-                let j = panel * S::TILE_COLUMNS;
-                let columns = S::TILE_COLUMNS.min(t.columns - j);
-                let (b, ldb) = match b {
-                    OperandSource::Packed(b) => (b[j * t.k..].as_ptr(), S::TILE_COLUMNS),
-                    OperandSource::InPlace(operand, j0, p) => (
-                        operand.get_checked_address(p * operand.stride + j0 + j, t.k, columns),
-                        operand.stride,
-                    ),
-                };
-                let tile = MicroTile {
-                    depth: t.k,
-                    a,
-                    a_row_stride: rs,
-                    a_depth_stride: ks,
-                    b,
-                    b_row_stride: ldb,
-                    // SAFETY: row i and column j are in c.
-                    c: unsafe { t.c.add(i * t.ldc + j) },
-                    c_row_stride: t.ldc,
-                    accumulate: t.add,
-                };
-                // SAFETY: the operands are complete, and `compute_and_write_tile` writes only these
-                // rows and columns.
-                unsafe { compute_and_write_tile(s, &tile, rows_above, rows, columns) };
+/// Number of terms of [`SumRule::Bf16Blocks`] that are added to all rows of a panel before further
+/// ones. These terms of a panel of the right operand take half of an L1 cache.
+const BF16_STEP_DEPTH: usize = 4 * BF16_BLOCK_LEN;
+
+impl OperandSource<'_> {
+    /// Returns the address of the terms from `p` on of the left operand's rows from `i` on, its
+    /// strides between rows and between terms, and the number of rows that are computed above row
+    /// `i`. `rows` rows are needed.
+    #[inline(always)]
+    fn locate_left_tile<S: Simd>(
+        self,
+        t: &ResultBlock,
+        (i, rows): (usize, usize),
+        p: usize,
+        depth: usize,
+    ) -> (*const f32, usize, usize, usize) {
+        match self {
+            OperandSource::Packed(a) => (a[i * t.k + p * S::TILE_ROWS..].as_ptr(), 1, S::TILE_ROWS, 0),
+            // The last tile begins above its rows, so that it is complete.
+            OperandSource::InPlace(operand, i0, p0) => {
+                let rows_above = S::TILE_ROWS - rows;
+                let first = (i0 + i - rows_above) * operand.stride + p0 + p;
+                let address = operand.get_checked_address(first, S::TILE_ROWS, depth);
+                (address, operand.stride, 1, rows_above)
+            }
+        }
+    }
+
+    /// Returns the address of the terms from `p` on of the right operand's columns from `j` on, and
+    /// its stride between terms. `columns` columns are needed.
+    #[inline(always)]
+    fn locate_right_tile<S: Simd>(
+        self,
+        t: &ResultBlock,
+        (j, columns): (usize, usize),
+        p: usize,
+        depth: usize,
+    ) -> (*const f32, usize) {
+        match self {
+            OperandSource::Packed(b) => (b[j * t.k + p * S::TILE_COLUMNS..].as_ptr(), S::TILE_COLUMNS),
+            OperandSource::InPlace(operand, j0, p0) => {
+                let first = (p0 + p) * operand.stride + j0 + j;
+                (operand.get_checked_address(first, depth, columns), operand.stride)
             }
         }
     }
 }
 
+/// Computes a block of a matmul's result, one tile (as many elements as fit in registers) after
+/// another.
+///
+/// With [`SumRule::OneChain`], a strip of the left operand stays in the L1 cache while it is
+/// multiplied by several panels of the right operand, with all terms at once. With
+/// [`SumRule::Bf16Blocks`], the terms may be added in several steps, so a few terms of a panel of
+/// the right operand stay in the L1 cache while all rows are multiplied by them. Less data is then
+/// read from the L2 cache, because the panel is wider than a strip.
+#[inline(always)]
+fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: OperandSource) {
+    let _mode = t.rule.prepare_thread(s);
+    let (resident, step) = match t.rule {
+        SumRule::OneChain => ((RESIDENT_PANELS_LEN / (t.k * S::TILE_COLUMNS)).max(1), t.k),
+        SumRule::Bf16Blocks => (1, BF16_STEP_DEPTH),
+    };
+    let panels = t.columns.div_ceil(S::TILE_COLUMNS);
+    for p in (0..t.k).step_by(step) {
+        for first in (0..panels).step_by(resident) {
+            for i in (0..t.rows).step_by(S::TILE_ROWS) {
+                for panel in first..(first + resident).min(panels) {
+                    let (j, depth) = (panel * S::TILE_COLUMNS, step.min(t.k - p));
+                    multiply_tile(s, &t, (a, i), (b, j), p..p + depth);
+                }
+            }
+        }
+    }
+}
+
+/// Adds the products of the terms `terms` to the tile at row `i` and column `j` of a block of a
+/// matmul's result.
+#[inline(always)]
+fn multiply_tile<S: Simd>(
+    s: S,
+    t: &ResultBlock,
+    (a, i): (OperandSource, usize),
+    (b, j): (OperandSource, usize),
+    terms: Range<usize>,
+) {
+    let (rows, columns) = (S::TILE_ROWS.min(t.rows - i), S::TILE_COLUMNS.min(t.columns - j));
+    let (p, depth) = (terms.start, terms.len());
+    let (a, a_row_stride, a_depth_stride, rows_above) = a.locate_left_tile::<S>(t, (i, rows), p, depth);
+    let (b, b_row_stride) = b.locate_right_tile::<S>(t, (j, columns), p, depth);
+    let tile = MicroTile {
+        rule: t.rule,
+        depth_start: 0,
+        depth,
+        a,
+        a_row_stride,
+        a_depth_stride,
+        b,
+        b_row_stride,
+        // SAFETY: row i and column j are in c.
+        c: unsafe { t.c.add(i * t.ldc + j) },
+        c_row_stride: t.ldc,
+        accumulate: t.add || p > 0,
+    };
+    // SAFETY: the operands are complete, and `compute_and_write_tile` writes only these rows and
+    // columns.
+    unsafe { compute_and_write_tile(s, &tile, rows_above, rows, columns) };
+}
+
 /// Computes a tile (a small block of a matmul's result) in registers, and writes `rows` of its
 /// rows, beginning with row `rows_above`, and the first `columns` elements of each to the result. A
-/// tile that is not written completely is first computed in a buffer.
+/// tile that is not written completely is computed in a buffer.
 ///
 /// # Safety
 ///
@@ -481,18 +543,17 @@ unsafe fn compute_and_write_tile<S: Simd>(
         return unsafe { s.run_micro_kernel(nv, t) };
     }
     let mut buffer = [0.0f32; MAX_TILE_LEN];
-    // SAFETY: the buffer has space for the largest tile.
-    unsafe {
-        s.run_micro_kernel(
-            nv,
-            &MicroTile { c: buffer.as_mut_ptr(), c_row_stride: nv * LANES, accumulate: false, ..*t },
-        )
-    };
-    for i in 0..rows {
-        // SAFETY: the caller guarantees `columns` elements of row i < rows.
-        let c = unsafe { std::slice::from_raw_parts_mut(t.c.add(i * t.c_row_stride), columns) };
-        for (c, x) in c.iter_mut().zip(&buffer[(rows_above + i) * nv * LANES..]) {
-            *c = if t.accumulate { *c + x } else { *x };
+    let width = nv * LANES;
+    // SAFETY: the caller guarantees `columns` elements of each of these rows.
+    let row = |i: usize| unsafe { std::slice::from_raw_parts_mut(t.c.add(i * t.c_row_stride), columns) };
+    if t.accumulate {
+        for i in 0..rows {
+            buffer[(rows_above + i) * width..][..columns].copy_from_slice(row(i));
         }
+    }
+    // SAFETY: the buffer has space for the largest tile.
+    unsafe { s.run_micro_kernel(nv, &MicroTile { c: buffer.as_mut_ptr(), c_row_stride: width, ..*t }) };
+    for i in 0..rows {
+        row(i).copy_from_slice(&buffer[(rows_above + i) * width..][..columns]);
     }
 }

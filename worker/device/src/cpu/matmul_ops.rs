@@ -3,8 +3,8 @@
 use super::backend::Cpu;
 use super::matmul::{MatmulShape, matmul, matmul_with_bias};
 use super::packing::Operand;
-use crate::buffer::{View, ViewMut};
-use crate::ops::{MatmulOps, WriteMode, expect_lens};
+use crate::buffer::{Buf, Dtype, View, ViewMut};
+use crate::ops::{MatmulOps, VectorOps, WriteMode, expect_lens};
 
 impl MatmulOps for Cpu {
     fn matmul_forward(&self, y: ViewMut, x: View, w: View, m: usize, n: usize, k: usize, write: WriteMode) {
@@ -71,6 +71,16 @@ impl MatmulOps for Cpu {
     ) {
         let (a, b) = (Operand::from_rows(x, inp), Operand::from_transposed(w, out));
         check_and_matmul_with_bias(self, "conv1d_bias_forward", y, a, b, Some(bias), [m, out, inp]);
+    }
+
+    fn convert_to_matmul_dtype<'a>(&self, x: View<'a>, buf: &'a mut Buf) -> View<'a> {
+        // Products with a bf16 matrix are computed by the rule for bf16 only if both operands are.
+        if (x.dtype(), buf.dtype()) != (Dtype::F32, Dtype::Bf16) {
+            return x;
+        }
+        let n = x.len();
+        self.cast(buf.view_mut().slice(0..n), x);
+        buf.view().slice(0..n)
     }
 }
 

@@ -1,8 +1,7 @@
 //! The CPU backend, which implements all ops with several threads and vector instructions.
 //!
 //! The instruction set and the number of threads are chosen at run time. They do not change any bit
-//! of a result, with one exception: an instruction set without fused multiply-add rounds
-//! differently. Results do not depend on the machine's C library either, because logarithms, powers
+//! of a result. Results do not depend on the machine's C library either, because logarithms, powers
 //! and tanh of single numbers come from the crate `libm`.
 //!
 //! Each group of ops has a module. Kernels are written once over [`simd::Simd`] and compiled for
@@ -21,6 +20,7 @@ mod elements;
 mod elementwise;
 mod embedding;
 mod expert_rows;
+mod flush_denormals;
 mod fp8_matmul;
 mod grouped_matmul;
 mod instruction_set;
@@ -37,9 +37,12 @@ mod rope;
 mod router;
 mod row_outputs;
 mod scratch;
+mod scratch_product;
 mod simd;
+mod software_fma;
 mod stochastic_rounding;
 mod storage;
+mod sum_rule;
 mod thread_pool;
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -2,6 +2,7 @@
 //! ([`Portable`]).
 use super::micro_kernel;
 use super::simd::{LANES, MicroTile, Simd};
+use super::software_fma::{add_flushed_lanes, flush_lanes, fma_flushed, fma_flushed_lanes, fma_lanes};
 
 /// Implementation of [`Simd`] with arrays, which the compiler vectorises for the target's baseline
 /// instructions: SSE2 on x86-64, NEON on aarch64.
@@ -9,7 +10,8 @@ use super::simd::{LANES, MicroTile, Simd};
 pub(crate) struct Portable;
 
 /// True if every CPU of the compilation target has a fused multiply-add, as on aarch64. On other
-/// targets `f32::mul_add` would be a slow library call.
+/// targets `f32::mul_add` would be a slow library call, and vectors of `f64` are used instead
+/// ([`super::software_fma`]).
 const HAS_FMA: bool = cfg!(target_arch = "aarch64");
 
 /// Returns a vector whose lane `i` is `f(i)`.
@@ -35,6 +37,7 @@ impl Simd for Portable {
     type V = [f32; LANES];
     const TILE_ROWS: usize = if HAS_FMA { 6 } else { 2 };
     const TILE_ROW_VECTORS: usize = 1;
+    const USES_FLUSH_MODE: bool = false;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {
@@ -70,8 +73,6 @@ impl Simd for Portable {
         sqrt(a) = a.sqrt();
         max(a, b) = if a > b { a } else { b };
         min(a, b) = if a < b { a } else { b };
-        fma(a, b, c) = if HAS_FMA { a.mul_add(b, c) } else { a * b + c };
-        fnma(a, b, c) = if HAS_FMA { (-a).mul_add(b, c) } else { c - a * b };
         scale_pow2(v, n) = {
             // Two factors, because 2⁻¹⁵⁰ and 2¹²⁹ are out of range of f32.
             let n = n as i32;
@@ -79,6 +80,22 @@ impl Simd for Portable {
             let pow2 = |e: i32| f32::from_bits(((e + 127) << 23) as u32);
             v * pow2(high) * pow2(n - high)
         };
+    }
+    #[inline(always)]
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        if HAS_FMA { build_lanes(|i| a[i].mul_add(b[i], c[i])) } else { fma_lanes(a, b, c) }
+    }
+    #[inline(always)]
+    fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        self.fma(a.map(|x| -x), b, c)
+    }
+    #[inline(always)]
+    fn fma_flushed(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        if HAS_FMA { fma_flushed_with_instruction(a, b, c) } else { fma_flushed_lanes(a, b, c) }
+    }
+    #[inline(always)]
+    fn add_flushed(self, a: Self::V, b: Self::V) -> Self::V {
+        add_flushed_lanes(a, b)
     }
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {
@@ -103,6 +120,21 @@ impl Simd for Portable {
                 unsafe { *dst.add(p * ldd + i) = *src.add(i * lds + p) }
             }
         }
+    }
+}
+
+/// Computes `a·b + c` in each lane with fused multiply-adds, rounded once, with subnormal inputs
+/// and results replaced by zero.
+///
+/// A result of ±2⁻¹²⁶ may have been rounded up from a number that x86 flushes to zero, so it is
+/// computed again in software.
+#[inline(always)]
+fn fma_flushed_with_instruction(a: [f32; LANES], b: [f32; LANES], c: [f32; LANES]) -> [f32; LANES] {
+    let [a, b, c] = [a, b, c].map(flush_lanes);
+    let results = build_lanes(|i| a[i].mul_add(b[i], c[i]));
+    match results.iter().any(|x| *x != 0.0 && x.abs() <= f32::MIN_POSITIVE) {
+        true => build_lanes(|i| fma_flushed(a[i], b[i], c[i])),
+        false => results,
     }
 }
 

@@ -5,19 +5,30 @@
 //!
 //! Kernels are written once over [`Simd`] and compiled for each instruction set
 //! (`instruction_set.rs`), which is chosen at run time. Every instruction set has the same 16
-//! lanes, so AVX2 and AVX-512 give the same bits. The portable version gives other bits only where
-//! it has no fused multiply-add.
+//! lanes and rounds each operation once, so all give the same bits.
+use super::sum_rule::SumRule;
+
 /// Number of lanes (elements) of a vector ([`Simd::V`]) on every instruction set.
 pub(crate) const LANES: usize = 16;
 
 /// Number of elements of the largest block (tile) of a matmul's result that is computed in
 /// registers at once, on any instruction set: rows × vectors × lanes.
-pub(crate) const MAX_TILE_LEN: usize = 8 * 3 * LANES;
+pub(crate) const MAX_TILE_LEN: usize = 8 * MAX_TILE_ROW_LEN;
+
+/// Number of elements in a row of the largest block (tile) of a matmul's result that is computed in
+/// registers at once, on any instruction set.
+pub(crate) const MAX_TILE_ROW_LEN: usize = 3 * LANES;
 
 /// Addresses and strides of the operands and the result of one small block (tile) of a matmul,
 /// which the micro-kernel computes in registers. The micro-kernel computes `c[i·c_row_stride + j]
 /// (=|+=) Σ_p a[i·a_row_stride + p·a_depth_stride] · b[p·b_row_stride + j]`.
+#[derive(Clone, Copy)]
 pub(crate) struct MicroTile {
+    /// The order in which the terms of each sum are added.
+    pub(crate) rule: SumRule,
+    /// Number of terms before the first one that this tile adds. They count for the division of the
+    /// sum into blocks ([`SumRule::Bf16Blocks`]). Must be even.
+    pub(crate) depth_start: usize,
     /// Number of terms in the sum of each element.
     pub(crate) depth: usize,
     /// Address of the first element of the left operand.
@@ -52,6 +63,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Number of elements in a row of the block (tile) of a matmul's result that the micro-kernel
     /// computes in registers.
     const TILE_COLUMNS: usize = Self::TILE_ROW_VECTORS * LANES;
+    /// True if [`Simd::fma_flushed`] and [`Simd::add_flushed`] need a mode of the CPU in which
+    /// subnormal numbers count as zero, false if they replace subnormal numbers themselves.
+    const USES_FLUSH_MODE: bool;
 
     /// Returns a vector whose lanes are all `x`.
     fn splat(self, x: f32) -> Self::V;
@@ -96,10 +110,23 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Computes the smaller of `a` and `b` in each lane, or `b` where `a` or `b` is NaN. The result
     /// is `if a < b { a } else { b }`.
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
-    /// Computes `a·b + c` in each lane, rounded once if the machine has a fused multiply-add.
+    /// Computes `a·b + c` in each lane, rounded once.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// Computes `c − a·b` in each lane, rounded once if the machine has a fused multiply-add.
+    /// Computes `c − a·b` in each lane, rounded once.
     fn fnma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// Computes `a·b + c` in each lane, rounded once, with subnormal inputs and results replaced by
+    /// zero. If [`Simd::USES_FLUSH_MODE`] is set, a [`super::flush_denormals::FlushDenormals`] must
+    /// exist on this thread.
+    #[inline(always)]
+    fn fma_flushed(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        self.fma(a, b, c)
+    }
+    /// Computes `a + b` in each lane, with subnormal inputs and results replaced by zero. The
+    /// condition of [`Simd::fma_flushed`] applies.
+    #[inline(always)]
+    fn add_flushed(self, a: Self::V, b: Self::V) -> Self::V {
+        self.add(a, b)
+    }
     /// Computes `v · 2ⁿ` in each lane, with an integer `n` for each lane, rounded once. The lanes
     /// of `n` are integers in −150..=129.
     fn scale_pow2(self, v: Self::V, n: Self::V) -> Self::V;

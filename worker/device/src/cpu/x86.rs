@@ -89,6 +89,7 @@ impl Simd for Avx512 {
     type V = __m512;
     const TILE_ROWS: usize = 8;
     const TILE_ROW_VECTORS: usize = 3;
+    const USES_FLUSH_MODE: bool = true;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -180,6 +181,7 @@ impl Simd for Avx2 {
     type V = [__m256; 2];
     const TILE_ROWS: usize = 6;
     const TILE_ROW_VECTORS: usize = 1;
+    const USES_FLUSH_MODE: bool = true;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {

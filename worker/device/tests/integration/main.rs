@@ -1,5 +1,6 @@
 //! Integration tests of the crate `device`, in one binary, because each binary takes long to link.
 
+mod bf16_rule;
 #[path = "../emulated_gpu/call_counts.rs"]
 mod call_counts;
 mod classifier;

@@ -382,8 +382,19 @@ pub(crate) fn try_resume_newest_checkpoint(
     comm: Arc<dyn Comm>,
     root: &Path,
 ) -> worker::error::Result<(RunningTrainer, Vec<String>)> {
+    try_resume_newest_checkpoint_on(spec, comm, root, Arc::new(Cpu::new(1)))
+}
+
+/// Resumes from the newest checkpoint under `root` on the device of `ops`, or returns the error of
+/// a checkpoint that does not fit the job. Collective: every rank of the group must call it.
+pub(crate) fn try_resume_newest_checkpoint_on(
+    spec: &TrainSpec,
+    comm: Arc<dyn Comm>,
+    root: &Path,
+    ops: Arc<dyn Ops>,
+) -> worker::error::Result<(RunningTrainer, Vec<String>)> {
     let (job, world) = (create_job_spec(spec, root, false), comm.world_size());
-    let mut ready = build_trainer(spec, comm, 1);
+    let mut ready = build_trainer_on(spec, comm, ops);
     let dirs = CheckpointLocations {
         root,
         workdir: root,
