@@ -86,7 +86,7 @@ fn add_product_rounded_to_odd(a: f32, b: f32, c: f32) -> f64 {
     let c_part = sum - product;
     let error = (product - (sum - c_part)) + (c - c_part);
     let bits = sum.to_bits();
-    if bits & 1 == 1 || !(error > 0.0 || error < 0.0) {
+    if bits & 1 == 1 || error == 0.0 || error.is_nan() {
         return sum;
     }
     let is_away_from_zero = (error > 0.0) == (sum > 0.0);
