@@ -124,6 +124,7 @@ fn open_cpu(threads: usize) -> Result<Cpu> {
         let message = format!("{}: {error}", env::LAUNCH_MAX_CPU_ISA);
         Diagnostic::error(codes::training::CPU_INSTRUCTION_SET_UNAVAILABLE, message)
             .with_subject(env::LAUNCH_MAX_CPU_ISA)
+            .into()
     })
 }
 
