@@ -11,7 +11,7 @@ use device::ops::{
     RopeOps, RopeShape, RowGroup, VectorOps, WriteMode,
 };
 use device::{Buf, Cpu, Dtype};
-use peak_flops::measure_peak_flops;
+use peak_flops::{measure_amx_peak_flops, measure_peak_flops};
 use std::time::{Duration, Instant};
 
 const HIDDEN: usize = 384;
@@ -53,6 +53,11 @@ fn main() {
             peak / 1e9,
             measure_memcpy() / 1e9
         );
+        let amx_peak = measure_amx_peak_flops(&cpu.describe(), n, Duration::from_millis(300));
+        match amx_peak {
+            Some(amx_peak) => println!("AMX: bf16 peak {:.0} GFLOP/s", amx_peak / 1e9),
+            None => println!("AMX: not available"),
+        }
         for &m in &rows {
             println!("rows {m}");
             let ops_bench = OpsBench { cpu: &cpu, peak, only: &only, m, dtype };

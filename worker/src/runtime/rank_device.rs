@@ -38,7 +38,11 @@ impl RankDevice {
     pub(super) fn open(init: &WorkerInit) -> Result<RankDevice> {
         let cluster = &init.job.cluster;
         if !cluster.trains_on_gpus() {
-            return open_cpu(init.threads as usize).map(|cpu| RankDevice::Cpu(Arc::new(cpu)));
+            let cpu = open_cpu(init.threads as usize)?;
+            if let Some(rejected) = cpu.describe_rejected_instructions() {
+                println!("warning: {rejected}");
+            }
+            return Ok(RankDevice::Cpu(Arc::new(cpu)));
         }
         let paths = collect_library_search_paths(&cluster.cuda_library_paths, &init.workdir);
         let cuda = Cuda::open(&paths, 0, find_kernel_cache_directory()).map_err(to_unusable_gpu_error)?;

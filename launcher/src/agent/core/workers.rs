@@ -236,9 +236,10 @@ impl AgentCore {
             let gpu = worker.gpu.take().filter(|_| failed);
             // A program may also dump its flight recorder without a hang.
             let is_aborted = matches!(status, ExitStatus::Signal(SIGABRT, _));
-            let timeout = worker.timeout.take().filter(|evidence| {
-                failed && (is_aborted || !evidence.collective_timeouts.is_empty())
-            });
+            let timeout = worker
+                .timeout
+                .take()
+                .filter(|evidence| failed && (is_aborted || !evidence.collective_timeouts.is_empty()));
             let (attempt, oom) = (self.attempt, worker.oom);
             self.unreported.pop_front();
             let exited = FromAgent::Exited { attempt, rank, pid, status, oom, tail, error, gpu, timeout };

@@ -20,6 +20,27 @@ type FmaChainsFn = fn(f32) -> f32;
 /// instruction set that is measured, as [`device::Cpu::describe`] returns it.
 pub(crate) fn measure_peak_flops(instruction_set: &str, threads: usize, time: Duration) -> f64 {
     let (run_chains, flops) = select_fma_chains_fn(instruction_set);
+    measure_rate(run_chains, flops, threads, time)
+}
+
+/// Measures the peak rate of AMX products of bf16 tiles on `threads` threads during `time`, and
+/// returns the rate in FLOP/s of all threads together. Returns `None` if `instruction_set`, as
+/// [`device::Cpu::describe`] returns it, is not AMX.
+#[allow(dead_code, reason = "one of the examples does not use it")]
+pub(crate) fn measure_amx_peak_flops(instruction_set: &str, threads: usize, time: Duration) -> Option<f64> {
+    #[cfg(target_arch = "x86_64")]
+    if instruction_set.starts_with("amx") {
+        // SAFETY: the backend detected AMX, and the kernel has permitted it.
+        let run = |_| unsafe { x86::run_amx_products() };
+        return Some(measure_rate(run, x86::AMX_FLOPS, threads, time));
+    }
+    let _ = (instruction_set, threads, time);
+    None
+}
+
+/// Runs `run_chains`, which performs `flops` floating-point operations, repeatedly on `threads`
+/// threads during `time`. Returns the best rate in FLOP/s of all threads together.
+fn measure_rate(run_chains: FmaChainsFn, flops: usize, threads: usize, time: Duration) -> f64 {
     let (barrier, end) = (Barrier::new(threads), Instant::now() + time);
     let measure = || {
         barrier.wait();
@@ -42,7 +63,7 @@ pub(crate) fn measure_peak_flops(instruction_set: &str, threads: usize, time: Du
 /// floating-point operations in one call of it.
 fn select_fma_chains_fn(instruction_set: &str) -> (FmaChainsFn, usize) {
     #[cfg(target_arch = "x86_64")]
-    if instruction_set.starts_with("avx512") {
+    if instruction_set.starts_with("avx512") || instruction_set.starts_with("amx") {
         // SAFETY: the backend detected the instructions.
         return (
             |x| unsafe { x86::run_avx512_fma_chains(x) },
@@ -92,6 +113,47 @@ mod x86 {
             }
         }
         acc.iter().map(|acc| _mm512_reduce_add_ps(*acc)).sum()
+    }
+
+    /// Number of repetitions of four products of tiles in one measurement.
+    const AMX_REPETITIONS: usize = 5_000;
+    /// Number of floating-point operations of [`run_amx_products`].
+    pub(super) const AMX_FLOPS: usize = AMX_REPETITIONS * 4 * 2 * 16 * 16 * 32;
+
+    /// Multiplies tiles of zeros in four independent sequences, without loading tiles from memory.
+    /// Returns 0.
+    ///
+    /// # Safety
+    ///
+    /// The caller must ensure that the AMX instructions can be executed.
+    pub(super) unsafe fn run_amx_products() -> f32 {
+        // palette 1, and eight tiles of 16 rows of 64 bytes
+        let mut configuration = [0u8; 64];
+        configuration[0] = 1;
+        for tile in 0..8 {
+            configuration[16 + 2 * tile] = 64;
+            configuration[48 + tile] = 16;
+        }
+        // SAFETY: guaranteed by the caller. The configuration has 64 bytes.
+        unsafe {
+            std::arch::asm!(
+                "ldtilecfg [{configuration}]",
+                "2:",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "dec {repetitions}",
+                "jnz 2b",
+                "tilerelease",
+                configuration = in(reg) configuration.as_ptr(),
+                repetitions = inout(reg) AMX_REPETITIONS => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, readonly),
+            );
+        }
+        0.0
     }
 
     /// Computes several independent sequences of dependent multiply-adds (chains) in AVX2

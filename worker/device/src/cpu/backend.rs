@@ -58,6 +58,12 @@ impl Cpu {
         format!("{}, {threads} thread{plural}", self.instruction_set.name())
     }
 
+    /// Returns why instructions of this machine are not used, as a sentence for the log. Returns
+    /// `None` if all instructions are used that this backend knows.
+    pub fn describe_rejected_instructions(&self) -> Option<&'static str> {
+        InstructionSet::describe_rejected()
+    }
+
     /// Returns the number of threads that compute an op.
     pub fn thread_count(&self) -> usize {
         self.pool.thread_count()

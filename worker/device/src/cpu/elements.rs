@@ -178,7 +178,7 @@ multiversion! {
 
 /// Converts the 16-bit numbers of `from` to `f32` and writes them to `to`. The conversion is exact.
 #[inline(always)]
-fn widen_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [f32], from: &[u16]) {
+pub(crate) fn widen_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [f32], from: &[u16]) {
     match format {
         HalfFormat::Bf16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = bf16_to_f32(*x)),
         HalfFormat::F16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = f16_to_f32(*x)),
@@ -188,7 +188,7 @@ fn widen_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [f32], from: &[u16]) 
 /// Rounds the numbers of `from` to the nearest 16-bit numbers, ties to even, and writes their bits
 /// to `to`.
 #[inline(always)]
-fn round_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [u16], from: &[f32]) {
+pub(crate) fn round_slice<S: Simd>(_: S, format: HalfFormat, to: &mut [u16], from: &[f32]) {
     match format {
         HalfFormat::Bf16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = f32_to_bf16(*x)),
         HalfFormat::F16 => to.iter_mut().zip(from).for_each(|(to, x)| *to = f32_to_f16(*x)),
@@ -317,11 +317,11 @@ impl From<WriteMode> for PriorContents {
 /// write different ranges.
 pub(crate) struct OutputElements<'a> {
     cpu: &'a Cpu,
-    elements: OutputSlices<'a>,
+    pub(super) elements: OutputSlices<'a>,
 }
 
-/// The memory of an op's output: `f32` elements, or the bits of 16-bit elements.
-enum OutputSlices<'a> {
+/// The memory of an op's output: `f32` elements, or the bits of 16-bit elements, and their number.
+pub(crate) enum OutputSlices<'a> {
     F32(DisjointSlices<'a, f32>, usize),
     Half(HalfFormat, DisjointSlices<'a, u16>, usize),
 }

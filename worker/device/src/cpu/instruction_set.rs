@@ -1,7 +1,7 @@
 //! Detects which vector instructions this machine has, and compiles the kernels of the CPU backend
 //! for each set of instructions ([`InstructionSet`]).
 #[cfg(target_arch = "x86_64")]
-use super::x86;
+use super::{amx, x86};
 
 /// The instruction set that a [`super::Cpu`] should use at most is unknown, or this machine does
 /// not support it.
@@ -18,6 +18,9 @@ pub struct InstructionSetUnavailable {
 /// compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InstructionSet {
+    /// AMX for matmuls of bf16, and AVX-512 for everything else.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     /// AVX-512 F, BW, DQ and VL.
     #[cfg(target_arch = "x86_64")]
     Avx512,
@@ -29,7 +32,8 @@ pub(crate) enum InstructionSet {
 }
 
 impl InstructionSet {
-    /// Returns the best instruction set (AVX-512, AVX2 or the baseline) that this machine supports.
+    /// Returns the best instruction set (AMX, AVX-512, AVX2 or the baseline) that this machine
+    /// supports.
     pub(crate) fn detect() -> Self {
         Self::list_available()[0]
     }
@@ -39,6 +43,9 @@ impl InstructionSet {
         let mut sets = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
+            if amx::detect() == amx::AmxSupport::Usable {
+                sets.push(InstructionSet::Amx);
+            }
             if x86::has_avx512() {
                 sets.push(InstructionSet::Avx512);
             }
@@ -73,9 +80,23 @@ impl InstructionSet {
         }
     }
 
+    /// Returns which instructions of this machine are not used, and why, as a sentence for the log.
+    pub(crate) fn describe_rejected() -> Option<&'static str> {
+        #[cfg(target_arch = "x86_64")]
+        if amx::detect() == amx::AmxSupport::Wrong {
+            return Some(
+                "AMX is not used, because its results on this machine are wrong (an error of the CPU or the \
+                 hypervisor): bf16 matmuls are slower",
+            );
+        }
+        None
+    }
+
     /// Returns the name of the instruction set for the log.
     pub(crate) fn name(self) -> &'static str {
         match self {
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Amx => "amx",
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
@@ -110,8 +131,11 @@ macro_rules! multiversion {
             }
             match instruction_set {
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: an InstructionSet exists only on machines that have it.
-                $crate::cpu::instruction_set::InstructionSet::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::cpu::instruction_set::InstructionSet::Amx
+                | $crate::cpu::instruction_set::InstructionSet::Avx512 => {
+                    // SAFETY: an InstructionSet exists only on machines that have it.
+                    unsafe { avx512($($arg),*) }
+                }
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: an InstructionSet exists only on machines that have it.
                 $crate::cpu::instruction_set::InstructionSet::Avx2 => unsafe { avx2($($arg),*) },

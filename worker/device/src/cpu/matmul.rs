@@ -10,11 +10,16 @@
 //! **Packing.** For each block of the depth, the smaller operand is packed once for all tasks. Each
 //! task packs its block of the larger operand right before using it. A left operand with contiguous
 //! rows, or a right operand with contiguous columns, is not packed.
+#[cfg(target_arch = "x86_64")]
+use super::amx;
 use super::backend::Cpu;
 use super::bias::add_bias_to_rows;
 use super::disjoint_slices::DisjointSlices;
+#[cfg(target_arch = "x86_64")]
+use super::elements::OutputSlices;
 use super::elements::{InputElements, OutputElements};
 use super::instruction_set::{InstructionSet, multiversion};
+pub(crate) use super::packing::MatmulShape;
 use super::packing::{Operand, PackBlock, pack};
 use super::simd::{LANES, MAX_TILE_LEN, MicroTile, Simd};
 use super::sum_rule::{BF16_BLOCK_LEN, SumRule};
@@ -36,27 +41,14 @@ const TASK_PACKED_LEN: usize = 96 << 10;
 /// the cache holds the result and prefetched elements.
 const RESIDENT_PANELS_LEN: usize = 48 << 10;
 
-/// The shape of one matmul, and whether the result is overwritten or added to.
-#[derive(Clone, Copy)]
-pub(crate) struct MatmulShape {
-    /// Number of rows of the result.
-    pub(crate) m: usize,
-    /// Number of columns of the result.
-    pub(crate) n: usize,
-    /// Depth: the number of terms of each sum.
-    pub(crate) k: usize,
-    /// Number of elements from one row of the result to the next; at least `n`.
-    pub(crate) ldc: usize,
-    /// Whether the matmul overwrites the output `c` or is added to its previous content.
-    pub(crate) write: WriteMode,
-}
-
 /// Returns how many rows and columns of a matmul's result the innermost function (the micro-kernel)
 /// computes at a time with this instruction set.
 fn get_micro_tile_shape(instruction_set: InstructionSet) -> (usize, usize) {
     match instruction_set {
         #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx512 => (super::x86::Avx512::TILE_ROWS, super::x86::Avx512::TILE_COLUMNS),
+        InstructionSet::Amx | InstructionSet::Avx512 => {
+            (super::x86::Avx512::TILE_ROWS, super::x86::Avx512::TILE_COLUMNS)
+        }
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx2 => (super::x86::Avx2::TILE_ROWS, super::x86::Avx2::TILE_COLUMNS),
         InstructionSet::Portable => {
@@ -88,6 +80,13 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
     }
     if k == 0 {
         return;
+    }
+    #[cfg(target_arch = "x86_64")]
+    if let Some(operands) = amx::Bf16Operand::select(cpu.instruction_set, [a, b]) {
+        let len = c.len();
+        let c = OutputSlices::F32(DisjointSlices::new(c), len);
+        // SAFETY: the instruction set AMX exists only where it can be used, and this call owns `c`.
+        return unsafe { amx::matmul_bf16(cpu, &c, 0, operands, None, shape) };
     }
     let (mr, nr) = get_micro_tile_shape(cpu.instruction_set);
     let rule = SumRule::for_operands(&a.data, &b.data);
@@ -201,6 +200,15 @@ unsafe fn matmul_row_blocks(
 ) {
     let MatmulShape { m, n, ldc, write, .. } = shape;
     assert!(ldc == n, "the rows of the result are contiguous");
+    #[cfg(target_arch = "x86_64")]
+    if m * n > 0
+        && (1..=amx::MAX_ROUNDED_DEPTH).contains(&shape.k)
+        && let Some(operands) = amx::Bf16Operand::select(cpu.instruction_set, [a, b])
+    {
+        // SAFETY: the instruction set AMX exists only where it can be used. The caller guarantees
+        // that the result is not in use.
+        return unsafe { amx::matmul_bf16(cpu, &c.elements, first, operands, bias, shape) };
+    }
     let rows = if c.is_f32() { m } else { (F32_BLOCK_LEN / n.max(1)).max(MIN_BLOCK_ROWS).min(m) };
     for i in (0..m).step_by(rows.max(1)) {
         let m = rows.min(m - i);

@@ -4,10 +4,14 @@
 //! of a result. Results do not depend on the machine's C library either, because logarithms, powers
 //! and tanh of single numbers come from the crate `libm`.
 //!
+//! bf16 matmuls use AMX if the machine has it ([`amx`]).
+//!
 //! Each group of ops has a module. Kernels are written once over [`simd::Simd`] and compiled for
 //! each instruction set. 16-bit elements are converted to `f32` on reading and rounded once on
 //! writing ([`elements`]).
 mod activation;
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod attention;
 mod attention_backward;
 mod attention_dropout;

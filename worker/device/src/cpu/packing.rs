@@ -6,6 +6,7 @@
 use super::elements::{Element, InputElements, with_elements};
 use super::instruction_set::multiversion;
 use super::simd::{LANES, Simd};
+use crate::ops::WriteMode;
 use std::ops::Range;
 
 /// An operand of a matmul on the CPU: its elements, the distance between its rows, and the distance
@@ -40,6 +41,21 @@ impl<'a> Operand<'a> {
     pub(crate) fn skip_rows(self, i: usize) -> Operand<'a> {
         Operand { data: self.data.slice(i * self.row_stride..self.data.len()), ..self }
     }
+}
+
+/// The shape of one matmul, and whether the result is overwritten or added to.
+#[derive(Clone, Copy)]
+pub(crate) struct MatmulShape {
+    /// Number of rows of the result.
+    pub(crate) m: usize,
+    /// Number of columns of the result.
+    pub(crate) n: usize,
+    /// Depth: the number of terms of each sum.
+    pub(crate) k: usize,
+    /// Number of elements from one row of the result to the next; at least `n`.
+    pub(crate) ldc: usize,
+    /// Whether the matmul overwrites the output `c` or is added to its previous content.
+    pub(crate) write: WriteMode,
 }
 
 /// An operand of a matmul, with its elements of type `E` and the distances between its rows and

@@ -1,5 +1,7 @@
 //! Integration tests of the crate `device`, in one binary, because each binary takes long to link.
 
+mod amx;
+mod amx_emulator;
 mod bf16_rule;
 #[path = "../emulated_gpu/call_counts.rs"]
 mod call_counts;
@@ -13,6 +15,8 @@ mod cudnn;
 mod cudnn_plans;
 mod determinism;
 mod dropout;
+#[path = "../emulated_amx/mod.rs"]
+mod emulated_amx;
 #[path = "../emulated_gpu/mod.rs"]
 mod emulated_gpu;
 mod experts;
