@@ -8,6 +8,7 @@ use cluster::{SlurmCluster, wait_until};
 use serde_json::Value;
 use std::{collections::BTreeSet, fs};
 
+mod attach;
 mod cluster;
 mod packet_capture;
 mod preemption;

@@ -43,6 +43,11 @@ pub(crate) trait Transport {
     /// list keep their addresses. A transport that finds hosts without addresses ignores the call.
     fn update_hosts(&mut self, _hosts: &[HostAddress]) {}
 
+    /// Informs the transport of the names of the hosts of a run that this process takes over. The
+    /// environment of this process may describe only some of them. A transport that finds hosts by
+    /// the job ignores the call.
+    fn add_adopted_hosts(&mut self, _names: &[String]) {}
+
     /// Returns how many file descriptors the controller needs for its connections with the agents
     /// of `hosts` other hosts.
     fn count_descriptors(&self, hosts: usize) -> u64 {

@@ -88,6 +88,8 @@ fn take_over_run(args: &AttachArgs, run: Run, context: &CommandContext) -> diagn
     })?;
     let mut transport = find_cluster(&job)?.transport(&job).map_err(build_hosts_error)?;
     transport.update_hosts(&control.addresses);
+    let names: Vec<String> = control.hosts.iter().map(|host| host.name.clone()).collect();
+    transport.add_adopted_hosts(&names);
     let requeue = if control.requeue { cluster::find_batch_job(&job)? } else { None };
     let attach = AttachOptions {
         key: control.key().unwrap_or_else(|| unreachable!("the file was checked")),

@@ -9,7 +9,7 @@
 //! Each group of a heterogeneous job gets a separate step, because srun passes its standard input
 //! to the first group only.
 use super::{
-    allocation::SlurmAllocation,
+    allocation::{SlurmAllocation, SlurmNode, SlurmNodeGroup},
     srun,
     srun_process::SrunProcess,
     step_connection::{SlurmAgentConnection, SlurmAgentReader},
@@ -193,6 +193,29 @@ impl Transport for SlurmTransport {
         hosts.iter().map(take_result).collect()
     }
 
+    /// Adds the nodes of the run to the allocation that this process knows. In a step of some nodes,
+    /// `SLURM_JOB_NODELIST` has only the nodes of the step. Slurm itself rejects nodes that the job
+    /// does not have.
+    fn add_adopted_hosts(&mut self, names: &[String]) {
+        let groups = &mut self.allocation.groups;
+        let has_node = |groups: &[SlurmNodeGroup], name: &String| {
+            groups.iter().flat_map(|group| &group.nodes).any(|node| node.name == *name)
+        };
+        for name in names {
+            if !has_node(groups, name)
+                && let [group] = &mut groups[..]
+            {
+                group.nodes.push(SlurmNode {
+                    name: name.clone(),
+                    tasks: None,
+                    cpus: 0,
+                    gpus: None,
+                    requires_gpu_request: false,
+                });
+            }
+        }
+    }
+
     fn child_processes(&self) -> Vec<u32> {
         self.steps.iter().filter_map(|step| step.running_pid()).collect()
     }
@@ -207,7 +230,6 @@ impl Transport for SlurmTransport {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cluster::slurm::allocation::{SlurmNode, SlurmNodeGroup};
 
     /// Builds a node of an allocation that has `gpus` GPUs. `requires_gpu_request` states whether
     /// the job requested GPUs per task.
@@ -224,6 +246,22 @@ mod tests {
             .into_iter()
             .filter(|name| is_withheld_from_srun(&run, name));
         assert_eq!(hidden.collect::<Vec<_>>(), ["MINE", "HF_TOKEN"]);
+    }
+
+    #[test]
+    fn nodes_of_an_adopted_run_are_added_to_the_nodes_of_the_step() {
+        let groups = vec![SlurmNodeGroup {
+            het: None,
+            nodes: vec![build_node("b", None, false)],
+            gpus_on_batch_node: None,
+        }];
+        let allocation = SlurmAllocation { job: 7, array: None, restarts: 0, groups };
+        let mut slurm = SlurmTransport::new(allocation, &crate::testing::sample_job());
+        let hosts = ["a", "b"].map(str::to_owned);
+        assert_eq!(slurm.group_nodes_into_steps(&hosts)[0].names, ["b"]);
+        slurm.add_adopted_hosts(&hosts);
+        let steps = slurm.group_nodes_into_steps(&hosts);
+        assert_eq!((steps.len(), steps[0].names.join(",")), (1, "b,a".to_owned()));
     }
 
     #[test]
