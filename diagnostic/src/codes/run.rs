@@ -37,7 +37,7 @@ codes! {
         cause: "Another program, or another run of launch, uses the port or the socket, or the directory of the socket does not exist or is not writable.",
         remedy: "Choose another port or path, or remove `observe.metrics`.",
     }
-    COLLECTIVE_TIMEOUT: Failed = "collective-timeout" {
+    TORCH_COLLECTIVE_TIMEOUT: Failed = "torch-collective-timeout" {
         summary: "A collective of torch took longer than the timeout of its process group, and torch ended the worker.",
         cause: "Most often a rank waits in a collective that another rank never enters.",
         remedy: "The message names the collective, and the ranks that have not entered it. If a rank legitimately takes longer, raise `timeout` of `torch.distributed.init_process_group`.",

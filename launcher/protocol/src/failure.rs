@@ -149,7 +149,7 @@ impl FailureReason {
             FailureReason::AbortedByPeer => run::ROOT_CAUSE_UNKNOWN,
             FailureReason::Hang { .. } => run::HANG_DETECTED,
             FailureReason::Suspended { .. } => run::WORKER_SUSPENDED,
-            FailureReason::CollectiveTimeout { .. } => run::COLLECTIVE_TIMEOUT,
+            FailureReason::CollectiveTimeout { .. } => run::TORCH_COLLECTIVE_TIMEOUT,
             FailureReason::WorkerSilent { .. } => run::WORKER_SILENT,
             FailureReason::WorkerLost => run::WORKER_LOST,
             FailureReason::AgentLost => run::AGENT_LOST,

@@ -42,7 +42,7 @@ dist.all_reduce(x)
 fn run_until_timeout(job_dir: &JobDirectory, job: &str) -> Value {
     fs::write(job_dir.path("job.yaml"), job).unwrap();
     let ran = job_dir.run(&[]);
-    assert_eq!(ran.failure_code(), "collective-timeout");
+    assert_eq!(ran.failure_code(), "torch-collective-timeout");
     let failure = ran.expect_failure();
     assert_eq!(failure["reason"]["kind"], "collective_timeout", "{failure:#}");
     let run_dir = ran.events_named("start")[0]["run_dir"].as_str().unwrap().to_owned();
