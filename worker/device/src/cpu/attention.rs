@@ -30,7 +30,7 @@ impl AttentionOps for Cpu {
         let lens = [o.len(), lse.len(), qkv.len()];
         let (o, lse, qkv) =
             (self.as_output(o), DisjointSlices::new(lse.host_slice_mut()), InputElements::from(qkv));
-        let rule = SumRule::for_operands(&qkv, &qkv);
+        let rule = qkv.choose_sum_rule(&qkv);
         let g = AttentionLayout::new(self, "attention_forward", lens, rule, starts, shape);
         let per_head = g.key_tile_count() * KEY_TILE * (head_dim + g.padded);
         let mut packed_kv = self.scratch.borrow_buf(b * kv_heads * per_head);
@@ -64,8 +64,9 @@ impl AttentionOps for Cpu {
         let op = "attention_backward";
         let lens = [o.len(), lse.len(), qkv.len()];
         expect_lens(op, [("dqkv", dqkv.len(), qkv.len()), ("d_o", d_o.len(), o.len())]);
-        let (d_o, o, lse, qkv) = (d_o.into(), o.into(), lse.host_slice(), qkv.into());
-        let g = AttentionLayout::new(self, op, lens, SumRule::for_operands(&qkv, &d_o), starts, shape);
+        let [d_o, o, qkv] = [d_o, o, qkv].map(InputElements::from);
+        let lse = lse.host_slice();
+        let g = AttentionLayout::new(self, op, lens, qkv.choose_sum_rule(&d_o), starts, shape);
         let inputs = AttentionBackwardInputs { d_o, o, lse, qkv, starts };
         differentiate_attention(self, self.as_output(dqkv), inputs, g);
     }

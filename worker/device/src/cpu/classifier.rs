@@ -216,7 +216,7 @@ impl ClassifierChunk<'_> {
     /// Returns true if the gradients of the logits are rounded to bf16, because weight and input
     /// are bf16.
     fn rounds_gradients_to_bf16(&self) -> bool {
-        SumRule::for_operands(&self.x, &self.w) == SumRule::Bf16Blocks
+        self.x.choose_sum_rule(&self.w) == SumRule::Bf16Blocks
     }
 
     /// Replaces some columns of the logits by their gradient `(softmax − one-hot)·scale`. The

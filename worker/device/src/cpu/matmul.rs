@@ -19,6 +19,7 @@ use super::disjoint_slices::DisjointSlices;
 use super::elements::OutputSlices;
 use super::elements::{InputElements, OutputElements};
 use super::instruction_set::{InstructionSet, multiversion};
+use super::micro_kernel::prepare_thread;
 pub(crate) use super::packing::MatmulShape;
 use super::packing::{Operand, PackBlock, pack};
 use super::simd::{LANES, MAX_TILE_LEN, MicroTile, Simd};
@@ -89,7 +90,7 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
         return unsafe { amx::matmul_bf16(cpu, &c, 0, operands, None, shape) };
     }
     let (mr, nr) = get_micro_tile_shape(cpu.instruction_set);
-    let rule = SumRule::for_operands(&a.data, &b.data);
+    let rule = a.data.choose_sum_rule(&b.data);
     let (a, b) = (
         PackableOperand { operand: a, count: m, width: mr },
         PackableOperand { operand: b, count: n, width: nr },
@@ -420,113 +421,64 @@ multiversion! {
     fn multiply_block = multiply_block_tiles(t: ResultBlock, a: OperandSource, b: OperandSource)
 }
 
-/// Number of terms of [`SumRule::Bf16Blocks`] that are added to all rows of a panel before further
-/// ones. These terms of a panel of the right operand take half of an L1 cache.
-const BF16_STEP_DEPTH: usize = 4 * BF16_BLOCK_LEN;
-
-impl OperandSource<'_> {
-    /// Returns the address of the terms from `p` on of the left operand's rows from `i` on, its
-    /// strides between rows and between terms, and the number of rows that are computed above row
-    /// `i`. `rows` rows are needed.
-    #[inline(always)]
-    fn locate_left_tile<S: Simd>(
-        self,
-        t: &ResultBlock,
-        (i, rows): (usize, usize),
-        p: usize,
-        depth: usize,
-    ) -> (*const f32, usize, usize, usize) {
-        match self {
-            OperandSource::Packed(a) => (a[i * t.k + p * S::TILE_ROWS..].as_ptr(), 1, S::TILE_ROWS, 0),
-            // The last tile begins above its rows, so that it is complete.
-            OperandSource::InPlace(operand, i0, p0) => {
-                let rows_above = S::TILE_ROWS - rows;
-                let first = (i0 + i - rows_above) * operand.stride + p0 + p;
-                let address = operand.get_checked_address(first, S::TILE_ROWS, depth);
-                (address, operand.stride, 1, rows_above)
-            }
-        }
-    }
-
-    /// Returns the address of the terms from `p` on of the right operand's columns from `j` on, and
-    /// its stride between terms. `columns` columns are needed.
-    #[inline(always)]
-    fn locate_right_tile<S: Simd>(
-        self,
-        t: &ResultBlock,
-        (j, columns): (usize, usize),
-        p: usize,
-        depth: usize,
-    ) -> (*const f32, usize) {
-        match self {
-            OperandSource::Packed(b) => (b[j * t.k + p * S::TILE_COLUMNS..].as_ptr(), S::TILE_COLUMNS),
-            OperandSource::InPlace(operand, j0, p0) => {
-                let first = (p0 + p) * operand.stride + j0 + j;
-                (operand.get_checked_address(first, depth, columns), operand.stride)
-            }
-        }
-    }
-}
-
 /// Computes a block of a matmul's result, one tile (as many elements as fit in registers) after
 /// another.
-///
-/// With [`SumRule::OneChain`], a strip of the left operand stays in the L1 cache while it is
-/// multiplied by several panels of the right operand, with all terms at once. With
-/// [`SumRule::Bf16Blocks`], the terms may be added in several steps, so a few terms of a panel of
-/// the right operand stay in the L1 cache while all rows are multiplied by them. Less data is then
-/// read from the L2 cache, because the panel is wider than a strip.
 #[inline(always)]
 fn multiply_block_tiles<S: Simd>(s: S, t: ResultBlock, a: OperandSource, b: OperandSource) {
-    let _mode = t.rule.prepare_thread(s);
-    let (resident, step) = match t.rule {
-        SumRule::OneChain => ((RESIDENT_PANELS_LEN / (t.k * S::TILE_COLUMNS)).max(1), t.k),
-        SumRule::Bf16Blocks => (1, BF16_STEP_DEPTH),
-    };
+    let _mode = prepare_thread(s, t.rule);
+    let resident = (RESIDENT_PANELS_LEN / (t.k * S::TILE_COLUMNS)).max(1);
     let panels = t.columns.div_ceil(S::TILE_COLUMNS);
-    for p in (0..t.k).step_by(step) {
-        for first in (0..panels).step_by(resident) {
-            for i in (0..t.rows).step_by(S::TILE_ROWS) {
-                for panel in first..(first + resident).min(panels) {
-                    let (j, depth) = (panel * S::TILE_COLUMNS, step.min(t.k - p));
-                    multiply_tile(s, &t, (a, i), (b, j), p..p + depth);
+    for first in (0..panels).step_by(resident) {
+        let last = (first + resident).min(panels);
+        for i in (0..t.rows).step_by(S::TILE_ROWS) {
+            let rows = S::TILE_ROWS.min(t.rows - i);
+            let (a, rs, ks, rows_above) = match a {
+                OperandSource::Packed(a) => (a[i * t.k..].as_ptr(), 1, S::TILE_ROWS, 0),
+                // The last tile begins above its rows, so that it is complete.
+                OperandSource::InPlace(operand, i0, p) => {
+                    let rows_above = S::TILE_ROWS - rows;
+                    (
+                        operand.get_checked_address(
+                            (i0 + i - rows_above) * operand.stride + p,
+                            S::TILE_ROWS,
+                            t.k,
+                        ),
+                        operand.stride,
+                        1,
+                        rows_above,
+                    )
                 }
+            };
+            for panel in first..last {
+                let j = panel * S::TILE_COLUMNS;
+                let columns = S::TILE_COLUMNS.min(t.columns - j);
+                let (b, ldb) = match b {
+                    OperandSource::Packed(b) => (b[j * t.k..].as_ptr(), S::TILE_COLUMNS),
+                    OperandSource::InPlace(operand, j0, p) => (
+                        operand.get_checked_address(p * operand.stride + j0 + j, t.k, columns),
+                        operand.stride,
+                    ),
+                };
+                let tile = MicroTile {
+                    rule: t.rule,
+                    depth_start: 0,
+                    depth: t.k,
+                    a,
+                    a_row_stride: rs,
+                    a_depth_stride: ks,
+                    b,
+                    b_row_stride: ldb,
+                    // SAFETY: row i and column j are in c.
+                    c: unsafe { t.c.add(i * t.ldc + j) },
+                    c_row_stride: t.ldc,
+                    accumulate: t.add,
+                };
+                // SAFETY: the operands are complete, and `compute_and_write_tile` writes only these
+                // rows and columns.
+                unsafe { compute_and_write_tile(s, &tile, rows_above, rows, columns) };
             }
         }
     }
-}
-
-/// Adds the products of the terms `terms` to the tile at row `i` and column `j` of a block of a
-/// matmul's result.
-#[inline(always)]
-fn multiply_tile<S: Simd>(
-    s: S,
-    t: &ResultBlock,
-    (a, i): (OperandSource, usize),
-    (b, j): (OperandSource, usize),
-    terms: Range<usize>,
-) {
-    let (rows, columns) = (S::TILE_ROWS.min(t.rows - i), S::TILE_COLUMNS.min(t.columns - j));
-    let (p, depth) = (terms.start, terms.len());
-    let (a, a_row_stride, a_depth_stride, rows_above) = a.locate_left_tile::<S>(t, (i, rows), p, depth);
-    let (b, b_row_stride) = b.locate_right_tile::<S>(t, (j, columns), p, depth);
-    let tile = MicroTile {
-        rule: t.rule,
-        depth_start: 0,
-        depth,
-        a,
-        a_row_stride,
-        a_depth_stride,
-        b,
-        b_row_stride,
-        // SAFETY: row i and column j are in c.
-        c: unsafe { t.c.add(i * t.ldc + j) },
-        c_row_stride: t.ldc,
-        accumulate: t.add || p > 0,
-    };
-    // SAFETY: the operands are complete, and `compute_and_write_tile` writes only these rows and
-    // columns.
-    unsafe { compute_and_write_tile(s, &tile, rows_above, rows, columns) };
 }
 
 /// Computes a tile (a small block of a matmul's result) in registers, and writes `rows` of its

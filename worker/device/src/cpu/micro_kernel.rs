@@ -3,9 +3,18 @@
 //!
 //! A [`SumRule`] defines the order in which the terms of each element are added. The value depends
 //! on nothing else, so a matmul may be divided into tiles in any way.
+use super::flush_denormals::FlushDenormals;
 use super::simd::{LANES, MAX_TILE_ROW_LEN, MicroTile, Simd, load_array, store_array};
 use super::sum_rule::{BF16_BLOCK_LEN, SumRule};
 use std::ops::Range;
+
+/// Switches this thread to the mode of the CPU, if there is one, in which the micro-kernel flushes
+/// subnormal numbers as `rule` requires. The returned value, if any, must exist while the
+/// micro-kernel runs.
+#[inline(always)]
+pub(crate) fn prepare_thread<S: Simd>(_: S, rule: SumRule) -> Option<FlushDenormals> {
+    (rule == SumRule::Bf16Blocks && S::USES_FLUSH_MODE).then(FlushDenormals::enable)
+}
 
 /// Computes a tile of a matmul's result in registers: `MR` rows × `NV` vectors.
 ///
@@ -13,7 +22,7 @@ use std::ops::Range;
 ///
 /// The caller must ensure that all elements in the formula of [`MicroTile`] for i < MR, j < 16·NV
 /// and p < depth are readable, and that those of `c` are writable. For [`SumRule::Bf16Blocks`], the
-/// value of [`SumRule::prepare_thread`] must exist.
+/// value of [`prepare_thread`] must exist.
 #[inline(always)]
 pub(crate) unsafe fn compute_tile<S: Simd, const MR: usize, const NV: usize>(s: S, t: &MicroTile) {
     // With constant strides the compiler generates constant address offsets.

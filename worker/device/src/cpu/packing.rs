@@ -3,9 +3,10 @@
 //!
 //! A packed panel has `panel_width` rows of the left operand, or columns of the right operand.
 //! Element `i` of the panel at depth `p` is at `panel[p·panel_width + i]`.
-use super::elements::{Element, InputElements, with_elements};
+use super::elements::{Element, HalfFormat, InputElements, with_elements};
 use super::instruction_set::multiversion;
 use super::simd::{LANES, Simd};
+use super::sum_rule::SumRule;
 use crate::ops::WriteMode;
 use std::ops::Range;
 
@@ -21,6 +22,19 @@ pub(crate) struct Operand<'a> {
     pub(crate) row_stride: usize,
     /// Number of elements from one term of the sum to the next.
     pub(crate) depth_stride: usize,
+}
+
+impl InputElements<'_> {
+    /// Returns the order in which a matmul of these elements and `other` adds the terms of its
+    /// sums.
+    pub(crate) fn choose_sum_rule(&self, other: &InputElements) -> SumRule {
+        match (self, other) {
+            (InputElements::Half(HalfFormat::Bf16, _), InputElements::Half(HalfFormat::Bf16, _)) => {
+                SumRule::Bf16Blocks
+            }
+            _ => SumRule::OneChain,
+        }
+    }
 }
 
 impl<'a> Operand<'a> {

@@ -1,7 +1,7 @@
 //! Products of two matrices of `f32` in scratch memory, as attention computes them
 //! ([`ScratchProduct`]).
 use super::instruction_set::{InstructionSet, multiversion};
-use super::micro_kernel::multiply_small_matrices;
+use super::micro_kernel::{multiply_small_matrices, prepare_thread};
 use super::simd::{LANES, MicroTile, Simd};
 use super::sum_rule::SumRule;
 use std::ops::Range;
@@ -112,7 +112,7 @@ multiversion! {
 fn multiply_strips<S: Simd>(s: S, rule: SumRule, product: ScratchProduct) {
     let rows = product.rows;
     product.assert_fits(S::TILE_ROWS);
-    let _mode = rule.prepare_thread(s);
+    let _mode = prepare_thread(s, rule);
     for i in (0..rows).step_by(S::TILE_ROWS) {
         let last = (i + S::TILE_ROWS).min(rows) - 1;
         let (columns, terms) = product.find_needed_part(rule, i, last);

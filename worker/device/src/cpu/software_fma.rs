@@ -203,11 +203,8 @@ mod tests {
     fn all_instruction_sets_compute_the_same_bits() {
         let mut state = 0x1234_5678_9abc_def1;
         for _ in 0..200_000 {
-            let mut inputs = [[0.0; LANES]; 3];
-            for lane in 0..LANES {
-                let operands = draw_operands(&mut state);
-                (0..3).for_each(|i| inputs[i][lane] = operands[i]);
-            }
+            let operands: [[f32; 3]; LANES] = core::array::from_fn(|_| draw_operands(&mut state));
+            let inputs = core::array::from_fn(|i| operands.map(|operands| operands[i]));
             assert_same_results(&inputs);
         }
     }

@@ -1,7 +1,4 @@
 //! The order in which the terms of a matmul's sums are added ([`SumRule`]).
-use super::elements::{HalfFormat, InputElements};
-use super::flush_denormals::FlushDenormals;
-use super::simd::Simd;
 
 /// Number of terms in a block of a sum with [`SumRule::Bf16Blocks`].
 pub(crate) const BF16_BLOCK_LEN: usize = 32;
@@ -18,24 +15,4 @@ pub(crate) enum SumRule {
     /// terms with even index, and one over those with odd index, in rising order. Both are added,
     /// and their sum is added to the result. All operations flush subnormal numbers to zero.
     Bf16Blocks,
-}
-
-impl SumRule {
-    /// Returns the rule for a matmul of these operands.
-    pub(crate) fn for_operands(a: &InputElements, b: &InputElements) -> SumRule {
-        match (a, b) {
-            (InputElements::Half(HalfFormat::Bf16, _), InputElements::Half(HalfFormat::Bf16, _)) => {
-                SumRule::Bf16Blocks
-            }
-            _ => SumRule::OneChain,
-        }
-    }
-
-    /// Switches this thread to the mode of the CPU, if there is one, in which the micro-kernel
-    /// flushes subnormal numbers as the rule requires. The returned value, if any, must exist while
-    /// the micro-kernel runs.
-    #[inline(always)]
-    pub(crate) fn prepare_thread<S: Simd>(self, _: S) -> Option<FlushDenormals> {
-        (self == SumRule::Bf16Blocks && S::USES_FLUSH_MODE).then(FlushDenormals::enable)
-    }
 }

@@ -239,7 +239,7 @@ fn grouped_matmuls_give_the_same_bits() {
             cpu.grouped_forward(y.view_mut(), x.view(), w.view(), &groups, n, k);
             cpu.grouped_backward_input(dx.view_mut(), dy.view(), w.view(), &groups, n, k);
             cpu.grouped_backward_weight(dw.view_mut(), dy.view(), x.view(), &groups, n, k);
-            // Each group is a matmul of its own.
+            // Each group is a separate matmul.
             let g = &groups[2];
             let mut alone = Buf::zeroed(g.rows.len() * n);
             let rows = x.view().slice(g.rows.start * k..g.rows.end * k);
@@ -278,7 +278,7 @@ fn subnormal_numbers_are_kept_outside_of_bf16_products() {
     let smallest = std::hint::black_box(f32::from_bits(1));
     assert_eq!((smallest + smallest).to_bits(), 2);
     let subnormal = vec![f32::from_bits(3); 64];
-    let mut sums = vec![0.0; 1];
+    let mut sums = [0.0];
     let ones = vec![1.0; 64];
     let (to, subnormal, ones) = ((&mut sums[..]).into(), (&subnormal[..]).into(), (&ones[..]).into());
     cpu.matmul_forward(to, subnormal, ones, 1, 1, 64, WriteMode::Overwrite);
