@@ -1,5 +1,5 @@
-//! The providers of hosts (SSH, Slurm, PBS, LSF, nodes that join, and this machine), behind the trait
-//! [`Cluster`].
+//! The providers of hosts (SSH, Slurm, PBS, LSF, nodes that join, and this machine), behind the
+//! trait [`Cluster`].
 //!
 //! The list of hosts of a job, the transport to the hosts, requeuing, submission and the checks of
 //! the hosts come from one provider. No other module of the launcher depends on a scheduler.

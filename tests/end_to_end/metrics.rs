@@ -1,4 +1,5 @@
-//! Tests of `observe.metrics`: the controller serves the metrics of its run while the run is active.
+//! Tests of `observe.metrics`: the controller serves the metrics of its run while the run is
+//! active.
 use crate::support::{
     self, FinishedRun, JobDirectory, environment::clean_command, openmetrics::parse_open_metrics,
     output_to_text, report_skip, served_page::ServedPage,

@@ -31,7 +31,8 @@ impl BatchHosts {
     }
 
     /// Removes repetitions from host names, because both schedulers repeat a host for each of its
-    /// slots. Returns `None` if there are no names. Ignores the hosts after the first [`MAX_HOSTS`].
+    /// slots. Returns `None` if there are no names. Ignores the hosts after the first
+    /// [`MAX_HOSTS`].
     fn from_names<'a>(source: &'static str, names: impl Iterator<Item = &'a str>) -> Option<BatchHosts> {
         let mut seen = std::collections::HashSet::new();
         let hosts: Vec<String> =

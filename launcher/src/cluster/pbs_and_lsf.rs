@@ -58,7 +58,8 @@ pub(super) static LSF: BatchHostsCluster = BatchHostsCluster {
 
 impl BatchHostsCluster {
     /// Returns the hosts of the batch job, as far as the filters `cluster.include` and
-    /// `cluster.exclude` select them. Fails outside of a batch job, and if a host name is malformed.
+    /// `cluster.exclude` select them. Fails outside of a batch job, and if a host name is
+    /// malformed.
     fn find_hosts(&self, job: &JobSpec, get: GetVariable) -> Result<Vec<ClusterHost>, ClusterError> {
         let Some(BatchHosts { source, hosts }) = (self.list_hosts)(get)? else {
             let message = format!("the job requires the hosts of a batch job of {}", self.scheduler);
@@ -97,7 +98,8 @@ impl Cluster for BatchHostsCluster {
         _warnings: &mut Vec<Diagnostic>,
     ) -> Result<Vec<HostTarget>, ClusterError> {
         // The scheduler lists a host once for each slot, which is often a core and not a worker. So
-        // the number of workers follows from the devices of each host, as with `cluster.hosts: […]`.
+        // the number of workers follows from the devices of each host, as with `cluster.hosts:
+        // […]`.
         Ok(self.find_hosts(job, &read_variable)?.iter().map(HostTarget::from_cluster_host).collect())
     }
 

@@ -335,9 +335,10 @@ pub(crate) fn find_old_torch_python_or_skip(test: &str) -> Option<PathBuf> {
     find_environment_or_skip(test, "old-torch", "an old torch (setup-tests --all)")
 }
 
-/// Returns the Python of the environment `name`, which `scripts/setup-tests --NAME` installs. Without
-/// it, returns `None`, and lists the test as skipped. Not even continuous integration installs these
-/// environments, because they are large. `with` describes what the environment contains.
+/// Returns the Python of the environment `name`, which `scripts/setup-tests --NAME` installs.
+/// Without it, returns `None`, and lists the test as skipped. Not even continuous integration
+/// installs these environments, because they are large. `with` describes what the environment
+/// contains.
 pub(crate) fn find_optional_python(test: &str, name: &str, with: &str) -> Option<PathBuf> {
     let python = find_environment(name);
     if python.is_none() {

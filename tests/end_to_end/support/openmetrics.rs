@@ -1,4 +1,5 @@
-//! [`parse_open_metrics`]: a strict parser of the OpenMetrics text format, as far as launch uses it.
+//! [`parse_open_metrics`]: a strict parser of that part of the OpenMetrics text format that launch
+//! uses.
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Parses a text in the format OpenMetrics 1.0. Returns the value of each sample by its name and

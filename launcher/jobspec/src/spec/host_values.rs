@@ -45,8 +45,8 @@ pub enum HostSelection {
 const EXPECTED_HOSTS: &str =
     "`auto`, `local`, `slurm`, `pbs`, `lsf`, `join`, a list of hosts, or `{file: hostfile}`";
 
-/// Returns the value type ([`ValueType`]) of `cluster.hosts`: `auto`, `local`, `slurm`, `pbs`, `lsf`, `join`, a
-/// list of hosts, or `{file: hostfile}`.
+/// Returns the value type ([`ValueType`]) of `cluster.hosts`: `auto`, `local`, `slurm`, `pbs`,
+/// `lsf`, `join`, a list of hosts, or `{file: hostfile}`.
 pub(crate) fn host_selection_type() -> ValueType<HostSelection> {
     let file = json!({"file": path_type().schema});
     let schema = json!({"anyOf": [

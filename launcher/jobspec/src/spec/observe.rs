@@ -55,8 +55,8 @@ pub enum MetricsAddress {
 }
 
 impl MetricsAddress {
-    /// Parses the value of `observe.metrics`. Returns `None` if the text is no loopback address with
-    /// a port, and not `unix:` with an absolute path.
+    /// Parses the value of `observe.metrics`. Returns `None` if the text is no loopback address
+    /// with a port, and not `unix:` with an absolute path.
     pub fn parse(text: &str) -> Option<MetricsAddress> {
         if let Some(path) = text.strip_prefix("unix:") {
             let is_valid =

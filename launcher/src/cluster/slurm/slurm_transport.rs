@@ -193,9 +193,9 @@ impl Transport for SlurmTransport {
         hosts.iter().map(take_result).collect()
     }
 
-    /// Adds the nodes of the run to the allocation that this process knows. In a step of some nodes,
-    /// `SLURM_JOB_NODELIST` has only the nodes of the step. Slurm itself rejects nodes that the job
-    /// does not have.
+    /// Adds the nodes of the run to the allocation that this process knows. In a step of some
+    /// nodes, `SLURM_JOB_NODELIST` has only the nodes of the step. Slurm itself rejects nodes that
+    /// the job does not have.
     fn add_adopted_hosts(&mut self, names: &[String]) {
         let groups = &mut self.allocation.groups;
         let has_node = |groups: &[SlurmNodeGroup], name: &String| {

@@ -151,8 +151,8 @@ impl ControllerCore {
         self.suspect = None;
         self.phase_deadline = None;
         self.state = AttemptState::Ending;
-        // A rank that was aborted because a peer failed, or that waited for a peer for too long, is no
-        // evidence against its own host.
+        // A rank that was aborted because a peer failed, or that waited for a peer for too long, is
+        // no evidence against its own host.
         let blames_host =
             !matches!(cause.reason, FailureReason::AbortedByPeer | FailureReason::CollectiveTimeout { .. });
         if had_started && blames_host {

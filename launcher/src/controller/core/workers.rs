@@ -269,9 +269,9 @@ impl ControllerCore {
         }
     }
 
-    /// Fails the attempt because a worker has ended. If torch has ended the worker after the timeout
-    /// of a collective (`timeout` contains what the worker leaves about its collectives), the agents
-    /// collect evidence about the other workers first.
+    /// Fails the attempt because a worker has ended. If torch has ended the worker after the
+    /// timeout of a collective (`timeout` contains what the worker leaves about its collectives),
+    /// the agents collect evidence about the other workers first.
     fn fail_attempt_of_ended_worker(
         &mut self,
         now: Duration,

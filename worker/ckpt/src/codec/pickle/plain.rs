@@ -1,5 +1,5 @@
-//! [`parse_plain_pickle`]: reads pickles that are no checkpoints and contain no objects, such as the
-//! dumps of torch's flight recorder.
+//! [`parse_plain_pickle`]: reads pickles that are no checkpoints and contain no objects, such as
+//! the dumps of torch's flight recorder.
 use super::{PickleView, parse_pickle};
 use crate::error::PickleError;
 use serde_json::Value as Json;
