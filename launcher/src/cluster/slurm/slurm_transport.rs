@@ -45,9 +45,10 @@ pub(crate) struct SlurmTransport {
     /// machine. It is ignored if this machine has no such address.
     interface: InterfaceSelector,
     ports: PortSelection,
-    /// Variables of this process that srun does not get, because Slurm sends the environment of
-    /// srun to the nodes without encryption.
-    secret_variables: Vec<String>,
+    /// Variables of this process that srun does not get: secrets, because Slurm sends the
+    /// environment of srun to the nodes without encryption, and a list of nodes that is not
+    /// complete.
+    withheld_variables: Vec<String>,
     steps: Vec<Arc<SrunProcess>>,
 }
 
@@ -61,7 +62,7 @@ impl SlurmTransport {
             step_options: job.slurm.step_options.clone(),
             interface: job.cluster.interface.clone(),
             ports: job.cluster.ports,
-            secret_variables: names.filter(|name| is_withheld_from_srun(&job.run, name)).collect(),
+            withheld_variables: names.filter(|name| is_withheld_from_srun(&job.run, name)).collect(),
             steps: Vec::new(),
         }
     }
@@ -117,7 +118,7 @@ impl SlurmTransport {
         let invitation = Invitation { key: HandshakeKey::generate().map_err(cannot_listen)?, addresses };
         let executable = srun::StepExecutable::find_current(self.bcast, self.allocation.job)?;
         let arguments = srun::build_srun_arguments(nodes, &executable, &self.step_options);
-        let (step, output) = SrunProcess::start(&arguments, &invitation, &self.secret_variables)?;
+        let (step, output) = SrunProcess::start(&arguments, &invitation, &self.withheld_variables)?;
         self.steps.push(step.clone());
         let pending = nodes.names.iter().map(|name| PendingAgent::new(name));
         let (mut agents, mut slots) = (Vec::new(), Vec::new());
@@ -151,6 +152,10 @@ impl SlurmTransport {
         Ok(agents)
     }
 }
+
+/// The variables from which srun takes the nodes of the job. In a step of some nodes, they contain
+/// only these nodes.
+const NODE_LIST_VARIABLES: [&str; 2] = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"];
 
 /// Returns whether an environment variable may be a secret, which workers get through the encrypted
 /// control connection and not through srun. Such variables are those to which `run.env` refers, and
@@ -212,6 +217,8 @@ impl Transport for SlurmTransport {
                     gpus: None,
                     requires_gpu_request: false,
                 });
+                // Without these variables, srun asks Slurm for the nodes of the job.
+                self.withheld_variables.extend(NODE_LIST_VARIABLES.map(str::to_owned));
             }
         }
     }
@@ -262,6 +269,7 @@ mod tests {
         slurm.add_adopted_hosts(&hosts);
         let steps = slurm.group_nodes_into_steps(&hosts);
         assert_eq!((steps.len(), steps[0].names.join(",")), (1, "b,a".to_owned()));
+        assert!(NODE_LIST_VARIABLES.iter().all(|name| slurm.withheld_variables.iter().any(|v| v == name)));
     }
 
     #[test]
