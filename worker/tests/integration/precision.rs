@@ -26,6 +26,11 @@ const SMALL_TENSORS: [&str; 3] = ["loss", "losses", "grad_norms"];
 /// The largest accepted ratio of √Σ error² of launch to that of PyTorch, for a small tensor.
 const MAX_SMALL_TENSOR_RATIO: f64 = 1.1;
 
+/// The largest accepted number of tokens of a golden case that a router sends to another expert
+/// than in fp32. A rounding near a tie has this effect. One such token changes gradients by several
+/// percent, so the errors of the case are then compared only together with those of all cases.
+const MAX_CHANGED_SELECTIONS: u64 = 2;
+
 /// A function that starts the run of a golden case.
 type StartRunFn = fn(&GoldenCase) -> RunningTrainer;
 
@@ -98,6 +103,27 @@ fn compute_results(case: &GoldenCase, start: StartRunFn) -> BTreeMap<String, Vec
     concatenate_experts(out)
 }
 
+/// Counts for each layer with experts how often the router selects each expert in the first global
+/// batch of a golden case. Returns no counts for a model without experts. The batch is one
+/// micro-batch, because the trainer knows the counts of the most recent one.
+fn count_expert_selections(case: &mut GoldenCase, start: StartRunFn, precision: Precision) -> Vec<Vec<u64>> {
+    let spec = case.spec.clone();
+    (case.spec.precision, case.spec.batch.micro) = (precision, spec.batch.global);
+    let mut running = start(case);
+    running.trainer.compute_global_batch_gradients(case, 0, RankStepReport::default()).unwrap();
+    case.spec = spec;
+    running.trainer.experts.as_ref().map_or_else(Vec::new, |experts| experts.expert_selection_counts())
+}
+
+/// Returns how many tokens a router sends to another expert in `precision` than in fp32, in all
+/// layers with experts of a golden case together.
+fn count_changed_selections(case: &mut GoldenCase, start: StartRunFn, precision: Precision) -> u64 {
+    let [exact, ours] =
+        [Precision::Fp32, precision].map(|precision| count_expert_selections(case, start, precision));
+    let pairs = exact.iter().flatten().zip(ours.iter().flatten());
+    pairs.map(|(exact, ours)| exact.saturating_sub(*ours)).sum()
+}
+
 /// Asserts that the errors of launch in a precision are no larger than those of PyTorch. `name` is
 /// the name of the precision in errors.json.
 fn assert_errors_match_pytorch(precision: Precision, name: &str) {
@@ -109,6 +135,11 @@ fn assert_errors_match_pytorch(precision: Precision, name: &str) {
         case.spec.precision = precision;
         // Use the loss scale of the golden files.
         case.spec.loss_scale.initial_scale_power = 10;
+        let changed = count_changed_selections(&mut case, start, precision);
+        println!("{case_name}: {changed} selections of experts differ");
+        if changed > MAX_CHANGED_SELECTIONS {
+            failures.push(format!("{case_name}: {changed} selections of experts differ from fp32"));
+        }
         let (ours, exact) =
             (compute_results(&case, start), concatenate_experts(std::mem::take(&mut case.tensors)));
         let theirs = &theirs[&case_name][name];
@@ -127,12 +158,12 @@ fn assert_errors_match_pytorch(precision: Precision, name: &str) {
                 continue;
             }
             ratios.push(ours / theirs);
-            if ours > MAX_TENSOR_RATIO * theirs {
+            if changed == 0 && ours > MAX_TENSOR_RATIO * theirs {
                 failures.push(format!("{case_name} {key}: {ours}, PyTorch {theirs}"));
             }
         }
         println!("{case_name}: {:.3} times PyTorch's", mean(&ratios));
-        if mean(&ratios) > MAX_CASE_RATIO {
+        if changed == 0 && mean(&ratios) > MAX_CASE_RATIO {
             failures.push(format!("{case_name}: {:.3} times PyTorch's", mean(&ratios)));
         }
         all_ratios.extend(ratios);
