@@ -5,7 +5,7 @@ use crate::{
     request::Request,
     response::Response,
     routes::{METRICS_PATH, answer_metrics_request},
-    server::{HEAD_TIMEOUT, read_request, send_response},
+    server::{receive_request, send_response},
 };
 use std::{
     io, net::TcpListener as StdTcpListener, os::unix::net::UnixListener as StdUnixListener, sync::Arc,
@@ -16,7 +16,7 @@ use tokio::{
     net::{TcpListener, UnixListener},
     sync::{Semaphore, oneshot},
     task::spawn_blocking,
-    time::{sleep, timeout},
+    time::sleep,
 };
 
 /// The largest number of connections that are served at the same time. Further connections are
@@ -111,15 +111,7 @@ async fn serve_connection(
     dashboard: Arc<Dashboard>,
     is_port: bool,
 ) -> io::Result<()> {
-    let request = match timeout(HEAD_TIMEOUT, read_request(&mut stream)).await {
-        Ok(Ok(Some(request))) => request,
-        Ok(Ok(None)) => return Ok(()),
-        Ok(Err(response)) => return send_response(&mut stream, &response, true).await,
-        Err(_) => {
-            let response = Response::error(408, "the head of the request took too long");
-            return send_response(&mut stream, &response, true).await;
-        }
-    };
+    let Some(request) = receive_request(&mut stream).await? else { return Ok(()) };
     let has_body = request.method != "HEAD";
     let response = match check_request(&request, is_port) {
         Some(rejection) => rejection,

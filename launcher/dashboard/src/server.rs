@@ -31,7 +31,7 @@ const MAX_STREAMS: usize = 32;
 /// requests and to fill event streams.
 const MAX_FILE_READER_THREADS: usize = 8;
 /// The time within which a client must send the head (request line and headers) of an HTTP request.
-pub(crate) const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time within which a client must receive an HTTP response, or one message of an event stream.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
 /// The interval at which the server looks for new data of the runs that a page shows, to send it as
@@ -115,15 +115,7 @@ impl BoundServer {
 
 /// Reads the HTTP request of one connection, checks its token, and sends the response.
 async fn serve_connection(mut stream: TcpStream, shared: ConnectionContext) -> io::Result<()> {
-    let request = match timeout(HEAD_TIMEOUT, read_request(&mut stream)).await {
-        Ok(Ok(Some(request))) => request,
-        Ok(Ok(None)) => return Ok(()),
-        Ok(Err(response)) => return send_response(&mut stream, &response, true).await,
-        Err(_) => {
-            let response = Response::error(408, "the head of the request took too long");
-            return send_response(&mut stream, &response, true).await;
-        }
-    };
+    let Some(request) = receive_request(&mut stream).await? else { return Ok(()) };
     let has_body = request.method != "HEAD";
     if let Err(error) = shared.token.check_request(&request) {
         return send_response(&mut stream, &Response::error(error.status(), error), has_body).await;
@@ -141,9 +133,23 @@ async fn serve_connection(mut stream: TcpStream, shared: ConnectionContext) -> i
     send_response(&mut stream, &response, has_body).await
 }
 
+/// Reads the head of an HTTP request within [`HEAD_TIMEOUT`]. Answers a request that is invalid or
+/// late, and returns `None` for it. Also returns `None` if the client sends nothing.
+pub(crate) async fn receive_request(
+    stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+) -> io::Result<Option<Request>> {
+    let rejection = match timeout(HEAD_TIMEOUT, read_request(stream)).await {
+        Ok(Ok(request)) => return Ok(request),
+        Ok(Err(response)) => response,
+        Err(_) => Response::error(408, "the head of the request took too long"),
+    };
+    send_response(stream, &rejection, true).await?;
+    Ok(None)
+}
+
 /// Reads and parses the head (request line and headers) of an HTTP request. Returns `None` if the
 /// client sends nothing. Fails with the answer to an invalid request.
-pub(crate) async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<Option<Request>, Response> {
+async fn read_request(stream: &mut (impl AsyncRead + Unpin)) -> Result<Option<Request>, Response> {
     let (mut head, mut length) = (vec![0; MAX_HEAD_BYTES], 0);
     loop {
         let n = stream.read(&mut head[length..]).await.unwrap_or(0);
