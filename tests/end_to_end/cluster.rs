@@ -34,7 +34,7 @@ const WAIT_LIMIT: Duration = Duration::from_secs(90);
 /// they share the checkpoint directory. Returns `None` if the test is skipped.
 fn start_hosts(test: &str) -> Option<(JobDirectory, SimulatedHosts)> {
     let job_dir = JobDirectory::new();
-    let hosts = SimulatedHosts::start_with_shared_directory(test, 4, &job_dir.path(""))?;
+    let hosts = SimulatedHosts::start_with_executable(test, 4, &job_dir.path(""))?;
     fs::create_dir(job_dir.path("home")).unwrap();
     fs::create_dir(job_dir.path("jobs")).unwrap();
     Some((job_dir, hosts))
@@ -340,7 +340,7 @@ fn two_jobs_on_the_same_hosts_are_independent() {
     let Some((job_dir, hosts)) = start_hosts("cluster::two_jobs_on_the_same_hosts_are_independent") else {
         return;
     };
-    let long = "train.steps=300";
+    let long = "train.steps=100";
     let whole =
         job_dir.run(&[long, "resume.from=never", "checkpoint.every=never"]).expect_success().collect_losses();
     let [left, right] = ["left", "right"].map(|name| write_job(&job_dir, &hosts, name, TINY_JOB, ALL_HOSTS));

@@ -54,6 +54,9 @@ fn read_seconds_variable(variable: &str, seconds: u64) -> Duration {
     Duration::from_secs(value.unwrap_or(seconds))
 }
 
+/// The largest number of hosts of a test that does not need a tree of agents.
+const MAX_HOSTS_WITHOUT_TREE: u32 = 4;
+
 /// Hosts, and a directory that all of them and this machine see under the same path.
 struct RunHosts {
     // The hosts end before the disks are unmounted, and the disks before their directories are
@@ -94,7 +97,12 @@ impl RunHosts {
         job_dir: JobDirectory,
         (disk, stalling): (Option<RunDirectoryDisk>, Option<StallingDirectory>),
     ) -> Option<RunHosts> {
-        let hosts = SimulatedHosts::start_with_shared_directory(test, count, &job_dir.path(""))?;
+        // A tree of agents also distributes the executable.
+        let start = match count > MAX_HOSTS_WITHOUT_TREE {
+            true => SimulatedHosts::start_with_shared_directory,
+            false => SimulatedHosts::start_with_executable,
+        };
+        let hosts = start(test, count, &job_dir.path(""))?;
         fs::create_dir_all(job_dir.path(".home/.ssh")).unwrap();
         fs::copy(hosts.ssh_config_path(), job_dir.path(".home/.ssh/config")).unwrap();
         Some(RunHosts { hosts, disk, stalling, job_dir })

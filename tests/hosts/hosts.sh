@@ -32,6 +32,7 @@ DISK_MB=${HOSTS_DISK_MB:-1024}           # size of the private writable layer
 SHM_MB=${HOSTS_SHM_MB:-1024}
 BIND=${HOSTS_BIND:-}                     # a further shared directory (bind mount, writable)
 SSHD=${HOSTS_SSHD:-yes}                  # no: hosts without sshd
+EXECUTABLES=${HOSTS_EXECUTABLES:-}       # the cache of launch's executables that all hosts share, as with a shared home directory
 SETENV=${HOSTS_SETENV:-}                 # sshd's SetEnv, such as 'PATH=/opt/x/bin:/usr/bin:/bin'
 BR=br$ID
 NOWHERE=02:00:00:00:00:01                # an Ethernet address that no host has
@@ -74,6 +75,7 @@ init() { # init H: mounts the root file system of host H, and starts its sshd
   mount --bind "$D/scratch" "$R/scratch"                   # small private disk, kept by a reboot
   mount --bind "$DIR/shared" "$R/shared"                   # the shared file system
   if [ -n "$BIND" ]; then mkdir -p "$R$BIND"; mount --rbind "$BIND" "$R$BIND"; fi
+  if [ -n "$EXECUTABLES" ]; then mkdir -p "$R/root/.cache/launch/bin"; mount --bind "$EXECUTABLES" "$R/root/.cache/launch/bin"; fi
   cd "$R"; mkdir -p .old; pivot_root . .old; cd /; umount -l /.old; rmdir /.old 2>/dev/null || true
   hostname "$h"
   cp "/shared/.boot/$h/"ssh_host_ed25519_key* /etc/ssh/; chmod 600 /etc/ssh/ssh_host_ed25519_key
@@ -107,7 +109,7 @@ boot() { # boot H: starts the namespaces of a host, whose network namespace exis
     # a separate session without inherited descriptors, so that the host keeps no process of the caller alive
     exec setsid nsenter --net="/run/netns/$ID-$h" unshare --mount --uts --ipc --pid --fork \
       env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
-      HOSTS_ID="$ID" HOSTS_DIR="$DIR" HOSTS_SHM_MB="$SHM_MB" HOSTS_BIND="$BIND" HOSTS_SSHD="$SSHD" \
+      HOSTS_ID="$ID" HOSTS_DIR="$DIR" HOSTS_SHM_MB="$SHM_MB" HOSTS_BIND="$BIND" HOSTS_SSHD="$SSHD" HOSTS_EXECUTABLES="$EXECUTABLES" \
       bash "$SELF" __init "$h" </dev/null >"$D/init.log" 2>&1 9>&- ) &
   echo $! > "$D/outer"
 }

@@ -6,6 +6,7 @@ use super::{
     },
     *,
 };
+use crate::support::slowed_worker::SlowedWorker;
 use std::collections::BTreeSet;
 
 /// Starts the job with the settings `set`, with copies in memory. The checkpoints are in the
@@ -186,7 +187,7 @@ fn without_keep_workers_all_workers_are_started_again() {
 fn the_workers_of_other_hosts_keep_their_processes_after_the_loss_of_a_host() {
     let test =
         "cluster::kept_workers::the_workers_of_other_hosts_keep_their_processes_after_the_loss_of_a_host";
-    check_loss_of_a_host(test, "train.steps=600", &[]);
+    check_loss_of_a_host(test, &[]);
 }
 
 /// The agents form a chain in any order. The lost agent may have another one below it.
@@ -196,17 +197,19 @@ fn workers_below_other_agents_keep_their_processes_after_the_loss_of_a_host() {
         "cluster::kept_workers::workers_below_other_agents_keep_their_processes_after_the_loss_of_a_host";
     // On a busy machine, a reconnection takes seconds.
     let set = ["cluster.ssh.fanout=1", "run.host_lease=10s"];
-    check_loss_of_a_host(test, "train.steps=1200", &set);
+    check_loss_of_a_host(test, &set);
 }
 
 /// Trains on three hosts, with the settings `set`, and loses a host and then a worker of another
-/// one. Checks, as the test `test`, that the other workers keep their processes. The training of
-/// `steps` must take longer than the commands of the test, which take parts of a second.
-fn check_loss_of_a_host(test: &str, steps: &str, set: &[&str]) {
+/// one. Checks, as the test `test`, that the other workers keep their processes.
+fn check_loss_of_a_host(test: &str, set: &[&str]) {
     let Some((job_dir, hosts)) = start_hosts(test) else { return };
+    let steps = "train.steps=150";
     let whole = run_undisturbed(&job_dir, &[steps]);
     let set = [&[steps, "run.restarts=3", "run.min_hosts=3"], set].concat();
     let mut job = start_with_spare_host(&job_dir, &hosts, "kept", &set);
+    // The training must take longer than the commands of the test.
+    let slowed = SlowedWorker::start(&hosts, "h0");
     job.wait_for_event("step", 10);
     // the spare host has the last index, so the ranks of the hosts before the lost one are
     // unchanged
@@ -222,6 +225,7 @@ fn check_loss_of_a_host(test: &str, steps: &str, set: &[&str]) {
     job.wait_for_event("step", resumed["step"].as_u64().unwrap() + 3);
     // a worker of another host is killed, too
     hosts.run_shell("h1", "kill -9 $(pgrep -f '^launch worker' | head -1)");
+    drop(slowed);
     let ran = job.wait_for_end().expect_success();
     check_resumes(&ran, &whole, 2);
     check_weights(&job_dir, ["undisturbed", "runs/kept/checkpoints"], whole.len());

@@ -2,14 +2,16 @@
 //! (tests/hosts/hosts.sh).
 
 use super::{
-    environment::{SIMULATION_ROOT, clean_command},
+    environment::{LAUNCH_EXECUTABLE, SIMULATION_ROOT, clean_command},
     report_skip,
 };
 use std::{
-    fs::{self, File},
+    fs::{self, DirBuilder, File},
     net::UdpSocket,
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     process::{Command, Output},
+    time::SystemTime,
 };
 
 /// The largest number of sets of simulated hosts that exist at the same time.
@@ -26,6 +28,8 @@ pub(crate) struct SimulatedHosts {
     name_prefix: String,
     /// Whether each host has an sshd.
     has_sshd: bool,
+    /// The cache of launch's executables that the hosts share; `None` if each has its own.
+    executable_cache: Option<PathBuf>,
     /// A file lock that reserves the number of this set of hosts. Other sets that exist at the same
     /// time have other numbers.
     _number_lock: File,
@@ -45,7 +49,7 @@ impl SimulatedHosts {
         (name_prefix, count): (&str, u32),
         shared_directory: &Path,
     ) -> Option<SimulatedHosts> {
-        SimulatedHosts::start_host_set(test, (name_prefix, count), shared_directory, false)
+        SimulatedHosts::start_host_set(test, (name_prefix, count), shared_directory, (false, None))
     }
 
     /// Starts `count` hosts that see the directory `shared_directory` of this machine under the
@@ -55,7 +59,19 @@ impl SimulatedHosts {
         count: u32,
         shared_directory: &Path,
     ) -> Option<SimulatedHosts> {
-        SimulatedHosts::start_host_set(test, ("h", count), shared_directory, true)
+        SimulatedHosts::start_host_set(test, ("h", count), shared_directory, (true, None))
+    }
+
+    /// Starts hosts as [`start_with_shared_directory`](Self::start_with_shared_directory) does, and
+    /// gives them one cache that contains launch's executable, as hosts with a shared home directory
+    /// have. This saves the time to copy the executable to each host.
+    pub(crate) fn start_with_executable(
+        test: &str,
+        count: u32,
+        shared_directory: &Path,
+    ) -> Option<SimulatedHosts> {
+        let cache = create_executable_cache();
+        SimulatedHosts::start_host_set(test, ("h", count), shared_directory, (true, Some(cache)))
     }
 
     /// Starts `count` hosts whose names begin with `name_prefix`.
@@ -63,7 +79,7 @@ impl SimulatedHosts {
         test: &str,
         (name_prefix, count): (&str, u32),
         shared_directory: &Path,
-        has_sshd: bool,
+        (has_sshd, executable_cache): (bool, Option<PathBuf>),
     ) -> Option<SimulatedHosts> {
         if let Some(missing) = find_missing_requirement() {
             report_skip(test, &missing);
@@ -85,6 +101,7 @@ impl SimulatedHosts {
             shared_directory: shared_directory.to_path_buf(),
             name_prefix: name_prefix.to_owned(),
             has_sshd,
+            executable_cache,
             _number_lock: lock,
         };
         let up = hosts.run_hosts_script(&["up", &count.to_string()]);
@@ -103,6 +120,9 @@ impl SimulatedHosts {
             .env("HOSTS_DIR", &self.directory);
         command.env("HOSTS_BIND", &self.shared_directory).env("HOSTS_PREFIX", &self.name_prefix);
         command.env("HOSTS_SSHD", if self.has_sshd { "yes" } else { "no" });
+        if let Some(cache) = &self.executable_cache {
+            command.env("HOSTS_EXECUTABLES", cache);
+        }
         command.output().expect("hosts.sh starts")
     }
 
@@ -165,6 +185,32 @@ impl Drop for SimulatedHosts {
         _ = self.run_hosts_script(&["down"]);
         _ = fs::remove_dir_all(&self.directory);
     }
+}
+
+/// Returns a directory that contains only the executable under test, named as the launcher names it
+/// in the cache of a host. The tests of one build share the directory.
+fn create_executable_cache() -> PathBuf {
+    let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("executables");
+    fs::create_dir_all(&root).expect("a directory for executables");
+    let lock = File::create(root.join("lock")).expect("a lock file");
+    lock.lock().expect("the lock");
+    let built = fs::metadata(LAUNCH_EXECUTABLE).and_then(|file| file.modified()).expect("a built executable");
+    let built = built.duration_since(SystemTime::UNIX_EPOCH).expect("a time after 1970").as_nanos();
+    let cache = root.join(built.to_string());
+    if !cache.exists() {
+        // Removes the executables of earlier builds.
+        let entries = fs::read_dir(&root).expect("the directory").flatten();
+        for entry in entries.filter(|entry| entry.file_name() != "lock") {
+            fs::remove_dir_all(entry.path()).expect("a removed directory");
+        }
+        let new = root.join("new");
+        DirBuilder::new().mode(0o700).create(&new).expect("a new directory");
+        let hash = clean_command(LAUNCH_EXECUTABLE).args(["agent", "--own-hash"]).output().expect("a hash");
+        let hash = String::from_utf8(hash.stdout).expect("a hash");
+        fs::copy(LAUNCH_EXECUTABLE, new.join(hash.trim())).expect("a copy of the executable");
+        fs::rename(&new, &cache).expect("the directory under its final name");
+    }
+    cache
 }
 
 /// Returns the first three bytes of the IP addresses of a set of hosts.

@@ -118,7 +118,13 @@ fn xor_into(sum: &mut Vec<u8>, bytes: &[u8]) {
     if sum.len() < bytes.len() {
         sum.resize(bytes.len(), 0);
     }
-    sum.iter_mut().zip(bytes).for_each(|(s, b)| *s ^= b);
+    // Eight bytes at a time, which is faster even where the compiler does not vectorize.
+    let (words, rest) = bytes.as_chunks::<8>();
+    let (sum_words, sum_rest) = sum[..bytes.len()].as_chunks_mut::<8>();
+    for (s, b) in sum_words.iter_mut().zip(words) {
+        *s = (u64::from_ne_bytes(*s) ^ u64::from_ne_bytes(*b)).to_ne_bytes();
+    }
+    sum_rest.iter_mut().zip(rest).for_each(|(s, b)| *s ^= b);
 }
 
 /// The result of rebuilding damaged files of a checkpoint from its parity files, as lines for the
