@@ -11,9 +11,9 @@ use globset::{Glob, GlobMatcher};
 use jobspec::{
     EnvSource, JobSpec, RunSpec,
     env::{USER_OVERRIDABLE_VARIABLES, is_device_variable, is_probable_secret_name},
-    hide_secret_arguments, is_reserved_variable, read_input_file,
+    hide_secret_arguments, hide_url_passwords, is_reserved_variable, read_input_file,
 };
-use std::{env, ffi::OsString, fmt, path::Path};
+use std::{borrow::Cow, env, ffi::OsString, fmt, path::Path};
 
 /// The text that is printed and stored in place of a secret value.
 pub(crate) const REDACTED: &str = "***";
@@ -87,21 +87,22 @@ pub(crate) fn resolve_secret_variables(run: &RunSpec) -> Result<SecretVariables,
     if errors.is_empty() { Ok(SecretVariables { referenced, passed }) } else { Err(errors) }
 }
 
-/// Returns the value of an environment variable, or a placeholder if the name of the variable looks
-/// like that of a secret.
-pub(crate) fn redact_secret_value<'a>(name: &str, value: &'a str) -> &'a str {
-    if is_probable_secret_name(name) && !value.is_empty() { REDACTED } else { value }
+/// Returns the value of an environment variable without passwords of URLs, or a placeholder if the
+/// name of the variable looks like that of a secret.
+pub(crate) fn redact_secret_value<'a>(name: &str, value: &'a str) -> Cow<'a, str> {
+    match is_probable_secret_name(name) && !value.is_empty() {
+        true => REDACTED.into(),
+        false => hide_url_passwords(value),
+    }
 }
 
 /// Returns a copy of the job that may be printed and stored: a placeholder replaces each value
 /// whose name suggests a secret. In the copy, [`REDACTED`] replaces values of `run.env` and of
-/// options in `run.command` whose names suggest a secret.
+/// options in `run.command` whose names suggest a secret, and passwords of URLs there are hidden.
 pub(crate) fn redact_job_secrets(job: &JobSpec) -> JobSpec {
     let mut redacted = job.clone();
     for (name, value) in &mut redacted.run.env {
-        if is_probable_secret_name(name) && !value.is_empty() {
-            REDACTED.clone_into(value);
-        }
+        *value = redact_secret_value(name, value).into_owned();
     }
     for item in &mut redacted.run.wrap {
         item.command = hide_secret_arguments(&item.command);
@@ -272,6 +273,8 @@ mod tests {
         }
         let values: Vec<String> = redact_job_secrets(&job).run.env.into_iter().map(|(_, v)| v).collect();
         assert_eq!(values, [REDACTED, REDACTED, "v", "v", REDACTED, "v"]);
+        job.run.env = vec![("PROXY".into(), "http://user:abc@host".into())];
+        assert_eq!(redact_job_secrets(&job).run.env[0].1, "http://user:***@host");
     }
 
     #[test]

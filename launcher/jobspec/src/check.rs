@@ -22,6 +22,7 @@ use crate::{
         job::JobSpec,
         run::VisibleDevices,
     },
+    url_password::hide_url_passwords,
 };
 use diagnostic::{Severity, codes::job as codes};
 
@@ -178,6 +179,16 @@ fn warn_about_secrets(d: &mut JobDecoder, job: &JobSpec) {
             format!("`{name}` looks like a secret, and its value is written in the job"),
             &format!(
                 "use `{name}: {{from_env: {name}}}` or `{{from_file: path}}`; plans show the value as `***`"
+            ),
+        );
+    }
+    for (name, _) in job.run.env.iter().filter(|(_, value)| hide_url_passwords(value) != **value) {
+        d.report_warning(
+            codes::JOB_SECRET_IN_FILE,
+            &format!("run.env.{name}"),
+            format!("the URL in `{name}` contains a password, which is written in the job"),
+            &format!(
+                "use `{name}: {{from_env: {name}}}` or `{{from_file: path}}`; plans show the password as `*`"
             ),
         );
     }

@@ -24,6 +24,7 @@ mod reload;
 mod schema;
 mod secret_text;
 mod spec;
+mod url_password;
 mod yaml;
 
 pub use accelerators::{AcceleratorKind, AcceleratorTraits};
@@ -69,6 +70,7 @@ pub use spec::{
     },
     wrap::{RankSelection, WrapSpec},
 };
+pub use url_password::hide_url_passwords;
 pub use yaml::{
     document::{Document, DocumentItem, DocumentSyntax, DocumentValue},
     format::quote_yaml,

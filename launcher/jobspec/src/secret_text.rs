@@ -1,6 +1,7 @@
 //! [`hide_secret_values`] and [`hide_secret_arguments`]: hide secrets in text and command lines
 //! before they are printed or stored.
-use crate::env::is_probable_secret_name;
+use crate::{env::is_probable_secret_name, url_password::hide_url_passwords};
+use std::borrow::Cow;
 
 /// The text before the name of an environment variable in an argument such as `--set
 /// run.env.NAME=value`, whose value may be a secret.
@@ -106,8 +107,9 @@ fn is_placeholder(word: &str) -> bool {
 }
 
 /// Replaces each character of a secret value by `*`, where a name that suggests a secret precedes
-/// the value, as in `HF_TOKEN: value` or `--token value`. Recognizes the syntax of a line of YAML,
-/// of an override and of an option. The columns of other text stay the same.
+/// the value, as in `HF_TOKEN: value` or `--token value`, and of passwords in URLs. Recognizes the
+/// syntax of a line of YAML, of an override and of an option. The columns of other text stay the
+/// same.
 pub fn hide_secret_values(text: &str) -> String {
     let mut hidden = String::with_capacity(text.len());
     let mut rest = text;
@@ -134,7 +136,10 @@ pub fn hide_secret_values(text: &str) -> String {
         rest = &rest[value_end..];
     }
     hidden.push_str(rest);
-    hidden
+    match hide_url_passwords(&hidden) {
+        Cow::Borrowed(_) => hidden,
+        Cow::Owned(hidden) => hidden,
+    }
 }
 
 /// Returns whether a character can be part of the name of a variable, key or option.
@@ -158,8 +163,14 @@ fn is_secret_name(name: &str, is_variable: bool) -> bool {
 fn find_value_start(text: &str) -> Option<usize> {
     let after_quote = text.trim_start_matches(['"', '\'']).trim_start_matches(' ');
     let value = after_quote.strip_prefix([':', '='])?.trim_start_matches(' ');
-    let is_value = !value.is_empty() && !value.starts_with(['{', '[', '|', '>', '\n']);
+    let is_value = !value.is_empty() && !value.starts_with(['|', '>', '\n']) && !is_reference(value);
     is_value.then_some(text.len() - value.len())
+}
+
+/// Returns whether a value begins as a reference does: `{from_env: NAME}` or `{from_file: path}`.
+fn is_reference(value: &str) -> bool {
+    let inner = value.strip_prefix('{').map(str::trim_start);
+    inner.is_some_and(|inner| inner.starts_with("from_env:") || inner.starts_with("from_file:"))
 }
 
 /// Returns at which byte of `text`, which follows the name of a command-line option, the value of
@@ -191,13 +202,16 @@ fn measure_option_value(value: &str, before: &str) -> usize {
     end.unwrap_or(line).min(line)
 }
 
-/// Returns the length in bytes of the YAML or shell value with which `text` begins. In a flow
-/// mapping, a plain value ends before the next separator.
+/// Returns the length in bytes of the YAML or shell value with which `text` begins. A list or
+/// mapping, which is a mistake in place of a secret, ends with its first closing bracket. In a
+/// flow mapping, a plain value ends before the next separator.
 fn measure_value(text: &str, in_mapping: bool) -> usize {
     let line = text.find('\n').unwrap_or(text.len());
     let quoted = text.chars().next().filter(|quote| matches!(quote, '"' | '\''));
     let end = match quoted {
         Some(quote) => text[1..].find(quote).map(|at| at + 2),
+        None if text.starts_with('[') => text[..line].find(']').map(|at| at + 1),
+        None if text.starts_with('{') => text[..line].find('}').map(|at| at + 1),
         None if in_mapping => text.find([',', '}']),
         None => None,
     };
@@ -230,6 +244,10 @@ mod tests {
             ("prog --token='a, b' c", "prog --token='****' c"),
             ("db_password: \"it\" # 1", "db_password: **** # 1"),
             ("HF_TOKEN: 'unclosed", "HF_TOKEN: *********"),
+            ("env: {HF_TOKEN: [a, b], B: c}", "env: {HF_TOKEN: ******, B: c}"),
+            ("HF_TOKEN: {from: x}", "HF_TOKEN: *********"),
+            ("HF_TOKEN: [a", "HF_TOKEN: **"),
+            ("uri: https://user:abc@host/x", "uri: https://user:***@host/x"),
             ("HF_TOKEN: a\nB: c", "HF_TOKEN: *\nB: c"),
         ] {
             assert_eq!(hide_secret_values(text), expected);

@@ -63,8 +63,8 @@ impl SimulatedHosts {
     }
 
     /// Starts hosts as [`start_with_shared_directory`](Self::start_with_shared_directory) does, and
-    /// gives them one cache that contains launch's executable, as hosts with a shared home directory
-    /// have. This saves the time to copy the executable to each host.
+    /// gives them one cache that contains launch's executable, as hosts with a shared home
+    /// directory have. This saves the time to copy the executable to each host.
     pub(crate) fn start_with_executable(
         test: &str,
         count: u32,

@@ -5,6 +5,7 @@ use super::{
     text_file::{MAX_JOB_BYTES, decode_utf8, file_error, read_limited_file, reject_control_characters},
     tree::{SourceSpan, YamlNode, YamlValue, make_excerpt},
 };
+use crate::url_password::hide_url_passwords;
 use diagnostic::{
     Location,
     codes::{command, job as codes},
@@ -65,9 +66,10 @@ impl DocumentItem {
         DocumentItem { value, text, span: neighbor.span }
     }
 
-    /// Describes the value for an error message, such as ``the text `abc` ``, `3` or `a list`.
+    /// Describes the value for an error message, such as ``the text `abc` ``, `3` or `a list`,
+    /// without passwords of URLs.
     pub fn describe(&self) -> String {
-        let raw = make_excerpt(&self.text);
+        let raw = make_excerpt(&hide_url_passwords(&self.text));
         match &self.value {
             DocumentValue::Null => "nothing".to_owned(),
             DocumentValue::Bool(_) | DocumentValue::Int(_) | DocumentValue::Float(_) => raw,

@@ -1,4 +1,5 @@
 //! [`YamlNode`]: a YAML value with its children, and with the span of text that it was read from.
+use crate::url_password::hide_url_passwords;
 
 /// The largest number of characters of a value that an error message quotes.
 const MAX_EXCERPT_CHARS: usize = 60;
@@ -62,9 +63,10 @@ impl PartialEq for YamlNode {
 }
 
 impl YamlNode {
-    /// Describes the value for an error message, such as ``the text `abc` ``, `3` or `a list`.
+    /// Describes the value for an error message, such as ``the text `abc` ``, `3` or `a list`,
+    /// without passwords of URLs.
     pub(crate) fn describe(&self) -> String {
-        let raw = make_excerpt(&self.raw);
+        let raw = make_excerpt(&hide_url_passwords(&self.raw));
         match &self.value {
             YamlValue::Null => "nothing".to_owned(),
             YamlValue::Bool(_) | YamlValue::Int(_) | YamlValue::Float(_) => raw,

@@ -53,7 +53,7 @@ fn replace_control_characters(text: &str) -> String {
 
 /// Returns the value of the environment variable `name`, or a placeholder if the name looks secret.
 fn redact_if_secret(name: &OsStr, value: &OsStr) -> String {
-    redact_secret_value(&to_printable_text(name), &to_printable_text(value)).to_owned()
+    redact_secret_value(&to_printable_text(name), &to_printable_text(value)).into_owned()
 }
 
 #[cfg(test)]
