@@ -62,16 +62,16 @@ impl Cluster for SlurmCluster {
     }
 
     fn find_requeueable_batch_job(&self, job: &JobSpec) -> diagnostic::Result<Option<BatchJob>> {
-        match read_current_allocation() {
-            Ok(Some(found)) => Ok(Some(BatchJob {
-                label: format!("Slurm job {}", found.job),
-                id: found.job.to_string(),
-                restarts: found.restarts,
+        match read_current_job() {
+            Some((id, restarts)) => Ok(Some(BatchJob {
+                label: format!("Slurm job {id}"),
+                id: id.to_string(),
+                restarts,
                 max_requeues: job.slurm.requeues,
                 limit_key: "slurm.requeues",
                 requeue: slurm_commands::requeue_job,
             })),
-            _ => Err(Diagnostic::error(
+            None => Err(Diagnostic::error(
                 codes::SLURM_REQUEUE_UNAVAILABLE,
                 "`--requeue` requires a Slurm batch job, but launch runs outside of one",
             )
@@ -110,10 +110,7 @@ impl Cluster for SlurmCluster {
     }
 
     fn find_batch_job_end(&self) -> diagnostic::Result<Option<BatchJobEnd>> {
-        match read_current_allocation() {
-            Ok(Some(found)) => slurm_commands::query_job_end(found.job).map(Some),
-            _ => Ok(None),
-        }
+        read_current_job().map(|(id, _)| slurm_commands::query_job_end(id)).transpose()
     }
 
     fn kill_report_delay(&self) -> Duration {
@@ -138,6 +135,12 @@ fn is_in_step() -> bool {
 /// Returns `None` outside of Slurm.
 fn read_current_allocation() -> diagnostic::Result<Option<SlurmAllocation>> {
     read_allocation(&|name| std::env::var(name).ok())
+}
+
+/// Reads the id of the Slurm job in which this process runs, and the number of its requeues, from
+/// the environment variables of this process. Returns `None` outside of Slurm.
+fn read_current_job() -> Option<(u64, u32)> {
+    allocation::read_job_id_and_restarts(&|name| std::env::var(name).ok())
 }
 
 /// Reads the Slurm allocation from the environment variables of this process. Fails outside of

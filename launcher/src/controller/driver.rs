@@ -33,13 +33,13 @@ use super::{
     journal::{Journal, JournalSummary, StoredReportReceiver},
     run_request::{AttachOptions, ResumePreparer, RunOptions, RunRequest},
     run_status::StatusKeeper,
-    signals::SignalReceiver,
+    signals::{SignalAnnouncements, SignalReceiver},
     status_file::StatusFile,
     streamed_logs::StreamedLogs,
 };
 use crate::{
     clock::RunningClock,
-    cluster::{AgentHandle, AgentStartStep, BatchJob, HostTarget, Transport},
+    cluster::{self, AgentHandle, AgentStartStep, BatchJob, HostTarget, Transport},
     connection::{FrameError, Outbox},
     core_dumps::disable_core_dumps,
     detached_controller::StartNotifier,
@@ -485,7 +485,10 @@ impl ControllerDriver {
         self.preexisting_children = list_children();
         become_subreaper()
             .map_err(|error| build_setup_error("cannot become a child subreaper").with_cause(&error))?;
-        SignalReceiver::install(self.job.run.signals, self.requeue.is_some())
+        // On nodes that join, the controller may itself be in the step that Slurm ends.
+        let announcements =
+            SignalAnnouncements { usr1: self.requeue.is_some(), term: cluster::sigterm_announces_job_end() };
+        SignalReceiver::install(self.job.run.signals, announcements)
             .map_err(|error| build_setup_error("cannot catch signals").with_cause(&error))
     }
 }

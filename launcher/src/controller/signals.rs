@@ -19,8 +19,16 @@ pub(super) struct SignalReceiver {
     usr1: SignalStream,
     usr2: SignalStream,
     child: SignalStream,
+    announcements: SignalAnnouncements,
+}
+
+/// Which signals to this process announce that the batch system is about to end the job.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SignalAnnouncements {
     /// Whether SIGUSR1 announces the time limit of the batch job.
-    has_time_limit: bool,
+    pub(super) usr1: bool,
+    /// Whether SIGTERM announces the end of the batch job, whatever its reason.
+    pub(super) term: bool,
 }
 
 /// What a signal requests of the controller, such as to stop the run.
@@ -43,9 +51,9 @@ impl SignalEvent {
 
 impl SignalReceiver {
     /// Begins to catch the signals that control a run, such as SIGINT, SIGTERM and those of
-    /// `run.signals`. `actions` states what each signal means. With `has_time_limit`, SIGUSR1 means
-    /// that the time limit of the batch job is near.
-    pub(super) fn install(actions: SignalActions, has_time_limit: bool) -> io::Result<Self> {
+    /// `run.signals`. `actions` states what each signal means to which `announcements` gives no
+    /// meaning.
+    pub(super) fn install(actions: SignalActions, announcements: SignalAnnouncements) -> io::Result<Self> {
         Ok(SignalReceiver {
             actions,
             interrupt: signal(SignalKind::interrupt())?,
@@ -55,7 +63,7 @@ impl SignalReceiver {
             usr1: signal(SignalKind::user_defined1())?,
             usr2: signal(SignalKind::user_defined2())?,
             child: signal(SignalKind::child())?,
-            has_time_limit,
+            announcements,
         })
     }
 
@@ -70,10 +78,13 @@ impl SignalReceiver {
         let SignalActions { usr1, usr2, term } = self.actions;
         tokio::select! {
             _ = self.interrupt.recv() => SignalEvent::from_input(ControllerInput::Stop(StopRequest::Interrupt)),
-            _ = self.terminate.recv() => interpret_signal(term, Signal::SIGTERM),
+            _ = self.terminate.recv() => match self.announcements.term {
+                true => SignalEvent::from_input(ControllerInput::Stop(StopRequest::BatchSystem)),
+                false => interpret_signal(term, Signal::SIGTERM),
+            },
             _ = self.quit.recv() => SignalEvent::from_input(ControllerInput::Kill),
             _ = hangup => SignalEvent::from_input(ControllerInput::Stop(StopRequest::Terminate)),
-            _ = self.usr1.recv() => match self.has_time_limit {
+            _ = self.usr1.recv() => match self.announcements.usr1 {
                 true => SignalEvent::from_input(ControllerInput::Stop(StopRequest::TimeLimit)),
                 false => interpret_signal(usr1, Signal::SIGUSR1),
             },

@@ -105,6 +105,33 @@ fn check_preempted_evaluation(cluster: &SlurmCluster) {
     assert!(steps("eval").is_empty() && steps("checkpoint").first() == Some(&5), "{events:?}");
 }
 
+/// Preempts and then cancels a program on nodes that join: the batch script starts `launch` once on
+/// each node. Slurm sends SIGTERM to all of them, also to the controller on node 0.
+fn check_nodes_that_join(cluster: &SlurmCluster) {
+    cluster.run_on_node_successfully("h0", "seq 100 > key && chmod 600 key");
+    let script = "trap '' TERM; trap 'touch joined-saved.$RANK; exit 0' USR1; touch joined-up.$RANK; \
+                  while :; do sleep 0.1; done";
+    cluster.write_program_job("{}", "grace_period: 8s\n  stop_signal: SIGUSR1", script);
+    let launch = "srun ./launch job.yaml --key-file key --set name=joined";
+    let submit = "sbatch -p requeued --parsable -N2 --ntasks-per-node=1 --exclusive -o joined.out";
+    let job = cluster.run_on_node_successfully("h0", &format!("{submit} --wrap '{launch}'"));
+    let files_exist =
+        |name: &str| (0..2).all(|rank| cluster.shared_path(&format!("{name}.{rank}")).exists()).then_some(());
+    let context = || format!("{}\n{}", cluster.describe_job(&job), cluster.read_shared_file("joined.out"));
+    for end in ["preemption", "cancelled"] {
+        wait_until("the start", context, || files_exist("joined-up"));
+        cluster.run_on_node_successfully("h0", "rm joined-up.*");
+        match end {
+            "preemption" => preempt_job(cluster, &job, 2, 1),
+            _ => _ = cluster.run_on_node_successfully("h0", &format!("scancel {job}")),
+        }
+        wait_until("the saved state", context, || files_exist("joined-saved"));
+        cluster.run_on_node_successfully("h0", "rm joined-saved.*");
+    }
+    cluster.wait_for_job_end(&job, "CANCELLED");
+    assert_eq!(cluster.read_end_reasons("joined"), ["preemption", "cancelled"], "{}", context());
+}
+
 #[test]
 fn preempted_jobs_save_are_requeued_and_resume() {
     let Some(cluster) = SlurmCluster::start("preempted_jobs_save_are_requeued_and_resume", 2) else { return };
@@ -114,6 +141,7 @@ fn preempted_jobs_save_are_requeued_and_resume() {
         check_preempted_training(&cluster, partition, count, &expected);
     }
     check_preempted_evaluation(&cluster);
+    check_nodes_that_join(&cluster);
     // a program, in a batch script that does not let launch requeue the job. The program ignores
     // the SIGTERM that Slurm sends to it (proctrack/linuxproc).
     let script = "[ -e saved ] && exit 0; trap '' TERM; trap 'touch saved; exit 0' USR1; touch up; \

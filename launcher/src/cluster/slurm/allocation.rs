@@ -35,8 +35,6 @@ pub(super) struct SlurmAllocation {
     /// For a task of a job array: the job id of the array, and the index of the task. `None` for
     /// other jobs.
     pub(super) array: Option<(u64, u64)>,
-    /// The number of times that Slurm has requeued this job.
-    pub(super) restarts: u32,
     /// The groups of nodes. Only a heterogeneous job has more than one group.
     pub(super) groups: Vec<SlurmNodeGroup>,
 }
@@ -182,8 +180,16 @@ pub(super) fn read_allocation(
     }
     let array = get("SLURM_ARRAY_JOB_ID").zip(get("SLURM_ARRAY_TASK_ID"));
     let array = array.and_then(|(job, task)| parse_number(&job).zip(parse_number(&task)));
+    Ok(Some(SlurmAllocation { job, array, groups }))
+}
+
+/// Reads the id of the Slurm job in which this process runs, and how often Slurm has requeued the
+/// job. Returns `None` outside of Slurm. Also answers in a step in which each task is launch on
+/// another node (nodes that join), from which [`read_allocation`] returns an error.
+pub(super) fn read_job_id_and_restarts(get: &dyn Fn(&str) -> Option<String>) -> Option<(u64, u32)> {
+    let job = get("SLURM_JOB_ID").and_then(|id| parse_number(&id))?;
     let restarts = get("SLURM_RESTART_COUNT").and_then(|n| parse_number(&n)).unwrap_or(0);
-    Ok(Some(SlurmAllocation { job, array, restarts: restarts.min(u64::from(u32::MAX)) as u32, groups }))
+    Some((job, u32::try_from(restarts).unwrap_or(u32::MAX)))
 }
 
 /// Fails if launch runs in a step of several tasks (`srun launch job.yaml`), which would run the

@@ -1,6 +1,6 @@
 //! [`identify_slurm_job`]: identifies the Slurm job in which launch runs, from environment
 //! variables.
-use super::allocation::parse_number;
+use super::allocation::{parse_number, read_job_id_and_restarts};
 use protocol::control::BatchJobRecord;
 
 /// The largest id of a Slurm job that belongs to one cluster only; jobs of a federation of clusters
@@ -17,7 +17,7 @@ const MAX_CLUSTER_BYTES: usize = 128;
 /// and such a job may be requeued on another cluster.
 pub(super) fn identify_slurm_job(get: &dyn Fn(&str) -> Option<String>) -> Option<BatchJobRecord> {
     let number = |name: &str| get(name).and_then(|text| parse_number(&text));
-    let job = number("SLURM_JOB_ID")?;
+    let (job, restarts) = read_job_id_and_restarts(get)?;
     let cluster = match job > MAX_LOCAL_JOB_ID {
         true => String::new(),
         false => get("SLURM_CLUSTER_NAME").filter(|name| name.len() <= MAX_CLUSTER_BYTES).unwrap_or_default(),
@@ -26,7 +26,6 @@ pub(super) fn identify_slurm_job(get: &dyn Fn(&str) -> Option<String>) -> Option
         Some((array, task)) => format!("slurm:{cluster}:{array}_{task}"),
         None => format!("slurm:{cluster}:{job}"),
     };
-    let restarts = number("SLURM_RESTART_COUNT").unwrap_or(0).min(u64::from(u32::MAX)) as u32;
     Some(BatchJobRecord { id, label: format!("Slurm job {job}"), restarts: Some(restarts) })
 }
 

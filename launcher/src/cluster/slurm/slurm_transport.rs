@@ -262,7 +262,7 @@ mod tests {
             nodes: vec![build_node("b", None, false)],
             gpus_on_batch_node: None,
         }];
-        let allocation = SlurmAllocation { job: 7, array: None, restarts: 0, groups };
+        let allocation = SlurmAllocation { job: 7, array: None, groups };
         let mut slurm = SlurmTransport::new(allocation, &crate::testing::sample_job());
         let hosts = ["a", "b"].map(str::to_owned);
         assert_eq!(slurm.group_nodes_into_steps(&hosts)[0].names, ["b"]);
@@ -287,7 +287,7 @@ mod tests {
         let even = vec![SlurmNodeGroup { het: None, nodes: two_nodes([2, 2]), gpus_on_batch_node: Some(2) }];
         let hosts = ["d", "a", "c", "b", "elsewhere"].map(str::to_owned);
         let steps = |groups: Vec<SlurmNodeGroup>| -> Vec<_> {
-            let allocation = SlurmAllocation { job: 7, array: None, restarts: 0, groups };
+            let allocation = SlurmAllocation { job: 7, array: None, groups };
             let slurm = SlurmTransport::new(allocation, &crate::testing::sample_job());
             let steps = slurm.group_nodes_into_steps(&hosts);
             steps.into_iter().map(|step| (step.het_group, step.gpus, step.names.join(","))).collect()
