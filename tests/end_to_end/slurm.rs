@@ -26,7 +26,7 @@ fn expect_failure_event(text: &str) -> Value {
 
 #[test]
 fn programs_run_in_allocations_of_every_kind() {
-    let gpus = [4, 4, 4, 2];
+    let gpus = [4, 4, 4, 2, 0];
     let Some(cluster) = SlurmCluster::start_with_gpus("programs_run_in_allocations_of_every_kind", &gpus)
     else {
         return;
@@ -90,6 +90,7 @@ fn programs_run_in_allocations_of_every_kind() {
     );
     check_gpus_requested_in_total(&cluster);
     check_exclusive_nodes_with_unequal_gpus(&cluster);
+    check_exclusive_node_without_gpus(&cluster);
     check_jobs_that_share_a_node(&cluster);
     check_step_variables(&cluster);
     check_step_options_and_activation(&cluster);
@@ -122,6 +123,28 @@ fn check_exclusive_nodes_with_unequal_gpus(cluster: &SlurmCluster) {
     let lines = cluster.run_on_node_successfully("h0", "cat whole.*[0-9]");
     let expected = [ranks("h3", &[0, 1, 2, 3], "0,1,2,3"), ranks("h4", &[0, 1], "0,1")].concat();
     assert_eq!(lines.lines().collect::<Vec<_>>(), expected);
+}
+
+/// Checks that a node without GPUs does not get the GPU numbers of the node of the batch script, in
+/// a job that has whole nodes (`--exclusive`), and that `launch` asks Slurm once for the numbers of
+/// GPUs.
+fn check_exclusive_node_without_gpus(cluster: &SlurmCluster) {
+    let devices = "${CUDA_VISIBLE_DEVICES-unset} ${ROCR_VISIBLE_DEVICES-unset}";
+    cluster.write_program_job("{}", "env: {}", &format!("echo $(hostname) {devices} > mixed.$RANK"));
+    let count = "#!/bin/sh\necho $@ >> /shared/scontrol.calls\nexec /usr/bin/scontrol \"$@\"\n";
+    fs::create_dir(cluster.shared_path("bin")).unwrap();
+    fs::write(cluster.shared_path("bin/scontrol"), count).unwrap();
+    let script = format!("echo {devices} > mixed.batch; PATH=/shared/bin:$PATH ./launch job.yaml");
+    fs::write(cluster.shared_path("mixed.sh"), format!("#!/bin/bash\n{script}\n")).unwrap();
+    let submit = "chmod 755 bin/scontrol; sbatch --wait -Q --exclusive -o mixed.out -N2 -w 'h[4-5]' mixed.sh";
+    let ran = cluster.run_on_node("h0", submit);
+    assert!(ran.status.success(), "{}", cluster.read_shared_file("mixed.out"));
+    assert_eq!(cluster.read_shared_file("mixed.batch").trim(), "0,1 0,1", "Slurm selects the GPUs of h4");
+    let lines = cluster.run_on_node_successfully("h0", "cat mixed.*[0-9]");
+    let on_node = lines.lines().filter(|line| line.starts_with("h5")).collect::<Vec<_>>();
+    assert_eq!(on_node, ["h5 unset unset"], "{lines}");
+    let calls = cluster.read_shared_file("scontrol.calls");
+    assert_eq!(calls.lines().filter(|call| call.contains("show job")).count(), 1, "{calls}");
 }
 
 /// Checks that the ranks of two jobs that share a node at the same time see only the GPUs of the

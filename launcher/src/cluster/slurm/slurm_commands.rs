@@ -10,6 +10,7 @@ use std::{
     collections::BTreeMap,
     io::{self, Write as _},
     process::{Command, ExitStatus, Output, Stdio},
+    sync::OnceLock,
     time::Duration,
 };
 
@@ -54,10 +55,12 @@ pub(super) fn query_job_end(job: u64) -> diagnostic::Result<BatchJobEnd> {
     Ok(BatchJobEnd { label: format!("Slurm job {job}"), reason })
 }
 
-/// Asks Slurm how many GPUs the Slurm job `job` has on each of its nodes, and whether the job
-/// requested them. Blocks.
+/// Asks Slurm how many GPUs the Slurm job `job`, in which this process runs, has on each of its
+/// nodes, and whether the job requested them. The numbers do not change, so later calls return the
+/// result of the first call. Blocks.
 pub(super) fn query_job_gpus(job: u64) -> diagnostic::Result<SlurmJobGpus> {
-    Ok(parse_job_gpus(&read_scontrol_show_job(job)?))
+    static ANSWER: OnceLock<diagnostic::Result<SlurmJobGpus>> = OnceLock::new();
+    ANSWER.get_or_init(|| Ok(parse_job_gpus(&read_scontrol_show_job(job)?))).clone()
 }
 
 /// Returns the output of `scontrol --details show job` for the Slurm job `job`. Blocks.

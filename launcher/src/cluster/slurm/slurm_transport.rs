@@ -46,8 +46,8 @@ pub(crate) struct SlurmTransport {
     interface: InterfaceSelector,
     ports: PortSelection,
     /// Variables of this process that srun does not get: secrets, because Slurm sends the
-    /// environment of srun to the nodes without encryption, and a list of nodes that is not
-    /// complete.
+    /// environment of srun to the nodes without encryption, the GPUs of this node, and a list of
+    /// nodes that is not complete.
     withheld_variables: Vec<String>,
     steps: Vec<Arc<SrunProcess>>,
 }
@@ -55,14 +55,14 @@ pub(crate) struct SlurmTransport {
 impl SlurmTransport {
     /// Creates the transport that starts the agents of a job on the nodes of a Slurm allocation.
     pub(crate) fn new(allocation: SlurmAllocation, job: &JobSpec) -> SlurmTransport {
-        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
         SlurmTransport {
             allocation,
             bcast: job.slurm.bcast,
             step_options: job.slurm.step_options.clone(),
             interface: job.cluster.interface.clone(),
             ports: job.cluster.ports,
-            withheld_variables: names.filter(|name| is_withheld_from_srun(&job.run, name)).collect(),
+            withheld_variables: select_withheld_variables(&job.run, names),
             steps: Vec::new(),
         }
     }
@@ -156,6 +156,26 @@ impl SlurmTransport {
 /// The variables from which srun takes the nodes of the job. In a step of some nodes, they contain
 /// only these nodes.
 const NODE_LIST_VARIABLES: [&str; 2] = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"];
+
+/// The variable in which Slurm states how many GPUs the job has on the node of the batch script.
+const GPUS_ON_NODE_VARIABLE: &str = "SLURM_GPUS_ON_NODE";
+
+/// The variables with which Slurm selects the GPUs of a job on the node of the batch script. On
+/// each node on which a step has GPUs, Slurm sets them for the step. On a node without GPUs, the
+/// step would keep the values of another node.
+const DEVICE_VARIABLES: [&str; 4] =
+    [env::CUDA_VISIBLE_DEVICES, env::ROCR_VISIBLE_DEVICES, "GPU_DEVICE_ORDINAL", env::ZE_AFFINITY_MASK];
+
+/// Returns those of the environment variables `names` of this process that srun does not get:
+/// possible secrets, and the GPUs that Slurm has selected for this node. Without GPUs of Slurm, a
+/// user has selected the GPUs for all nodes.
+fn select_withheld_variables(run: &RunSpec, names: Vec<String>) -> Vec<String> {
+    let has_gpus_of_slurm = names.iter().any(|name| name == GPUS_ON_NODE_VARIABLE);
+    let is_withheld = |name: &String| {
+        has_gpus_of_slurm && DEVICE_VARIABLES.contains(&name.as_str()) || is_withheld_from_srun(run, name)
+    };
+    names.into_iter().filter(is_withheld).collect()
+}
 
 /// Returns whether an environment variable may be a secret, which workers get through the encrypted
 /// control connection and not through srun. Such variables are those to which `run.env` refers, and
@@ -253,6 +273,18 @@ mod tests {
             .into_iter()
             .filter(|name| is_withheld_from_srun(&run, name));
         assert_eq!(hidden.collect::<Vec<_>>(), ["MINE", "HF_TOKEN"]);
+    }
+
+    #[test]
+    fn srun_does_not_get_the_gpus_that_slurm_has_selected_for_this_node() {
+        let run = crate::testing::sample_job().run;
+        let select = |names: &[&str]| {
+            select_withheld_variables(&run, names.iter().map(|name| (*name).to_owned()).collect())
+        };
+        let names =
+            ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ROCR_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"];
+        assert_eq!(select(&names), ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]);
+        assert!(select(&names[..3]).is_empty(), "the user has set them");
     }
 
     #[test]
