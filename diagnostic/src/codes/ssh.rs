@@ -171,9 +171,11 @@ codes! {
         remedy: "Let this user run commands over SSH: `ssh HOST true` must succeed.",
     }
     SSH_SHELL_TIMEOUT: Cluster = "ssh-shell-timeout" {
-        summary: "The login shell of a host did not run a command within 30 s.",
-        cause: "The start-up files of the shell wait for input, or for a file system that does not answer.",
-        remedy: "Try `ssh HOST true`, and look at the start-up files of the login shell.",
+        summary: "A host did not run a command of launch within its time limit, such as 30 s.",
+        cause: "The start-up files of the login shell wait for input, or for a file system that does not \
+                answer; or the host takes too long to check its copy of the executable.",
+        remedy: "Try `ssh HOST true`, and look at the start-up files of the login shell and at the load of \
+                 the host.",
     }
     SSH_SHELL_OUTPUT_TOO_LONG: Cluster = "ssh-shell-output-too-long" {
         summary: "The login shell of a host printed more than 256 KiB before it ran a command.",

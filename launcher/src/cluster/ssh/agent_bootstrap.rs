@@ -46,9 +46,9 @@ const COPY_STALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// from which the time limit of the copy is computed. The time limit of a copy grows with the size
 /// of the executable.
 const MIN_COPY_BYTES_PER_SECOND: u64 = 128 << 10;
-/// The time limit, in milliseconds, for the answer of a host that fetches the executable of launch
-/// from another host.
-const FETCH_ANSWER_TIMEOUT_MS: u32 = MAX_FETCH_ADDRESSES as u32 * FETCH_TIMEOUT_S * 1000 + ANSWER_TIMEOUT_MS;
+/// The slowest accepted rate, in bytes per second, at which a host writes the last part of a copy
+/// of launch's executable to its disk, and then reads and runs the copy to check it.
+const MIN_CHECKED_BYTES_PER_SECOND: u64 = 1 << 20;
 /// The time limit, in milliseconds, for a started agent to connect to its neighbour in the tree of
 /// agents, through which it reaches the controller.
 const TREE_JOIN_TIMEOUT_MS: u32 = 30_000;
@@ -194,6 +194,32 @@ fn build_tree_join_error(target: &SshTarget, error: &io::Error) -> Diagnostic {
     build_ssh_error(target, host::TREE_PARENT_UNREACHABLE, message).with_cause(error).with_remedy()
 }
 
+/// An answer of a host that is awaited: the time limit, and what may cause a delay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct AwaitedAnswer {
+    limit_ms: u32,
+    /// The advice in the error that the answer is late.
+    help: &'static str,
+}
+
+impl AwaitedAnswer {
+    /// Describes the answer of a script that the login shell of the host runs first.
+    const fn of_shell() -> AwaitedAnswer {
+        let help = "check whether the login shell of this user waits for something";
+        AwaitedAnswer { limit_ms: ANSWER_TIMEOUT_MS, help }
+    }
+
+    /// Describes the answer that a copy of launch's executable, which has `size` bytes, is complete
+    /// and was checked. The host may have to fetch the copy from another host for `fetch_s` seconds
+    /// before.
+    fn of_copy(size: u64, fetch_s: u32) -> AwaitedAnswer {
+        let check_ms = size.div_ceil(MIN_CHECKED_BYTES_PER_SECOND).saturating_mul(1000);
+        let check_ms = u32::try_from(check_ms).unwrap_or(u32::MAX);
+        let limit_ms = (ANSWER_TIMEOUT_MS + fetch_s * 1000).saturating_add(check_ms);
+        AwaitedAnswer { limit_ms, help: "check the load of the host, and the disk of ~/.cache" }
+    }
+}
+
 /// Returns the time limit for copying launch's executable, which has `size` bytes, to a host and
 /// starting it there. The copy counts at [`MIN_COPY_BYTES_PER_SECOND`], in addition to the limit
 /// for a start without a copy.
@@ -260,7 +286,7 @@ impl AgentBootstrap<'_> {
     fn run_executable_as_agent(&mut self) -> diagnostic::Result<AgentStartResult> {
         let mut reader =
             self.exec_script(&build_agent_start_script(&self.marker, &self.executable.hash, self.in_tree))?;
-        let answer = self.read_script_answer(&mut reader)?;
+        let answer = self.read_script_answer(&mut reader, AwaitedAnswer::of_shell())?;
         let mut words = answer.split(' ');
         match (words.next(), words.next()) {
             (Some("agent"), _) => {
@@ -286,7 +312,13 @@ impl AgentBootstrap<'_> {
     /// text), and returns the rest of that line, which is the script's answer. Records the text
     /// before the marker as output of the login shell, in place of earlier output. Fails if that
     /// text is longer than [`MAX_SHELL_OUTPUT_BYTES`].
-    fn read_script_answer(&self, reader: &mut ChannelLineReader) -> diagnostic::Result<String> {
+    /// Also fails if the host prints nothing for the time limit of the `awaited` answer.
+    fn read_script_answer(
+        &self,
+        reader: &mut ChannelLineReader,
+        awaited: AwaitedAnswer,
+    ) -> diagnostic::Result<String> {
+        self.session.set_timeout(awaited.limit_ms);
         let mut shell_output = Vec::new();
         loop {
             match reader.read_line() {
@@ -300,7 +332,7 @@ impl AgentBootstrap<'_> {
                     None => shell_output.extend(line),
                 },
                 Ok(None) => return Err(self.build_shell_exit_error(reader, &shell_output)),
-                Err(error) => return Err(self.build_answer_read_error(&error, &shell_output)),
+                Err(error) => return Err(self.build_answer_read_error(&error, &shell_output, awaited)),
             }
             if shell_output.len() > MAX_SHELL_OUTPUT_BYTES {
                 let message = format!(
@@ -317,16 +349,20 @@ impl AgentBootstrap<'_> {
 
     /// Builds the error that the answer of a script on the host could not be read, because the
     /// connection failed or the time limit passed.
-    fn build_answer_read_error(&self, error: &io::Error, shell_output: &[u8]) -> Diagnostic {
+    fn build_answer_read_error(
+        &self,
+        error: &io::Error,
+        shell_output: &[u8],
+        awaited: AwaitedAnswer,
+    ) -> Diagnostic {
         match error.kind() {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
-                let message = format!(
-                    "no answer to a command within {} s{}",
-                    ANSWER_TIMEOUT_MS / 1000,
-                    format_output_tail(shell_output)
-                );
+                let seconds = awaited.limit_ms / 1000;
+                let tail = format_output_tail(shell_output);
+                let message = format!("no answer to a command within {seconds} s{tail}");
                 self.build_error(ssh::SSH_SHELL_TIMEOUT, message)
-                    .with_help("check whether the login shell of this user waits for something")
+                    .with_field("seconds", seconds)
+                    .with_help(awaited.help)
             }
             _ => self.build_error(ssh::SSH_CONNECTION_LOST, "the SSH connection was lost").with_cause(error),
         }
@@ -399,8 +435,8 @@ impl AgentBootstrap<'_> {
         let LaunchExecutable { hash, size, .. } = self.executable;
         let script = build_executable_fetch_script(&self.marker, (hash, &sha256, *size), addresses, token);
         let mut reader = self.exec_script(&script)?;
-        self.session.set_timeout(FETCH_ANSWER_TIMEOUT_MS);
-        let answer = self.read_script_answer(&mut reader)?;
+        let awaited = AwaitedAnswer::of_copy(*size, MAX_FETCH_ADDRESSES as u32 * FETCH_TIMEOUT_S);
+        let answer = self.read_script_answer(&mut reader, awaited)?;
         if answer != "done" {
             return Err(self.build_copy_error(&answer, &mut reader));
         }
@@ -413,14 +449,16 @@ impl AgentBootstrap<'_> {
     fn copy_executable(&mut self) -> diagnostic::Result<()> {
         let LaunchExecutable { hash, size, .. } = self.executable;
         let mut reader = self.exec_script(&build_executable_copy_script(&self.marker, hash, *size))?;
-        let answer = self.read_script_answer(&mut reader)?;
+        let answer = self.read_script_answer(&mut reader, AwaitedAnswer::of_shell())?;
         if answer != "ready" {
             return Err(self.build_copy_error(&answer, &mut reader));
         }
         let answer = match self.send_executable(&mut reader.channel) {
             // If the host stopped reading, its answer is the reason. If the connection failed, the
             // next read fails, too.
-            Ok(()) | Err(ExecutableSendError::Remote) => self.read_script_answer(&mut reader)?,
+            Ok(()) | Err(ExecutableSendError::Remote) => {
+                self.read_script_answer(&mut reader, AwaitedAnswer::of_copy(*size, 0))?
+            }
             Err(ExecutableSendError::Local(error)) => return Err(build_unreadable_error(&error)),
         };
         if answer != "done" {
@@ -538,5 +576,23 @@ impl ChannelLineReader {
                 n => self.unread.extend(&chunk[..n]),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_has_time_to_check_a_large_executable() {
+        assert_eq!(AwaitedAnswer::of_shell().limit_ms, ANSWER_TIMEOUT_MS);
+        // A loaded host took more than 30 s for an executable of 204 MB.
+        let mib = 1 << 20;
+        assert_eq!(AwaitedAnswer::of_copy(204 * mib, 0).limit_ms, 30_000 + 204_000);
+        assert_eq!(AwaitedAnswer::of_copy(mib + 1, 60).limit_ms, 30_000 + 60_000 + 2000);
+        assert_eq!(AwaitedAnswer::of_copy(u64::MAX, 60).limit_ms, u32::MAX);
+        let size = 204 * mib;
+        let limit = Duration::from_millis(AwaitedAnswer::of_copy(size, 0).limit_ms.into());
+        assert!(limit < compute_copy_time_limit(size), "the controller waits at least as long");
     }
 }
