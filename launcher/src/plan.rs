@@ -25,7 +25,10 @@ use jobspec::{
     ids::{Rank, RunId},
 };
 use key_error::key_error;
-use protocol::control::{BatchJobRecord, HostInventory, HostPlan, WorkerPlan};
+use protocol::{
+    control::{BatchJobRecord, HostInventory, HostPlan, WorkerPlan},
+    preflight::MAX_TRAINING_WORKERS,
+};
 use std::path::PathBuf;
 
 /// The plan of one attempt (one start of all workers): the workers of each host, with their CPUs,
@@ -96,19 +99,31 @@ pub fn plan_attempt(
     build_plan(job, hosts, run, attempt).map_err(|error| vec![error])
 }
 
+/// Fails if the job has no workers on its `hosts` hosts, or more than launch supports. The built-in
+/// training supports fewer workers than programs.
+fn check_world_size(job: &JobSpec, world: u64, hosts: usize) -> diagnostic::Result<()> {
+    let (kind, limit) = match job.run.command {
+        Some(_) => ("a program", MAX_WORKERS),
+        None => ("the built-in training", MAX_TRAINING_WORKERS),
+    };
+    if (1..=u64::from(limit)).contains(&world) {
+        return Ok(());
+    }
+    let (workers, hosts) = (format_count(world, "worker"), format_count(hosts, "host"));
+    let message = format!("the job has {workers} on {hosts}; {kind} has 1 to {limit} workers");
+    Err(key_error(codes::WORKERS_OUT_OF_RANGE, "cluster.workers_per_host", message)
+        .with_field("workers", world)
+        .with_field("limit", limit)
+        .with_help("change `cluster.workers_per_host`, or use fewer hosts (`cluster.use_hosts`)"))
+}
+
 /// Builds the plan of one attempt (start of all workers): which workers run on which hosts, with
 /// which CPUs, accelerators and environment. Fails with the first error.
 fn build_plan(job: &JobSpec, hosts: &[JobHost], run: &RunId, attempt: &Attempt) -> diagnostic::Result<Plan> {
     let capacities = hosts.iter().map(|host| compute_host_allocation(job, host));
     let capacities: Vec<HostAllocation> = capacities.collect::<Result<_, _>>()?;
     let world = capacities.iter().map(|capacity| u64::from(capacity.workers)).sum::<u64>();
-    if world == 0 || world > u64::from(MAX_WORKERS) {
-        let (workers, hosts) = (format_count(world, "worker"), format_count(hosts.len(), "host"));
-        let message = format!("the job has {workers} on {hosts}; 1 to {MAX_WORKERS} are supported");
-        return Err(key_error(codes::WORKERS_OUT_OF_RANGE, "cluster.workers_per_host", message)
-            .with_field("workers", world)
-            .with_help("change `cluster.workers_per_host`"));
-    }
+    check_world_size(job, world, hosts.len())?;
     let world = world as u32;
     let threads = worker_env::parse_threads(job)?;
     let master_address = master_address::choose_master_address(hosts, &job.cluster)?;

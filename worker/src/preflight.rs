@@ -14,7 +14,7 @@ use diagnostic::{Diagnostic, codes};
 use jobspec::{JobSpec, TrainSpec};
 use memory_estimator::MemoryEstimator;
 use protocol::{
-    preflight::{Preflight, PreflightReport},
+    preflight::{MAX_TRAINING_WORKERS, Preflight, PreflightReport},
     probe::LibraryReport,
 };
 use std::path::{Path, PathBuf};
@@ -23,6 +23,9 @@ mod collective_memory;
 mod gradient_memory;
 mod memory_estimator;
 mod parameter_memory;
+
+// The launcher, which rejects more workers before it starts any, does not depend on crate comm.
+const _: () = assert!(MAX_TRAINING_WORKERS as usize == comm::MAX_WORLD_SIZE);
 
 /// The checks of a job with built-in training before it starts, which the launcher calls through an
 /// interface.

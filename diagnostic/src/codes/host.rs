@@ -343,8 +343,9 @@ codes! {
     }
     WORKERS_OUT_OF_RANGE: Job = "workers-out-of-range" {
         summary: "The number of workers of the job or of a host is outside of the supported range.",
-        cause: "A job has 1 to 1048576 workers, and a host at most 1024.",
-        remedy: "Change `cluster.workers_per_host`, or the slots of the hosts.",
+        cause: "The built-in training has 1 to 1024 workers, a program 1 to 1048576, and a host at most \
+                1024.",
+        remedy: "Change `cluster.workers_per_host`, the slots of the hosts, or the number of hosts.",
     }
     WORKERS_EXCEED_SLOTS: Job = "workers-exceed-slots" {
         summary: "The job places more workers on a host than the host has slots.",

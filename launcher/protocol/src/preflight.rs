@@ -8,6 +8,9 @@ use diagnostic::Diagnostic;
 use jobspec::{JobSpec, ids::Rank};
 use std::path::PathBuf;
 
+/// The largest number of workers of the built-in training.
+pub const MAX_TRAINING_WORKERS: u32 = 1024;
+
 /// The estimated peak memory of one rank: GPU memory in training on GPUs, host memory in training
 /// on CPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -501,6 +501,22 @@ fn libraries_use_the_selected_interface() {
 }
 
 #[test]
+fn the_built_in_training_has_a_largest_number_of_workers() {
+    let count = |work: &str, hosts: usize| {
+        let job = load_job_text(&format!("cluster: {{workers_per_host: 512}}\n{work}"));
+        let hosts: Vec<JobHost> = (0..hosts).map(|n| remote_host(&format!("h{n}"), None, 0)).collect();
+        plan_hosts(&job, &hosts, &Attempt::default()).map(|plan| plan.world).map_err(|errors| {
+            assert_eq!((errors.len(), errors[0].code()), (1, codes::WORKERS_OUT_OF_RANGE), "{errors:?}");
+            errors[0].field("limit").and_then(|limit| limit.as_u64())
+        })
+    };
+    let training = "train: {data: {files: [a]}}\ncheckpoint: {memory: {copies: 1}}";
+    assert_eq!(count(training, 2), Ok(1024));
+    assert_eq!(count(training, 3), Err(Some(1024)));
+    assert_eq!(count("run: {command: [true]}", 3), Ok(1536));
+}
+
+#[test]
 fn each_host_gives_its_own_gpus_and_cores() {
     let one = load_job_text("run: {command: [true], visible_devices: one, cpu_bind: cores}");
     let mut b = remote_host("b", None, 4);
