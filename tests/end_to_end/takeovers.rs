@@ -289,13 +289,15 @@ impl BackgroundRun<'_> {
         self.read_journal()
     }
 
-    /// Waits until the run has made a step after this call.
+    /// Waits until the run has made a step after this call. Panics if the run ends.
     #[track_caller]
     fn wait_for_step(&self) {
         let (_, mut offset) = self.read_events_after(0);
         wait_until("the run makes progress", || {
             let (events, end) = self.read_events_after(offset);
             offset = end;
+            let has_ended = events.iter().any(|event| event["event"] == "done");
+            assert!(!has_ended, "the run has ended: {:?}", self.read_journal().notice_messages());
             events.iter().any(|event| event["event"] == "step")
         });
     }

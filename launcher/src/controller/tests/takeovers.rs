@@ -177,3 +177,51 @@ fn a_run_survives_100_kills_of_its_controllers() {
     let restarts = world.reported.iter().any(|event| matches!(event, Event::Restart { .. }));
     assert!(!restarts, "the workers never notice");
 }
+
+/// Derives, from a seed, a training on three hosts whose controllers and agents are killed at
+/// random times. A host whose agent was killed is used again before the next agent is killed.
+fn build_scenario_of_kills(seed: u64) -> SimScenario {
+    let mut chance = SimRng::new(seed ^ 0xc111);
+    let (mut faults, mut at, mut lost_at) = (Vec::new(), 3000, 0);
+    for _ in 0..20 {
+        at += 50 + chance.pick_below(3000);
+        let kills_agent = at > lost_at + 30_000 && chance.pick_below(3) == 0;
+        let fault = match kills_agent {
+            true => InjectedFault::AgentKilled(chance.pick_below(3) as usize),
+            false => InjectedFault::ControllerKilled,
+        };
+        lost_at = if kills_agent { at } else { lost_at };
+        faults.push((Duration::from_millis(at), fault));
+    }
+    SimScenario {
+        seed,
+        builtin: true,
+        has_memory_copies: seed.is_multiple_of(2),
+        restarts: 1000,
+        work: Duration::from_secs(60),
+        attach_within: Some(Duration::from_millis(700)),
+        ..build_quiet_scenario(3, faults)
+    }
+}
+
+/// Checks that kills of controllers and agents, soon after each other, only delay a training.
+#[test]
+fn a_training_continues_after_each_kill_of_a_controller_or_an_agent() {
+    let only = std::env::var("LAUNCH_SIM_SEED").ok().and_then(|seed| seed.parse::<u64>().ok());
+    let seeds = std::env::var("LAUNCH_SIM_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(300);
+    for seed in only.map_or(0..seeds, |seed| seed..seed + 1) {
+        let scenario = build_scenario_of_kills(seed);
+        let last_kill = scenario.faults.last().map_or(Duration::ZERO, |(at, _)| *at);
+        let limit = last_kill + scenario.work + Duration::from_secs(60);
+        let mut world = Simulation::new(scenario);
+        let result = world.run_until(TIME_LIMIT).and_then(|()| check_journal(&world));
+        result.unwrap_or_else(|why| panic!("LAUNCH_SIM_SEED={seed}: {why}"));
+        let code = world.outcome.as_ref().map(|outcome| outcome.exit_code);
+        let mut steps = world.steps.values().rev().map(|(step, _)| *step);
+        // Without a checkpoint, two attempts in a row that end at the same step end the run.
+        let has_no_progress = code == Some(1) && steps.next() == steps.next();
+        assert!(code == Some(0) || has_no_progress, "LAUNCH_SIM_SEED={seed}: {code:?}");
+        let ended_at = world.ended_at;
+        assert!(ended_at < limit, "LAUNCH_SIM_SEED={seed}: ended at {ended_at:?}, limit {limit:?}");
+    }
+}

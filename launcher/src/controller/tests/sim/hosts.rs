@@ -128,6 +128,11 @@ impl Simulation {
                 if let (Some(id), Some(agent)) = (connection, self.find_agent(host, number)) {
                     agent.connection = Some(id);
                     self.connections[id].agent = Some(number);
+                    if !self.connections[id].is_open {
+                        // The controller has ended before its request has arrived.
+                        let at = self.now + self.compute_latency(host);
+                        self.schedule_event(at, SimEvent::AgentSeesEnd(id));
+                    }
                 }
                 None
             }
