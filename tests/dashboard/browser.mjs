@@ -62,9 +62,14 @@ export async function openBrowser(executable = process.env.CHROMIUM || "chromium
         await new Promise((resolve) => setTimeout(resolve, 50));
       }
     },
-    /** Returns a PNG of the page. */
-    async screenshot(full = false) {
-      const { data } = await call("Page.captureScreenshot", { format: "png", captureBeyondViewport: full });
+    /** Changes the size of the page and its colour scheme. */
+    async setAppearance({ width, height, dark }) {
+      await call("Emulation.setDeviceMetricsOverride", { width, height, deviceScaleFactor: 1, mobile: false });
+      await call("Emulation.setEmulatedMedia", { features: [{ name: "prefers-color-scheme", value: dark ? "dark" : "light" }] });
+    },
+    /** Returns a picture of the page in the format WebP. */
+    async screenshot() {
+      const { data } = await call("Page.captureScreenshot", { format: "webp", quality: 80 });
       return Buffer.from(data, "base64");
     },
     async close() {
