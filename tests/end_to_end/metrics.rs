@@ -11,7 +11,7 @@ use std::{
     net::{Ipv4Addr, TcpListener, TcpStream},
     os::unix::{fs::PermissionsExt, net::UnixStream, process::CommandExt},
     path::Path,
-    process::Stdio,
+    process::{Command, Output, Stdio},
     time::{Duration, Instant},
 };
 
@@ -40,15 +40,48 @@ fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
 
 /// Requests the metrics in the format OpenMetrics, and returns the body of the answer.
 #[track_caller]
-fn scrape(mut stream: impl Read + Write, host: &str) -> String {
-    let accept = "application/openmetrics-text; version=1.0.0";
+fn scrape(stream: impl Read + Write, host: &str) -> String {
+    request_metrics(stream, host, "application/openmetrics-text; version=1.0.0")
+}
+
+/// Requests the metrics in the format `accept`, and returns the body of the answer.
+#[track_caller]
+fn request_metrics(mut stream: impl Read + Write, host: &str, accept: &str) -> String {
     write!(stream, "GET /metrics HTTP/1.1\r\nHost: {host}\r\nAccept: {accept}\r\n\r\n").unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
-    assert!(head.contains("Content-Type: application/openmetrics-text; version=1.0.0"), "{head}");
+    assert!(head.contains(&format!("Content-Type: {accept}")), "{head}");
     body.to_owned()
+}
+
+/// Passes a text to the stdin of a program, and returns the output. Panics if the program fails.
+#[track_caller]
+fn filter_text(mut program: Command, text: &str) -> Output {
+    let piped = || Stdio::piped();
+    let mut process = program.stdin(piped()).stdout(piped()).stderr(piped()).spawn().unwrap();
+    process.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    let output = process.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}\n{text}", output_to_text(&output));
+    output
+}
+
+/// Checks texts in the format of Prometheus with `promtool check metrics`, if it is installed. The
+/// program also reports names and help texts that violate the conventions of Prometheus.
+fn check_with_promtool(test: &str, texts: &[&str]) {
+    let Some(promtool) = support::find_promtool_or_skip(test) else { return };
+    for text in texts {
+        let mut program = clean_command(&promtool);
+        program.args(["check", "metrics"]);
+        let output = filter_text(program, text);
+        assert_eq!(output_to_text(&output), "", "{text}");
+    }
+    let mut wrong = clean_command(&promtool);
+    wrong.args(["check", "metrics"]);
+    let mut process = wrong.stdin(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    process.stdin.take().unwrap().write_all(b"launch_step{run=\"a\"} x\n").unwrap();
+    assert!(!process.wait().unwrap().success(), "promtool accepts a wrong text");
 }
 
 /// Checks a text with the parser of Prometheus's Python client, if it is installed.
@@ -57,16 +90,9 @@ fn check_with_python_client(test: &str, text: &str) {
     let script = "import sys\n\
                   from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse\n\
                   print(sum(len(family.samples) for family in parse(sys.stdin.read())))";
-    let mut client = clean_command(python)
-        .args(["-c", script])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    client.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    let output = client.wait_with_output().unwrap();
-    assert!(output.status.success(), "{}\n{text}", output_to_text(&output));
+    let mut client = clean_command(python);
+    client.args(["-c", script]);
+    let output = filter_text(client, text);
     let count: usize = String::from_utf8_lossy(&output.stdout).trim().parse().unwrap();
     assert_eq!(count, parse_open_metrics(text).len());
 }
@@ -117,7 +143,12 @@ fn a_private_socket_has_the_metrics_of_the_run_until_its_end() {
     assert_eq!(samples[&format!("launch_run_active{label}")], 1.0, "{text}");
     assert!(samples.keys().all(|sample| sample.contains(&format!("run=\"{run}\""))), "{text}");
     check_with_python_client(test, &text);
-    let served = ServedPage::start(&job, &[&run]);
+    let served = ServedPage::start(&job, &[&run, "--textfile", "metrics.prom"]);
+    let of_endpoint = request_metrics(connect(), "localhost", "text/plain; version=0.0.4");
+    assert!(of_endpoint.contains("launch_rank_rss_bytes{"), "{of_endpoint}");
+    let of_file = fs::read_to_string(job.path("metrics.prom")).unwrap();
+    assert!(of_file.contains(&format!("launch_workers{label} 2.0\n")), "{of_file}");
+    check_with_promtool(test, &[&of_endpoint, &of_file]);
     wait_for("launch serve has the same metrics", || {
         let (host, token) = served.host_and_token();
         let host = host.to_owned();

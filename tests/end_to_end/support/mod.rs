@@ -323,6 +323,16 @@ pub(crate) fn find_prometheus_python_or_skip(test: &str) -> Option<PathBuf> {
     find_environment_or_skip(test, "prometheus", "prometheus-client")
 }
 
+/// Returns `promtool` of Prometheus, which checks metrics. Without it, returns `None` to skip the
+/// check, or panics if LAUNCH_TEST_REQUIRE is `all`.
+pub(crate) fn find_promtool_or_skip(test: &str) -> Option<PathBuf> {
+    let program = find_in_cache("promtool/bin/promtool");
+    if program.is_none() {
+        report_skip(test, "no promtool; run scripts/setup-tests --all");
+    }
+    program
+}
+
 /// Returns the Python with DeepSpeed. Without it, returns `None` to skip the test, or panics if
 /// LAUNCH_TEST_REQUIRE is `all`.
 pub(crate) fn find_deepspeed_python_or_skip(test: &str) -> Option<PathBuf> {
@@ -349,9 +359,14 @@ pub(crate) fn find_optional_python(test: &str, name: &str, with: &str) -> Option
 
 /// Returns the Python of the environment `name` in the test cache; `None` if it is not installed.
 fn find_environment(name: &str) -> Option<PathBuf> {
+    find_in_cache(&format!("{name}/bin/python"))
+}
+
+/// Returns the file `path` of the test cache; `None` if it does not exist.
+fn find_in_cache(path: &str) -> Option<PathBuf> {
     let cache = env::var_os("LAUNCH_TEST_CACHE").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache/launch-tests")));
-    cache.map(|cache| cache.join(name).join("bin/python")).filter(|python| python.exists())
+    cache.map(|cache| cache.join(path)).filter(|file| file.exists())
 }
 
 /// Returns the Python of the environment `name` in the test cache. Without it, returns `None` to
