@@ -1,12 +1,13 @@
 //! Makes ranks of programs hang on purpose, with real torch over Gloo: the verdict names the ranks
 //! that hold up the others, and where they are.
 mod builtin;
+mod containers;
 mod stalled_file;
 mod torch_timeouts;
 
 use crate::support::{self, JobDirectory};
 use serde_json::{Value, json};
-use std::{fs, os::unix::fs::PermissionsExt};
+use std::{fs, os::unix::fs::PermissionsExt, path::Path};
 
 /// A script in which rank 1 does what its argument names instead of entering the fourth collective.
 const SCRIPT: &str = r#"
@@ -51,12 +52,17 @@ dist.all_reduce(x)
 /// Runs [`SCRIPT`] and returns the reason of the failure. Returns `None` if torch is missing.
 fn run_hanging_script(test: &str, mode: &str) -> Option<Value> {
     let python = support::find_python_or_skip(test)?;
-    let job_dir = JobDirectory::new();
+    Some(run_job(&JobDirectory::new(), &python, mode, ""))
+}
+
+/// Runs [`SCRIPT`] in the directory of a job, and returns the reason of the failure. `run` is
+/// appended to this section of the job.
+fn run_job(job_dir: &JobDirectory, python: &Path, mode: &str, run: &str) -> Value {
     fs::write(job_dir.path("script.py"), SCRIPT).unwrap();
     let python = serde_json::to_string(&python).unwrap();
     let job = format!(
         "name: hang\ncluster: {{workers_per_host: 2}}\n\
-         run: {{command: [{python}, script.py, {mode}], grace_period: 1s, hang_timeout: 3s}}\n"
+         run: {{command: [{python}, script.py, {mode}], grace_period: 1s, hang_timeout: 3s{run}}}\n"
     );
     fs::write(job_dir.path("job.yaml"), job).unwrap();
     let ran = job_dir.run(&[]);
@@ -68,13 +74,26 @@ fn run_hanging_script(test: &str, mode: &str) -> Option<Value> {
     let file: Value = serde_json::from_slice(&file).unwrap();
     assert_eq!(file["verdict"], reason["verdict"]);
     assert_eq!(file["evidence"].as_array().map(Vec::len), Some(2), "{file:#}");
-    Some(reason)
+    reason
 }
 
 /// Checks that rank 1 is named in `hold_up`, doing `activity`, while rank 0 waits. Returns the
 /// place of rank 1, or `None` if torch is missing.
 fn assert_holds_up(test: &str, mode: &str, activity: &str) -> Option<Value> {
-    let reason = run_hanging_script(test, mode)?;
+    let python = support::find_python_or_skip(test)?;
+    Some(assert_job_holds_up(&JobDirectory::new(), &python, mode, "", activity))
+}
+
+/// Checks that rank 1 is named in `hold_up`, doing `activity`, while rank 0 waits. `run` is
+/// appended to this section of the job. Returns the place of rank 1.
+fn assert_job_holds_up(
+    job_dir: &JobDirectory,
+    python: &Path,
+    mode: &str,
+    run: &str,
+    activity: &str,
+) -> Value {
+    let reason = run_job(job_dir, python, mode, run);
     let verdict = &reason["verdict"];
     assert_eq!(verdict["kind"], "not_entered", "{reason:#}");
     assert_eq!(verdict["collective"], json!({"group": "0", "seq": 4, "operation": "gloo:all_reduce"}));
@@ -83,7 +102,7 @@ fn assert_holds_up(test: &str, mode: &str, activity: &str) -> Option<Value> {
     assert_eq!((&place["rank"], &place["activity"]["kind"]), (&json!(1), &json!(activity)), "{reason:#}");
     assert_eq!(place["frame"]["function"], "hold_up", "{reason:#}");
     assert!(place["frame"]["file"].as_str().is_some_and(|file| file.ends_with("script.py")), "{reason:#}");
-    Some(place.clone())
+    place.clone()
 }
 
 #[test]

@@ -58,6 +58,8 @@ pub(super) struct ContainerCommandBuilder<'a> {
     /// The variables of the agent that `run.pass_env` selects. On other hosts they are variables of
     /// the worker.
     passed: Vec<String>,
+    /// The mounts by which the container sees the hang hook.
+    hook_mounts: Vec<ContainerMount>,
 }
 
 impl<'a> ContainerCommandBuilder<'a> {
@@ -84,7 +86,26 @@ impl<'a> ContainerCommandBuilder<'a> {
             passed: select_passed_variables(&plan.job.run, std::env::vars_os())
                 .map(|passed| passed.into_iter().map(|(name, _)| name).collect())
                 .unwrap_or_default(),
+            hook_mounts: Vec::new(),
         })
+    }
+
+    /// Makes the container see the directory of the hang hook (a Python module for workers) through
+    /// `mounts`, of which the first one is the whole directory. Returns `false` if the runtime
+    /// cannot mount the directory for `worker`.
+    pub(super) fn add_hook_mounts(&mut self, mounts: Vec<ContainerMount>, worker: &WorkerPlan) -> bool {
+        let Some(directory) = mounts.first().map(|mount| Path::new(&mount.source)) else { return false };
+        if self.spec.runtime != ContainerRuntime::Charliecloud {
+            self.hook_mounts = mounts;
+            return true;
+        }
+        // Charliecloud mounts only at directories that the image contains, and mounts the directory
+        // of the host for temporary files.
+        let temporary = worker.env.iter().rfind(|(name, _)| name == env::TMPDIR);
+        let sees_tmp = temporary.is_none_or(|(_, directory)| directory == "/tmp");
+        let of_job = self.spec.mounts.iter().filter(|mount| mount.source == mount.target);
+        let mut visible = of_job.map(|mount| Path::new(&mount.source)).chain([self.workdir, self.run_dir]);
+        (sees_tmp && directory.starts_with("/tmp")) || visible.any(|path| directory.starts_with(path))
     }
 
     /// Changes the command in the plan of `worker` so that it starts the container, and runs the
@@ -112,8 +133,8 @@ impl<'a> ContainerCommandBuilder<'a> {
     }
 
     /// Collects the directories to mount in the container: those that the job lists, the working
-    /// directory and the run directory. Fails if one does not exist, or if its path contains a
-    /// separator.
+    /// directory, the run directory and the directory of the hang hook. Fails if one does not exist,
+    /// or if its path contains a separator.
     fn collect_mounts(&self) -> diagnostic::Result<Vec<ContainerMount>> {
         let mut mounts = self.spec.mounts.clone();
         for directory in [self.workdir, self.run_dir] {
@@ -125,6 +146,7 @@ impl<'a> ContainerCommandBuilder<'a> {
                 mounts.push(ContainerMount { source: path.clone(), target: path, read_only: false });
             }
         }
+        mounts.extend(self.hook_mounts.iter().cloned());
         for ContainerMount { source, .. } in &mounts {
             let reason = match Path::new(source).try_exists() {
                 _ if source.contains([':', ',']) => "its path contains a colon or a comma".to_owned(),

@@ -3,6 +3,44 @@ use super::*;
 use jobspec::ContainerRuntime::{Apptainer, Charliecloud, Docker, Enroot, Podman};
 use std::collections::BTreeMap;
 
+/// Creates the container of a worker with this working directory, in a job without hang detection.
+fn build_container<'a>(
+    spec: &'a ContainerSpec,
+    workdir: &'a str,
+    gpus: ContainerGpuVendor,
+) -> ContainerCommandBuilder<'a> {
+    ContainerCommandBuilder {
+        spec,
+        name: "launch-r-0-3".to_owned(),
+        run: "r",
+        workdir: Path::new(workdir),
+        run_dir: Path::new("/tmp/runs"),
+        gpus,
+        user: (1000, 100),
+        uses_terminal: false,
+        passed: to_owned_strings(&["HF_HOME"]),
+        hook_mounts: Vec::new(),
+    }
+}
+
+/// Creates the plan of a worker in a container.
+fn build_worker() -> WorkerPlan {
+    WorkerPlan {
+        rank: 3,
+        local_rank: 1,
+        local_world: 2,
+        command: Some(to_owned_strings(&["train"])),
+        wrapper: to_owned_strings(&["nsys", "profile"]),
+        env: [("RANK", "3"), ("PATH", "/opt/bin"), ("TOKEN", "secret")]
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .to_vec(),
+        workdir: "/".into(),
+        cpus: vec![2, 3],
+        threads: 2,
+        log: "/tmp/rank-3.log".into(),
+    }
+}
+
 /// Returns the arguments that precede the command `train` of a worker in a container, and the
 /// variables of the worker.
 fn build_command_line(
@@ -16,31 +54,8 @@ fn build_command_line(
         mounts: mounts.to_vec(),
         options: to_owned_strings(&["--option", "1"]),
     };
-    let container = ContainerCommandBuilder {
-        spec: &spec,
-        name: "launch-r-0-3".to_owned(),
-        run: "r",
-        workdir: Path::new("/"),
-        run_dir: Path::new("/tmp"),
-        gpus,
-        user: (1000, 100),
-        uses_terminal: false,
-        passed: to_owned_strings(&["HF_HOME"]),
-    };
-    let mut worker = WorkerPlan {
-        rank: 3,
-        local_rank: 1,
-        local_world: 2,
-        command: Some(to_owned_strings(&["train"])),
-        wrapper: to_owned_strings(&["nsys", "profile"]),
-        env: [("RANK", "3"), ("PATH", "/opt/bin"), ("TOKEN", "secret")]
-            .map(|(name, value)| (name.to_owned(), value.to_owned()))
-            .to_vec(),
-        workdir: "/".into(),
-        cpus: vec![2, 3],
-        threads: 2,
-        log: "/tmp/rank-3.log".into(),
-    };
+    let container = build_container(&spec, "/", gpus);
+    let mut worker = build_worker();
     container.wrap_command(&mut worker)?;
     let text = worker.wrapper.join(" ");
     assert!(!text.contains("secret"), "a value is an argument: {text}");
@@ -98,6 +113,43 @@ fn directories_of_the_job_are_mounted_once() {
     let (text, _) =
         build_command_line(Charliecloud, &[mount("/", "/", false)], ContainerGpuVendor::None).unwrap();
     assert_eq!(text, "ch-run --bind /:/ --cd / --option 1 image --");
+}
+
+/// Returns whether a container of `runtime` sees the hang hook in `directory` if the worker has
+/// these variables, and how many mounts are added for that.
+fn add_hook(runtime: ContainerRuntime, directory: &str, variables: &[(&str, &str)]) -> (bool, usize) {
+    let spec = ContainerSpec {
+        image: "image".to_owned(),
+        runtime,
+        mounts: vec![mount("/data", "/data", false)],
+        options: vec![],
+    };
+    let mut container = build_container(&spec, "/work", ContainerGpuVendor::None);
+    let mut worker = build_worker();
+    worker.env.extend(variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
+    let mounts = vec![mount(directory, directory, false), mount(directory, directory, true)];
+    (container.add_hook_mounts(mounts, &worker), container.hook_mounts.len())
+}
+
+#[test]
+fn the_hang_hook_is_visible_in_containers() {
+    for runtime in [Apptainer, Enroot, Podman, Docker] {
+        assert_eq!(add_hook(runtime, "/scratch/hook", &[]), (true, 2));
+    }
+    for (directory, variables, is_visible) in [
+        ("/tmp/hook", &[][..], true),
+        ("/tmp/hook", &[("TMPDIR", "/tmp")], true),
+        ("/tmp/hook", &[("TMPDIR", "/scratch")], false),
+        ("/scratch/hook", &[], false),
+        ("/data/hook", &[("TMPDIR", "/scratch")], true),
+        ("/work/hook", &[], true),
+    ] {
+        assert_eq!(
+            add_hook(Charliecloud, directory, variables),
+            (is_visible, 0),
+            "{directory} {variables:?}"
+        );
+    }
 }
 
 #[test]

@@ -155,14 +155,10 @@ impl AgentDriver {
         };
         let rank = worker.rank;
         let mut adapted = remove_replaced_defaults(worker, &plan.job.run, &environment.changes);
-        match ContainerCommandBuilder::for_worker(&plan, worker, None) {
-            Some(container) => {
-                if let Err(diagnostic) = container.wrap_command(&mut adapted) {
-                    return Some(AgentInput::SpawnFailed { rank, diagnostic });
-                }
-            }
-            // The directory of the hook is not visible in containers.
-            None => self.add_hang_hook(&plan, &mut adapted, &environment.changes),
+        let mut container = ContainerCommandBuilder::for_worker(&plan, worker, None);
+        self.add_hang_hook(&plan, &mut adapted, container.as_mut(), &environment.changes);
+        if let Some(Err(diagnostic)) = container.map(|container| container.wrap_command(&mut adapted)) {
+            return Some(AgentInput::SpawnFailed { rank, diagnostic });
         }
         self.spawner.begin_worker_start(SpawnRequest {
             attempt: plan.attempt,
@@ -179,18 +175,21 @@ impl AgentDriver {
     }
 
     /// Adds to a program's plan the environment variables that load the hang hook (a Python module
-    /// that reports the rank's collectives) and switch on torch's flight recorder. Without the
-    /// hook, the state of the threads is the only evidence.
-    fn add_hang_hook(&mut self, plan: &HostPlan, worker: &mut WorkerPlan, changes: &EnvironmentChanges) {
+    /// that reports the rank's collectives) and switch on torch's flight recorder, and makes the
+    /// hook visible in the container of the worker. Without the hook, the state of the threads is
+    /// the only evidence.
+    fn add_hang_hook(
+        &mut self,
+        plan: &HostPlan,
+        worker: &mut WorkerPlan,
+        container: Option<&mut ContainerCommandBuilder<'_>>,
+        changes: &EnvironmentChanges,
+    ) {
         let Some(detection) = plan.hang_detection.filter(|_| worker.command.is_some()) else { return };
         if self.hang_hook.is_none() && !self.hang_hook_failed {
             match HookDirectory::create() {
                 Ok(hook) => self.hang_hook = Some(hook),
-                Err(error) => {
-                    self.hang_hook_failed = true;
-                    let message = format!("hangs are diagnosed without the hang hook: {error}");
-                    self.handle_input(AgentInput::Warning { rank: worker.rank, message });
-                }
+                Err(error) => self.report_missing_hook(worker.rank, &error.to_string()),
             }
         }
         let planned_names: Vec<String> = worker.env.iter().map(|(name, _)| name.clone()).collect();
@@ -201,6 +200,17 @@ impl AgentDriver {
         };
         HookDirectory::add_recorder_variables(worker, plan.attempt, is_given);
         let Some(hook) = &self.hang_hook else { return };
+        let timeout = Duration::from_millis(detection.timeout_ms);
+        if let Some(container) = container {
+            match container.add_hook_mounts(hook.list_container_mounts(), worker) {
+                true => hook.add_to_container(worker, timeout),
+                false => self.report_missing_hook(
+                    worker.rank,
+                    "Charliecloud cannot mount the directory of the hook, because it is not below /tmp",
+                ),
+            }
+            return;
+        }
         let planned = worker.env.iter().find(|(name, _)| name == env::PYTHONPATH);
         let activated = changes.assignments().find(|(name, _)| *name == env::PYTHONPATH);
         let path = match (planned, activated) {
@@ -208,7 +218,15 @@ impl AgentDriver {
             (None, Some((_, value))) => value.map(|value| value.to_string_lossy().into_owned()),
             (None, None) => std::env::var(env::PYTHONPATH).ok(),
         };
-        hook.add_variables(&mut worker.env, path, Duration::from_millis(detection.timeout_ms));
+        hook.add_variables(&mut worker.env, path, timeout);
+    }
+
+    /// Warns once that the programs of this host have no hang hook.
+    fn report_missing_hook(&mut self, rank: Rank, reason: &str) {
+        if !std::mem::replace(&mut self.hang_hook_failed, true) {
+            let message = format!("hangs are diagnosed without the hang hook: {reason}");
+            self.handle_input(AgentInput::Warning { rank, message });
+        }
     }
 
     /// Creates the evidence about timeouts of the collectives of a worker that is being started.

@@ -5,7 +5,7 @@
 //! it, and the next agent on the host removes it.
 use super::dump_path::build_dump_prefix;
 use crate::{agent::progress::CollectiveActivity, private_files::open_own_file_without_links};
-use jobspec::{env, ids::Rank};
+use jobspec::{ContainerMount, env, ids::Rank};
 use protocol::{
     control::WorkerPlan,
     hang::{CollectiveEntry, GroupCounters, RankEvidence, StackFrame, ThreadState},
@@ -26,6 +26,12 @@ pub(super) const STACKS_SIGNAL: i32 = 51;
 /// The Python source code of the hang hook, a module that workers load so that the agent learns
 /// about their collectives and stacks.
 const HOOK_SOURCE: &str = include_str!("sitecustomize.py");
+/// The subdirectory with the hang hook (a Python module for workers). Containers get it read-only.
+const MODULE_DIRECTORY: &str = "python";
+/// A shell script that makes Python load the hang hook, and then executes its arguments as a
+/// command. It runs in the container, because the image may set `PYTHONPATH`, too.
+const CONTAINER_SCRIPT: &str =
+    "export PYTHONPATH=\"$LAUNCH_HANG_DIR/python${PYTHONPATH:+:$PYTHONPATH}\"; exec \"$@\"";
 /// The number of collectives that torch's flight recorder keeps, as the text of the environment
 /// variable that sets it.
 const FLIGHT_RECORDER_ENTRIES: &str = "2000";
@@ -88,7 +94,9 @@ impl HookDirectory {
             // `PYTHONPATH` cannot contain such a path.
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        fs::write(directory.path.join("sitecustomize.py"), HOOK_SOURCE)?;
+        let module = directory.path.join(MODULE_DIRECTORY);
+        DirBuilder::new().mode(0o700).create(&module)?;
+        fs::write(module.join("sitecustomize.py"), HOOK_SOURCE)?;
         Ok(directory)
     }
 
@@ -105,20 +113,45 @@ impl HookDirectory {
         python_path: Option<String>,
         timeout: Duration,
     ) {
-        let directory = self.path.display().to_string();
+        let module = self.path.join(MODULE_DIRECTORY).display().to_string();
         let path = match python_path {
-            Some(rest) if !rest.is_empty() => format!("{directory}:{rest}"),
-            _ => directory.clone(),
+            Some(rest) if !rest.is_empty() => format!("{module}:{rest}"),
+            _ => module,
         };
+        self.add_hook_variables(worker, timeout);
+        worker.retain(|(name, _)| name != env::PYTHONPATH);
+        worker.push((env::PYTHONPATH.to_owned(), path));
+    }
+
+    /// Adds the variables that the hang hook itself reads to the environment of a worker.
+    fn add_hook_variables(&self, worker: &mut Vec<(String, String)>, timeout: Duration) {
         let interval = (timeout / 8).clamp(PUBLISH_INTERVAL_RANGE.0, PUBLISH_INTERVAL_RANGE.1);
         let variables = [
-            (env::PYTHONPATH, path),
-            (env::LAUNCH_HANG_DIR, directory),
+            (env::LAUNCH_HANG_DIR, self.path.display().to_string()),
             (env::LAUNCH_HANG_SIGNAL, STACKS_SIGNAL.to_string()),
             (env::LAUNCH_HANG_INTERVAL_MS, interval.as_millis().to_string()),
         ];
         worker.retain(|(name, _)| !variables.iter().any(|(set, _)| set == name));
         worker.extend(variables.map(|(name, value)| (name.to_owned(), value)));
+    }
+
+    /// Changes the plan of a worker so that Python loads the hang hook in the container in which
+    /// the worker is going to run. The first words of `worker.wrapper` become a shell script of the
+    /// container.
+    pub(in crate::agent) fn add_to_container(&self, worker: &mut WorkerPlan, timeout: Duration) {
+        self.add_hook_variables(&mut worker.env, timeout);
+        let words = ["sh", "-c", CONTAINER_SCRIPT, "sh"].map(str::to_owned);
+        worker.wrapper.splice(..0, words);
+    }
+
+    /// Lists the mounts by which a container sees the directory at the same path: the files that
+    /// the hook writes, and the hook, which the container cannot change.
+    pub(in crate::agent) fn list_container_mounts(&self) -> Vec<ContainerMount> {
+        let mount = |path: &Path, read_only: bool| {
+            let path = path.display().to_string();
+            ContainerMount { source: path.clone(), target: path, read_only }
+        };
+        vec![mount(&self.path, false), mount(&self.path.join(MODULE_DIRECTORY), true)]
     }
 
     /// Adds the environment variables that switch on torch's flight recorder and NCCL's warnings to
@@ -219,9 +252,25 @@ pub(super) struct HookProcess {
 
 impl HookProcess {
     /// Finds the process of a rank that has loaded the hang hook (a Python module of launch) and
-    /// uses torch's process groups. `tree` are the pids of the processes of the worker.
+    /// uses torch's process groups. `tree` are the pids of the processes of the worker. A process
+    /// in a container of Docker is not one of them, and is recognized by its environment.
     pub(super) fn find_for_rank(directory: &Path, rank: Rank, tree: &[i32]) -> Option<HookProcess> {
-        list_rank_processes(directory, rank).into_iter().find(|process| tree.contains(&(process.pid as i32)))
+        let processes = list_rank_processes(directory, rank);
+        let of_tree = processes.iter().position(|process| tree.contains(&(process.pid as i32)));
+        let found = of_tree.or_else(|| processes.iter().position(|p| p.has_environment(directory, rank)));
+        found.and_then(|at| processes.into_iter().nth(at))
+    }
+
+    /// Returns whether the process was started with the variables of the hang hook in `directory`
+    /// and of the rank `rank`. The pid in an old file may belong to another process by now.
+    fn has_environment(&self, directory: &Path, rank: Rank) -> bool {
+        let file = File::open(format!("/proc/{}/environ", self.pid));
+        let mut environment = Vec::new();
+        let read = file.and_then(|file| file.take(MAX_FILE_BYTES).read_to_end(&mut environment));
+        let variables =
+            [format!("{}={}", env::LAUNCH_HANG_DIR, directory.display()), format!("{}={rank}", env::RANK)];
+        let set = environment.split(|byte| *byte == 0);
+        read.is_ok() && variables.iter().all(|variable| set.clone().any(|set| set == variable.as_bytes()))
     }
 
     /// Returns whether the process with the hang hook exists. Processes that have ended leave their
@@ -425,6 +474,51 @@ mod tests {
         write(3, this, "evidence", "{\"groups\": []");
         assert!(process.read_answer().is_none(), "an incomplete file is no answer");
         std::mem::forget(hook);
+    }
+
+    #[test]
+    fn a_process_outside_of_the_worker_is_recognized_by_its_environment() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path();
+        let mut child = std::process::Command::new("sleep")
+            .arg("600")
+            .env(env::LAUNCH_HANG_DIR, path)
+            .env(env::RANK, "3")
+            .spawn()
+            .expect("a process");
+        for rank in [3, 4] {
+            fs::write(path.join(format!("rank-{rank}.{}.status", child.id())), "{}").expect("written");
+        }
+        let found = |rank| HookProcess::find_for_rank(path, rank, &[]).map(|process| process.pid());
+        // The environment is that of this test until the child executes its program.
+        let began = std::time::Instant::now();
+        while found(3).is_none() && began.elapsed() < Duration::from_secs(60) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!((found(3), found(4)), (Some(child.id()), None));
+        child.kill().and_then(|()| child.wait()).expect("ended");
+    }
+
+    #[test]
+    fn containers_get_the_hook_read_only_and_keep_the_python_path_of_the_image() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let lock = lock_directory(directory.path()).expect("a lock");
+        let hook = HookDirectory { path: directory.path().to_owned(), _lock: lock };
+        let mounts = hook.list_container_mounts();
+        let module = directory.path().join(MODULE_DIRECTORY).display().to_string();
+        assert_eq!((mounts[0].read_only, mounts[1].read_only), (false, true));
+        assert_eq!((&mounts[1].source, &mounts[1].target), (&module, &module));
+        for (of_image, expected) in [(None, module.clone()), (Some("/image"), format!("{module}:/image"))] {
+            let mut command = std::process::Command::new("sh");
+            command
+                .args(["-c", CONTAINER_SCRIPT, "sh", "printenv", "PYTHONPATH"])
+                .env_remove(env::PYTHONPATH);
+            command
+                .envs(of_image.map(|path| (env::PYTHONPATH, path)))
+                .env(env::LAUNCH_HANG_DIR, directory.path());
+            let output = command.output().expect("output");
+            assert_eq!(String::from_utf8_lossy(&output.stdout).trim_end(), expected);
+        }
     }
 
     #[test]
