@@ -9,7 +9,8 @@
 //!
 //! **Packing.** For each block of the depth, the smaller operand is packed once for all tasks. Each
 //! task packs its block of the larger operand right before using it. A left operand with contiguous
-//! rows, or a right operand with contiguous columns, is not packed.
+//! rows, or a right operand with contiguous columns, is not packed, unless the distance between the
+//! rows of the right operand lets them compete for few cache lines.
 #[cfg(target_arch = "x86_64")]
 use super::amx;
 use super::backend::Cpu;
@@ -41,6 +42,14 @@ const TASK_PACKED_LEN: usize = 96 << 10;
 /// stay in the L2 cache while several rows of the left operand are multiplied by them. The rest of
 /// the cache holds the result and prefetched elements.
 const RESIDENT_PANELS_LEN: usize = 48 << 10;
+
+/// Distance in bytes at which two elements of a matmul's operand are kept in the same set of the L1
+/// cache (64 lines of 64 bytes on common CPUs), and in one of few sets of the L2 cache. A panel of
+/// the right operand, read in place, then evicts its own lines before they are used again.
+const CACHE_SET_PERIOD: usize = 4096;
+/// Minimum number of rows of a matmul's result from which on it is faster to copy a right operand
+/// whose rows compete for the same cache sets ([`CACHE_SET_PERIOD`]) than to read it in place.
+const MIN_ROWS_TO_AVOID_CONFLICTS: usize = 32;
 
 /// Returns how many rows and columns of a matmul's result the innermost function (the micro-kernel)
 /// computes at a time with this instruction set.
@@ -101,7 +110,7 @@ pub(crate) fn matmul_f32(cpu: &Cpu, c: &mut [f32], a: Operand, b: Operand, shape
     let shared_block_rows = (SHARED_PACKED_LEN / block_depth / shared.width).max(1) * shared.width;
     let unpacked = UnpackedOperands {
         a: UnpackedOperand::from_rows(a.operand, m, mr),
-        b: UnpackedOperand::from_columns(b.operand, n),
+        b: UnpackedOperand::from_columns(b.operand, m, n),
     };
     let is_packed = !unpacked.is_unpacked(left_is_shared);
     let packed_len = if is_packed {
@@ -357,12 +366,15 @@ impl<'a> UnpackedOperand<'a> {
         }
     }
 
-    /// Returns the right operand `b` of a matmul, which has `n` columns, if the micro-kernel (the
-    /// innermost function) can read it without a packed copy. Returns `None` if the operand is not
-    /// `f32`, its columns are not contiguous, or the last columns do not fill a vector.
-    fn from_columns(b: Operand<'a>, n: usize) -> Option<Self> {
+    /// Returns the right operand `b` of a matmul, whose result has `m` rows and `n` columns, if the
+    /// micro-kernel (the innermost function) should read it without a packed copy. Returns `None`
+    /// if the operand is not `f32`, its columns are not contiguous, the last columns do not fill a
+    /// vector, or its rows compete for the same cache sets.
+    fn from_columns(b: Operand<'a>, m: usize, n: usize) -> Option<Self> {
+        let has_conflicts = (b.depth_stride * size_of::<f32>()).is_multiple_of(CACHE_SET_PERIOD)
+            && m >= MIN_ROWS_TO_AVOID_CONFLICTS;
         match b.data {
-            InputElements::F32(data) if b.row_stride == 1 && n.is_multiple_of(LANES) => {
+            InputElements::F32(data) if b.row_stride == 1 && n.is_multiple_of(LANES) && !has_conflicts => {
                 Some(UnpackedOperand { data, stride: b.depth_stride })
             }
             _ => None,

@@ -106,6 +106,48 @@ fn matmuls_of_deep_and_wide_shapes_give_the_same_bits() {
     }
 }
 
+/// Computes one element of an fp32 matmul by definition: one chain of fused multiply-adds for each
+/// pass of at most 512 terms, added in rising order.
+fn sum_by_definition(old: f32, terms: &[(f32, f32)]) -> f32 {
+    let pass_len = terms.len().div_ceil(terms.len().div_ceil(512));
+    let chain = |pass: &[(f32, f32)]| pass.iter().fold(0.0f32, |sum, (a, b)| a.mul_add(*b, sum));
+    terms.chunks(pass_len).fold(old, |sum, pass| sum + chain(pass))
+}
+
+/// Checks the order of summation of matmuls whose rows are a multiple of 4,096 bytes apart, which
+/// the CPU backend copies before it reads them, and of matmuls with neighbouring distances.
+#[test]
+fn matmuls_with_rows_of_any_distance_match_the_definition() {
+    let shapes =
+        [(33, 40, 1024), (35, 17, 2048), (33, 9, 4096), (3, 33, 3072), (9, 1024, 48), (33, 32, 1040)];
+    for (m, n, k) in shapes {
+        let mut r = TestRng::new(k as u64);
+        let (x, w, dy) = (r.draw_vec(m * k), r.draw_vec(n * k), r.draw_vec(m * n));
+        let product = |columns: usize, depth: usize, old: &[f32], term: &dyn Fn(usize, usize, usize) -> _| {
+            let element = |i: usize| {
+                let terms: Vec<(f32, f32)> = (0..depth).map(|p| term(i / columns, i % columns, p)).collect();
+                sum_by_definition(old[i], &terms).to_bits()
+            };
+            (0..old.len()).map(element).collect::<Vec<u32>>()
+        };
+        let want = [
+            product(n, k, &dy, &|i, j, p| (x[i * k + p], w[j * k + p])),
+            product(k, n, &x, &|i, j, p| (dy[i * n + p], w[p * k + j])),
+            product(k, m, &w, &|i, j, p| (dy[p * n + i], x[p * k + j])),
+        ];
+        for cpu in [Cpu::new(1), Cpu::new(3)].into_iter().chain(Cpu::new_for_all_instruction_sets(2)) {
+            let copy = |x: &[f32]| ShiftedBuf::new(x, 0);
+            let (mut y, mut dx, mut dw) = (copy(&dy), copy(&x), copy(&w));
+            let [px, pw, pdy] = [&x, &w, &dy].map(|x| copy(x));
+            let write = WriteMode::Accumulate;
+            cpu.matmul_forward(y.view_mut(), px.view(), pw.view(), m, n, k, write);
+            cpu.matmul_backward_input(dx.view_mut(), pdy.view(), pw.view(), m, n, k, write);
+            cpu.matmul_backward_weight(dw.view_mut(), pdy.view(), px.view(), m, n, k, write);
+            assert!([y.bits(), dx.bits(), dw.bits()] == want, "{} {m} {n} {k}", cpu.describe());
+        }
+    }
+}
+
 /// Checks that a row's result does not depend on the other rows, so that a batch may be divided
 /// anywhere.
 #[test]
