@@ -185,12 +185,13 @@ unsafe fn add_block<S: Simd, const MR: usize, const NV: usize>(
 ) {
     let zero = s.splat(0.0);
     let mut even_chains = CacheAligned([[[0.0f32; LANES]; NV]; MR]);
+    let even_chains = &mut even_chains.0;
     // SAFETY: guaranteed by the caller.
     let even = unsafe { run_chains::<S, true, MR, NV>(s, t, rs, ks, (terms.start..terms.end).step_by(2)) };
     for i in 0..MR {
         for j in 0..NV {
             let chain = if is_padded[0] { s.add_flushed(even[i][j], zero) } else { even[i][j] };
-            store_array(s, &mut even_chains.0[i][j], chain);
+            store_array(s, &mut even_chains[i][j], chain);
         }
     }
     // SAFETY: guaranteed by the caller.
@@ -198,7 +199,7 @@ unsafe fn add_block<S: Simd, const MR: usize, const NV: usize>(
     for i in 0..MR {
         for j in 0..NV {
             let chain = if is_padded[1] { s.add_flushed(odd[i][j], zero) } else { odd[i][j] };
-            let block_sum = s.add_flushed(load_array(s, &even_chains.0[i][j]), chain);
+            let block_sum = s.add_flushed(load_array(s, &even_chains[i][j]), chain);
             // SAFETY: guaranteed by the caller.
             unsafe {
                 let previous = s.load(from.0.add(i * from.1 + j * LANES));
