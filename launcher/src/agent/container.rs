@@ -133,8 +133,8 @@ impl<'a> ContainerCommandBuilder<'a> {
     }
 
     /// Collects the directories to mount in the container: those that the job lists, the working
-    /// directory, the run directory and the directory of the hang hook. Fails if one does not exist,
-    /// or if its path contains a separator.
+    /// directory, the run directory and the directory of the hang hook. Fails if one does not
+    /// exist, or if its path contains a separator.
     fn collect_mounts(&self) -> diagnostic::Result<Vec<ContainerMount>> {
         let mut mounts = self.spec.mounts.clone();
         for directory in [self.workdir, self.run_dir] {
