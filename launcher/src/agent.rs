@@ -21,6 +21,7 @@ mod hang;
 mod kernel_log;
 mod log_thread;
 pub(crate) mod log_times;
+mod lost_connection;
 mod oom;
 mod output;
 mod probe;

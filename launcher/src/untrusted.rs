@@ -75,6 +75,7 @@ pub fn create_control_streams() -> [(&'static str, Vec<u8>); 3] {
         error: None,
         gpu: None,
         timeout: None,
+        lost_connection: None,
     };
     let agent = [
         FromAgent::Hello { version: PROTOCOL_VERSION, pid: 77, stream: 5, inventory },

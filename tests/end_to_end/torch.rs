@@ -217,6 +217,53 @@ fn the_exception_that_a_program_recorded_is_the_root_cause() {
     assert!(tail.as_array().unwrap().iter().any(traced), "{tail}");
 }
 
+/// A script in which the sockets of rank 1 are shut down long before its process ends, as those of
+/// a process whose GPU memory takes long to free. The process ends after `SECONDS`.
+const DISCONNECTED_SCRIPT: &str = r#"
+import os, socket, stat, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(4)
+dist.all_reduce(x)
+if dist.get_rank() == 1:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                connected = socket.socket(fileno=os.dup(int(name)))
+                connected.getpeername()  # fails for a socket that listens
+                connected.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+    time.sleep(SECONDS)
+    os._exit(3)
+dist.all_reduce(x)
+"#;
+
+#[test]
+fn a_rank_that_fails_after_its_peers_lost_it_is_the_root_cause() {
+    let test = "a_rank_that_fails_after_its_peers_lost_it_is_the_root_cause";
+    let Some(python) = support::find_python_or_skip(test) else { return };
+    // Ranks 0 and 2 have ended before.
+    let (_, ran) = run_script(&python, 3, &DISCONNECTED_SCRIPT.replace("SECONDS", "3"), "", "");
+    let failure = ran.expect_failure();
+    assert_eq!((&failure["rank"], &failure["code"]), (&1.into(), &"worker-exited".into()), "{failure:#}");
+    assert_eq!(failure["reason"], serde_json::json!({"kind": "exit", "code": 3}));
+}
+
+#[test]
+fn a_lost_connection_to_a_rank_that_does_not_fail_is_an_unknown_root_cause() {
+    let test = "a_lost_connection_to_a_rank_that_does_not_fail_is_an_unknown_root_cause";
+    let Some(python) = support::find_python_or_skip(test) else { return };
+    let (_, ran) = run_script(&python, 2, &DISCONNECTED_SCRIPT.replace("SECONDS", "600"), "", "");
+    let failure = ran.expect_failure();
+    assert_eq!(
+        (&failure["rank"], &failure["code"]),
+        (&0.into(), &"root-cause-unknown".into()),
+        "{failure:#}"
+    );
+    assert_eq!(failure["reason"]["kind"], "aborted_by_peer");
+}
+
 #[test]
 fn a_master_port_in_use_is_reported_before_a_worker_starts() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

@@ -29,7 +29,7 @@ pub use supervision::{
 
 use crate::{
     event::{Event, WorkerPhase},
-    failure::GpuFault,
+    failure::{GpuFault, LostConnection},
     hang::RankEvidence,
     probe::{ProbeAnswer, ProbeRequest},
     step_times::StepTimes,
@@ -45,7 +45,7 @@ use std::{
 /// The version of the control messages between controller, agents and workers, which changes with
 /// every change of a message. All processes run the same executable, so a different version means
 /// that two builds are mixed.
-pub const PROTOCOL_VERSION: u32 = 16;
+pub const PROTOCOL_VERSION: u32 = 17;
 /// The largest body of a frame (one message on the connection of a controller and an agent), in
 /// bytes. Neither side sends or accepts a longer one.
 pub const MAX_FRAME_BYTES: u32 = 16 << 20;
@@ -262,6 +262,9 @@ pub enum FromAgent {
         /// What the worker leaves about its collectives, if torch has ended it because a collective
         /// timed out; `None` otherwise.
         timeout: Option<Box<RankEvidence>>,
+        /// The part of torch whose lost connection to another rank has ended the worker; `None` if
+        /// the worker ended for another reason.
+        lost_connection: Option<LostConnection>,
     },
     /// A built-in worker has left the attempt. Its process waits for the next attempt.
     Left {

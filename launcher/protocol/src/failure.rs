@@ -5,6 +5,7 @@ use crate::hang::HangVerdict;
 use diagnostic::{Code, codes::run};
 use jobspec::ids::Rank;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// The reason why a run, or an attempt (one start of all workers), failed.
 ///
@@ -134,6 +135,29 @@ pub enum FailureReason {
     #[default]
     #[serde(other)]
     Unknown,
+}
+
+/// A part of torch that has lost the connection to another rank, because of which a program has
+/// failed. Most often the other rank has failed before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LostConnection {
+    /// A process group of Gloo.
+    Gloo,
+    /// A process group of NCCL.
+    Nccl,
+    /// A client of a TCPStore.
+    TcpStore,
+}
+
+impl fmt::Display for LostConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            LostConnection::Gloo => "Gloo",
+            LostConnection::Nccl => "NCCL",
+            LostConnection::TcpStore => "TCPStore",
+        })
+    }
 }
 
 impl FailureReason {

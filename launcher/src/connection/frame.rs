@@ -151,6 +151,7 @@ mod tests {
             let status = protocol::control::ExitStatus::Signal(11, true);
             let exited = FromAgent::Exited {
                 attempt: 0, rank: 1, pid: 2, status, oom: false, tail, error: None, gpu: None, timeout: None,
+                lost_connection: None,
             };
             let mut frame = encode_frame(&exited).unwrap();
             let offset = offset % frame.len();

@@ -60,6 +60,10 @@ pub(crate) const RENDEZVOUS_BIND_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long the controller waits for the report of the root cause after a worker has exited only
 /// because a peer failed.
 pub(crate) const ROOT_CAUSE_TIMEOUT: Duration = Duration::from_millis(100);
+/// How long the controller waits for the report of the root cause after a program has failed
+/// because torch has lost the connection to another rank. A rank that fails may close its
+/// connections seconds before its process ends, because Python and the GPU driver free resources.
+pub(crate) const CONNECTION_LOSS_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long built-in workers may continue after their collectives were aborted until they get
 /// SIGKILL.
 pub(crate) const ABORT_GRACE: Duration = Duration::from_millis(500);

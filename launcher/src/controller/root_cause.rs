@@ -6,7 +6,7 @@ use jobspec::ids::Rank;
 use protocol::{
     control::ExitStatus,
     exit::{self, WorkerExit},
-    failure::{FailureReason, GpuFault},
+    failure::{FailureReason, GpuFault, LostConnection},
     hang::HangKind,
 };
 use serde::{Deserialize, Serialize};
@@ -56,11 +56,28 @@ impl RootCause {
     /// Changes the reason of a process end to a timeout of a collective, because of which torch has
     /// ended the process. A lack of memory or an error of a GPU remains the reason.
     pub(crate) fn into_collective_timeout(mut self) -> Self {
-        if matches!(self.reason, FailureReason::Exit { .. } | FailureReason::Signal { .. }) {
+        if self.is_process_end() {
             self.reason = FailureReason::CollectiveTimeout { verdict: None };
             self.message =
                 format!("torch ended the process after the timeout of a collective: {}", self.message);
         }
+        self
+    }
+
+    /// Returns whether the exit code or the signal of a process is all that is known. A lack of
+    /// memory and an error of a GPU are more exact reasons.
+    pub(crate) fn is_process_end(&self) -> bool {
+        matches!(self.reason, FailureReason::Exit { .. } | FailureReason::Signal { .. })
+    }
+
+    /// Changes the reason of a process end to the failure of a peer that was not observed, because
+    /// the process has failed after torch lost the connection to a peer.
+    pub(crate) fn into_connection_loss(mut self, connection: LostConnection) -> Self {
+        self.reason = FailureReason::AbortedByPeer;
+        self.message = format!(
+            "{connection} lost the connection to a peer, but no failure of a peer was observed: {}",
+            self.message
+        );
         self
     }
 

@@ -217,7 +217,8 @@ fn a_job_without_failures_runs_to_its_end() {
             tail,
             error: None,
             gpu: None,
-            timeout: None
+            timeout: None,
+            lost_connection: None,
         }]
     );
     assert!(!has_sweep(&ended), "rank 1 still runs");

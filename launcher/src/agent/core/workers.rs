@@ -4,6 +4,7 @@ use super::{
     AgentAction, AgentCore, AgentState, FINAL_OUTPUT_TIMEOUT, ProcessGroupSignal, SupervisedWorker,
     kept_workers::MAX_WAIT_FOR_NEXT_ATTEMPT,
 };
+use crate::agent::lost_connection::find_lost_connection;
 use crate::agent::progress::WorkerProgress;
 use diagnostic::{Diagnostic, codes::run};
 use jobspec::ids::Rank;
@@ -240,10 +241,24 @@ impl AgentCore {
                 .timeout
                 .take()
                 .filter(|evidence| failed && (is_aborted || !evidence.collective_timeouts.is_empty()));
+            let lost_connection = match failed && !worker.builtin {
+                true => find_lost_connection(&tail, error.as_deref()),
+                false => None,
+            };
             let (attempt, oom) = (self.attempt, worker.oom);
             self.unreported.pop_front();
-            let exited = FromAgent::Exited { attempt, rank, pid, status, oom, tail, error, gpu, timeout };
-            self.send_to_controller(exited);
+            self.send_to_controller(FromAgent::Exited {
+                attempt,
+                rank,
+                pid,
+                status,
+                oom,
+                tail,
+                error,
+                gpu,
+                timeout,
+                lost_connection,
+            });
         }
     }
 

@@ -170,6 +170,7 @@ impl CoreHarness {
                 error: None,
                 gpu: None,
                 timeout: None,
+                lost_connection: None,
             },
         )
     }

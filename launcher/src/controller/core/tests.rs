@@ -17,6 +17,7 @@ use protocol::control::{HostInventory, PROTOCOL_VERSION, WorkerAddresses};
 
 mod hangs;
 mod host_selection;
+mod lost_connections;
 mod random_events;
 mod stop_requests;
 mod worker_events;
@@ -94,6 +95,7 @@ fn the_error_that_a_program_recorded_is_part_of_the_reason() {
         error: error.clone(),
         gpu: None,
         timeout: None,
+        lost_connection: None,
     };
     let actions = harness.send_from_agent(1, exited);
     assert_eq!(find_failure_reason(&actions), Some((Some(1), FailureReason::Exit { code: 1, error })));

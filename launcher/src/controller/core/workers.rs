@@ -1,8 +1,8 @@
 //! Processes the reports of agents about the workers of the current attempt, in the controller's
 //! state machine.
 use super::{
-    AttemptState, ControllerAction, ControllerCore, FailureReason, HostIndex, ROOT_CAUSE_TIMEOUT, RootCause,
-    WorkerState,
+    AttemptState, CONNECTION_LOSS_TIMEOUT, ControllerAction, ControllerCore, FailureReason, HostIndex,
+    ROOT_CAUSE_TIMEOUT, RootCause, WorkerState,
 };
 use crate::controller::root_cause::{
     WorkerProcessEnd, build_aborted_cause, build_worker_error_cause, to_launch_exit_code,
@@ -13,7 +13,7 @@ use protocol::{
     control::{ExitStatus, FromAgent},
     event::Event,
     exit::{self, WorkerExit},
-    failure::GpuFault,
+    failure::{GpuFault, LostConnection},
     hang::RankEvidence,
 };
 use std::{net::SocketAddr, time::Duration};
@@ -28,6 +28,7 @@ struct WorkerExitReport {
     error: Option<String>,
     gpu: Option<GpuFault>,
     timeout: Option<Box<RankEvidence>>,
+    lost_connection: Option<LostConnection>,
 }
 
 impl ControllerCore {
@@ -37,13 +38,13 @@ impl ControllerCore {
     pub(super) fn handle_worker_message(&mut self, now: Duration, host: HostIndex, message: FromAgent) {
         match message {
             FromAgent::Started { rank, pid, .. } => self.handle_worker_started(now, host, rank, pid),
-            FromAgent::Exited { rank, pid, status, oom, tail, error, gpu, timeout, .. } => {
-                self.handle_worker_exit(
-                    now,
-                    host,
-                    WorkerExitReport { rank, pid, status, oom, tail, error, gpu, timeout },
-                );
-            }
+            FromAgent::Exited {
+                rank, pid, status, oom, tail, error, gpu, timeout, lost_connection, ..
+            } => self.handle_worker_exit(
+                now,
+                host,
+                WorkerExitReport { rank, pid, status, oom, tail, error, gpu, timeout, lost_connection },
+            ),
             FromAgent::Line { rank, stderr, text } => {
                 self.actions.push(ControllerAction::Line { rank, stderr, text });
             }
@@ -197,7 +198,8 @@ impl ControllerCore {
         if exit == WorkerExit::Aborted && self.setup.keeps_workers {
             // The worker does not exit before it learns whether it may leave the attempt.
             let final_report = Some((exit, diagnostic));
-            return self.record_suspected_failure(now, build_aborted_cause((host, rank), final_report));
+            let cause = build_aborted_cause((host, rank), final_report);
+            return self.record_suspected_failure(now, cause, ROOT_CAUSE_TIMEOUT);
         }
         // The worker is about to exit. Killing the others need not wait for that.
         if !matches!(exit, WorkerExit::Aborted | WorkerExit::Done | WorkerExit::Stopped) {
@@ -228,7 +230,7 @@ impl ControllerCore {
     /// worker neither finished nor was asked to stop. A worker that was aborted by a peer only
     /// counts as a suspected failure.
     fn handle_worker_exit(&mut self, now: Duration, host: HostIndex, exited: WorkerExitReport) {
-        let WorkerExitReport { rank, pid, status, oom, tail, error, gpu, timeout } = exited;
+        let WorkerExitReport { rank, pid, status, oom, tail, error, gpu, timeout, lost_connection } = exited;
         let stopping = matches!(self.state, AttemptState::Stopping(_) | AttemptState::Draining { .. });
         let host_lost = self.state == (AttemptState::Draining { host_lost: true });
         let builtin = self.setup.builtin;
@@ -249,7 +251,8 @@ impl ControllerCore {
             (_, Some(WorkerExit::Stopped)) if stopping => {}
             _ if stopping && !builtin => {}
             (_, Some(WorkerExit::Aborted)) => {
-                self.record_suspected_failure(now, build_aborted_cause((host, rank), final_report));
+                let cause = build_aborted_cause((host, rank), final_report);
+                self.record_suspected_failure(now, cause, ROOT_CAUSE_TIMEOUT);
             }
             (_, exit) => {
                 let memory = Some(self.hosts[host].memory).filter(|bytes| *bytes > 0);
@@ -264,24 +267,39 @@ impl ControllerCore {
                         end.into_root_cause((host, rank)).with_exit_code(exit_code)
                     }
                 };
-                self.fail_attempt_of_ended_worker(now, cause, timeout);
+                match timeout {
+                    Some(evidence) => self.fail_attempt_after_timeout(now, cause, *evidence),
+                    None => self.fail_attempt_of_ended_worker(now, cause, lost_connection),
+                }
             }
         }
     }
 
-    /// Fails the attempt because a worker has ended. If torch has ended the worker after the
-    /// timeout of a collective (`timeout` contains what the worker leaves about its collectives),
-    /// the agents collect evidence about the other workers first.
+    /// Fails the attempt because torch has ended a worker after the timeout of a collective, once
+    /// the agents have collected evidence about the other workers. `evidence` is what the worker
+    /// leaves about its collectives.
+    fn fail_attempt_after_timeout(&mut self, now: Duration, cause: RootCause, evidence: RankEvidence) {
+        let host = cause.host;
+        self.fail_hanging_attempt(now, cause.into_collective_timeout());
+        self.store_hang_evidence(host, evidence);
+    }
+
+    /// Fails the attempt because a worker has ended. If torch has lost the connection of the worker
+    /// to another rank (`lost_connection`), the failure of the other rank is probably the root
+    /// cause, and its report may arrive later.
     fn fail_attempt_of_ended_worker(
         &mut self,
         now: Duration,
         cause: RootCause,
-        timeout: Option<Box<RankEvidence>>,
+        lost_connection: Option<LostConnection>,
     ) {
-        let Some(evidence) = timeout else { return self.fail_attempt(now, cause) };
-        let host = cause.host;
-        self.fail_hanging_attempt(now, cause.into_collective_timeout());
-        self.store_hang_evidence(host, *evidence);
+        match lost_connection.filter(|_| cause.is_process_end()) {
+            Some(connection) => {
+                let cause = cause.into_connection_loss(connection);
+                self.record_suspected_failure(now, cause, CONNECTION_LOSS_TIMEOUT);
+            }
+            None => self.fail_attempt(now, cause),
+        }
     }
 
     /// Records that a built-in worker has given up the failed attempt, while its process waits to
@@ -354,16 +372,16 @@ impl ControllerCore {
         self.mark_host_inactive(host);
     }
 
-    /// Records a failure that is probably the consequence of another one, and waits a short time
-    /// for the report of the root cause. The recorded failure becomes the root cause if no other
-    /// failure is reported within [`ROOT_CAUSE_TIMEOUT`].
-    fn record_suspected_failure(&mut self, now: Duration, cause: RootCause) {
+    /// Records a failure that is probably the consequence of another one, and waits for the report
+    /// of the root cause. The recorded failure becomes the root cause if no other failure is
+    /// reported within `timeout`.
+    fn record_suspected_failure(&mut self, now: Duration, cause: RootCause, timeout: Duration) {
         let has_workers = matches!(
             self.state,
             AttemptState::Running | AttemptState::Stopping(_) | AttemptState::Draining { host_lost: false }
         );
         if has_workers && self.suspect.is_none() {
-            self.suspect = Some((cause, now + ROOT_CAUSE_TIMEOUT));
+            self.suspect = Some((cause, now + timeout));
         }
     }
 }

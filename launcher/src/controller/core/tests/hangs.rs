@@ -58,6 +58,7 @@ fn a_timeout_of_torch_is_the_reason_and_gets_a_verdict() {
         error: None,
         gpu: None,
         timeout: Some(Box::new(of_ended)),
+        lost_connection: None,
     };
     let actions = harness.send_from_agent(0, exited);
     assert!(find_failure_reason(&actions).is_none(), "there is no evidence about rank 1 yet");
