@@ -113,11 +113,6 @@ unsafe fn run_chains<S: Simd, const FLUSH: bool, const MR: usize, const NV: usiz
 /// it.
 static ZEROS: [f32; MAX_TILE_ROW_LEN] = [0.0; MAX_TILE_ROW_LEN];
 
-/// Memory that begins at a cache line, so that loading or storing a vector accesses only one line.
-/// Without it, the additions of [`SumRule::Bf16Blocks`] wait for accesses to two lines.
-#[repr(align(64))]
-struct CacheAligned<T>(T);
-
 /// Computes a tile of a matmul's result by [`SumRule::Bf16Blocks`].
 ///
 /// The chains of the odd terms of a block run after those of the even terms, so that a tile may
@@ -135,8 +130,8 @@ unsafe fn add_bf16_blocks<S: Simd, const MR: usize, const NV: usize>(
     ks: usize,
 ) {
     debug_assert!(t.depth_start.is_multiple_of(2));
-    let mut sums = CacheAligned([[[0.0f32; LANES]; NV]; MR]);
-    let sums = sums.0.as_mut_ptr().cast::<f32>();
+    let mut sums = [[[0.0f32; LANES]; NV]; MR];
+    let sums = sums.as_mut_ptr().cast::<f32>();
     let mut from = match t.accumulate {
         true => (t.c.cast_const(), t.c_row_stride),
         false => (ZEROS.as_ptr(), 0),
@@ -184,8 +179,7 @@ unsafe fn add_block<S: Simd, const MR: usize, const NV: usize>(
     to: (*mut f32, usize),
 ) {
     let zero = s.splat(0.0);
-    let mut even_chains = CacheAligned([[[0.0f32; LANES]; NV]; MR]);
-    let even_chains = &mut even_chains.0;
+    let mut even_chains = [[[0.0f32; LANES]; NV]; MR];
     // SAFETY: guaranteed by the caller.
     let even = unsafe { run_chains::<S, true, MR, NV>(s, t, rs, ks, (terms.start..terms.end).step_by(2)) };
     for i in 0..MR {
