@@ -54,8 +54,8 @@ fn read_seconds_variable(variable: &str, seconds: u64) -> Duration {
     Duration::from_secs(value.unwrap_or(seconds))
 }
 
-/// The largest number of hosts of a test that does not need a tree of agents.
-const MAX_HOSTS_WITHOUT_TREE: u32 = 4;
+/// The largest number of hosts that get the executable without a copy over SSH.
+const MAX_HOSTS_WITH_EXECUTABLE: u32 = 4;
 
 /// Hosts, and a directory that all of them and this machine see under the same path.
 struct RunHosts {
@@ -97,8 +97,8 @@ impl RunHosts {
         job_dir: JobDirectory,
         (disk, stalling): (Option<RunDirectoryDisk>, Option<StallingDirectory>),
     ) -> Option<RunHosts> {
-        // A tree of agents also distributes the executable.
-        let start = match count > MAX_HOSTS_WITHOUT_TREE {
+        // The large tree of agents also distributes the executable.
+        let start = match count > MAX_HOSTS_WITH_EXECUTABLE {
             true => SimulatedHosts::start_with_shared_directory,
             false => SimulatedHosts::start_with_executable,
         };

@@ -196,7 +196,7 @@ codes! {
         remedy: "Remove the variable and use the key that the message names.",
     }
     JOB_SECRET_IN_FILE: Job = "job-secret-in-file" {
-        summary: "A variable in `run.env`, or an option in `run.command`, has the name of a secret, and the job contains its value. This is a warning; for `--set` of `launch manifest kubernetes` it is an error.",
+        summary: "A variable in `run.env`, or an option in `run.command`, has the name of a secret, or a variable contains a URL with a password, and the job contains the value. This is a warning; for `--set` of `launch manifest kubernetes` it is an error.",
         cause: "The name ends with `_KEY`, or contains a word such as `TOKEN`, `SECRET` or `PASSWORD`. Every user can list arguments.",
         remedy: "Pass the secret in `run.env`, with `{from_env: NAME}` or `{from_file: path}`, so that no file contains the value.",
     }
