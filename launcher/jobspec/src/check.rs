@@ -170,26 +170,20 @@ fn warn_about_late_stop(d: &mut JobDecoder, job: &JobSpec) {
 /// Warns about probable secrets, such as passwords, that the job file contains in `run.env` or in
 /// arguments of `run.command`.
 fn warn_about_secrets(d: &mut JobDecoder, job: &JobSpec) {
-    for (name, _) in
-        job.run.env.iter().filter(|(name, value)| is_probable_secret_name(name) && !value.is_empty())
-    {
+    for (name, value) in &job.run.env {
+        let (message, shown) = if is_probable_secret_name(name) && !value.is_empty() {
+            (format!("`{name}` looks like a secret, and its value is written in the job"), "value as `***`")
+        } else if hide_url_passwords(value) != **value {
+            let message = format!("the URL in `{name}` contains a password, which is written in the job");
+            (message, "password as `*`")
+        } else {
+            continue;
+        };
         d.report_warning(
             codes::JOB_SECRET_IN_FILE,
             &format!("run.env.{name}"),
-            format!("`{name}` looks like a secret, and its value is written in the job"),
-            &format!(
-                "use `{name}: {{from_env: {name}}}` or `{{from_file: path}}`; plans show the value as `***`"
-            ),
-        );
-    }
-    for (name, _) in job.run.env.iter().filter(|(_, value)| hide_url_passwords(value) != **value) {
-        d.report_warning(
-            codes::JOB_SECRET_IN_FILE,
-            &format!("run.env.{name}"),
-            format!("the URL in `{name}` contains a password, which is written in the job"),
-            &format!(
-                "use `{name}: {{from_env: {name}}}` or `{{from_file: path}}`; plans show the password as `*`"
-            ),
+            message,
+            &format!("use `{name}: {{from_env: {name}}}` or `{{from_file: path}}`; plans show the {shown}"),
         );
     }
     if let Some(option) = job.run.command.as_deref().and_then(find_secret_option) {

@@ -259,6 +259,19 @@ fn load_error_codes(text: &str, set: &[&str]) -> Vec<Code> {
 }
 
 #[test]
+fn secrets_in_the_job_are_reported_once_and_not_shown() {
+    let env =
+        "A: 'https://user:hunter2@h', B: 'https://h/x@y', HF_TOKEN: hunter2, C_KEY: 'https://hunter2@h'";
+    let (_, _, warnings) = load_text(&format!("run: {{command: [a], env: {{{env}}}}}"), &[]);
+    let found: Vec<_> = warnings.iter().map(|warning| (warning.code(), warning.subject())).collect();
+    let expected = ["run.env.A", "run.env.HF_TOKEN", "run.env.C_KEY"];
+    assert_eq!(found, expected.map(|key| (codes::JOB_SECRET_IN_FILE, Some(key))));
+    assert!(!render_all(&warnings, false).contains("hunter2"));
+    let wrong = "observe: {mlflow: {uri: 'https://user:hunter2@h'}}\nrun: {env: {D_KEY: [hunter2]}}";
+    assert!(!render_all(&try_load_text(wrong, &[]).expect_err("rejected"), false).contains("hunter2"));
+}
+
+#[test]
 fn a_key_by_its_present_and_its_deprecated_name_is_a_conflict() {
     let text = "run: {command: [a], grace: 5s, grace_period: 6s}";
     let errors = try_load_text(text, &[]).expect_err("a conflict");
