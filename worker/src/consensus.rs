@@ -6,6 +6,7 @@ use crate::{
 };
 use comm::Comm;
 use diagnostic::{Diagnostic, codes};
+use protocol::message_pack;
 use serde::{Serialize, de::DeserializeOwned};
 
 /// The largest number of bytes that a broadcast to all ranks ([`broadcast_bytes`]) sends in one
@@ -100,7 +101,7 @@ fn decode_rank_results<T: DeserializeOwned>(reports: &[Vec<u8>]) -> Result<Vec<R
 
 /// Decodes the value or error that `rank` has sent to this rank. Fails if the bytes are not valid.
 fn decode_rank_result<T: DeserializeOwned>(rank: usize, report: &[u8]) -> Result<Result<T>> {
-    rmp_serde::from_slice(report).map_err(|e| {
+    message_pack::from_slice(report).map_err(|e| {
         let message = format!("cannot decode the report of rank {rank}");
         let diagnostic = Diagnostic::error(codes::training::PEER_REPORT_INVALID, message);
         diagnostic.with_field("rank", rank).with_cause(&e).into()

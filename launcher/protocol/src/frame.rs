@@ -4,7 +4,10 @@
 //! Both sides write frames with [`encode_frame`]. A reader first takes [`HEADER_BYTES`] bytes, and
 //! passes them to [`decode_body_length`]. It then reads a body of that length, and passes the body
 //! to [`decode_body`]. A reader allocates no memory for bytes that have not arrived.
-use crate::control::MAX_FRAME_BYTES;
+use crate::{
+    control::MAX_FRAME_BYTES,
+    message_pack::{DecodeError, decode_prefix},
+};
 use diagnostic::{Code, Diagnostic, codes};
 use serde::{Serialize, de::DeserializeOwned};
 use std::io;
@@ -35,7 +38,7 @@ pub enum FrameError {
     Encode(#[source] rmp_serde::encode::Error),
     /// The body cannot be decoded as a message of the expected type.
     #[error("a control message could not be decoded")]
-    Decode(#[source] rmp_serde::decode::Error),
+    Decode(#[source] DecodeError),
     /// The body holds more than one message.
     #[error("{bytes} bytes follow a control message in its frame")]
     TrailingBytes {
@@ -97,8 +100,7 @@ pub fn decode_body_length(header: [u8; HEADER_BYTES]) -> Result<u32, FrameError>
 /// Decodes the MessagePack body of a frame as a message of type `T`. Fails if the body is not
 /// exactly one such message.
 pub fn decode_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, FrameError> {
-    let mut rest = body;
-    let message = rmp_serde::from_read::<_, T>(&mut rest).map_err(FrameError::Decode)?;
+    let (message, rest) = decode_prefix::<T>(body).map_err(FrameError::Decode)?;
     match rest.len() {
         0 => Ok(message),
         bytes => Err(FrameError::TrailingBytes { bytes }),

@@ -27,9 +27,13 @@ pub struct RankTimes {
 /// the fastest connection. A time is in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkTimes {
-    /// The rank to which data was on its way for the longest time.
+    /// The rank to which data was on its way for the longest time. After several steps: the rank
+    /// that was the slowest peer for more than half of the time, if there is one.
     pub slowest_peer: Rank,
-    /// The time of the connection to `slowest_peer`.
+    /// The time by which `slowest_peer` leads the slowest peers of other steps; `slowest_us` after
+    /// one step.
+    pub lead_us: u64,
+    /// The sum of the times of the slowest connection in each step.
     pub slowest_us: u64,
     /// The time of the connection on which data was on its way for the shortest time.
     pub fastest_us: u64,
@@ -67,12 +71,24 @@ impl RankTimes {
 }
 
 impl LinkTimes {
-    /// Returns the sum of these network times and those of the same rank in a later step. The peer
-    /// is that of the longer time.
+    /// Creates the network times of one step.
+    pub fn new(slowest_peer: Rank, slowest_us: u64, fastest_us: u64) -> LinkTimes {
+        LinkTimes { slowest_peer, lead_us: slowest_us, slowest_us, fastest_us }
+    }
+
+    /// Returns the sum of these network times and those of the same rank in later steps. The peer is
+    /// found by a majority vote (Boyer and Moore), in which each step votes with its time.
     fn sum_with(&self, later: &LinkTimes) -> LinkTimes {
-        let slowest = if later.slowest_us > self.slowest_us { later } else { self };
+        let (slowest_peer, lead_us) = if later.slowest_peer == self.slowest_peer {
+            (self.slowest_peer, self.lead_us.saturating_add(later.lead_us))
+        } else if later.lead_us > self.lead_us {
+            (later.slowest_peer, later.lead_us - self.lead_us)
+        } else {
+            (self.slowest_peer, self.lead_us - later.lead_us)
+        };
         LinkTimes {
-            slowest_peer: slowest.slowest_peer,
+            slowest_peer,
+            lead_us,
             slowest_us: self.slowest_us.saturating_add(later.slowest_us),
             fastest_us: self.fastest_us.saturating_add(later.fastest_us),
         }
@@ -96,5 +112,22 @@ impl StepTimes {
     pub fn mean_step_us(&self) -> u64 {
         let longest = self.ranks.iter().map(|times| times.step_us).max().unwrap_or(0);
         longest / self.steps.max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LinkTimes;
+
+    /// A peer that is slow in most steps is named, also if another one was slower in the first step.
+    #[test]
+    fn the_peer_that_is_slowest_for_most_of_the_time_is_named() {
+        let sum = |steps: &[(u32, u64)]| {
+            let steps = steps.iter().map(|(peer, time)| LinkTimes::new(*peer, *time, 1));
+            steps.reduce(|sum, step| sum.sum_with(&step)).unwrap()
+        };
+        let total = sum(&[(3, 50), (7, 40), (7, 40), (7, 40), (5, 30)]);
+        assert_eq!((total.slowest_peer, total.slowest_us, total.fastest_us), (7, 200, 5));
+        assert_eq!(sum(&[(3, 500), (7, 40), (7, 40)]).slowest_peer, 3);
     }
 }

@@ -145,7 +145,7 @@ fn simulate_network(links: &[LinkTimes]) -> Vec<RankTimes> {
 }
 
 fn links(slowest_peer: u32, slowest_us: u64, fastest_us: u64) -> Option<LinkTimes> {
-    Some(LinkTimes { slowest_peer, slowest_us, fastest_us })
+    Some(LinkTimes::new(slowest_peer, slowest_us, fastest_us))
 }
 
 #[test]
@@ -227,7 +227,7 @@ proptest! {
                 waiting_us,
                 collective_us: waiting_us,
                 micro_batches,
-                links: Some(LinkTimes { slowest_peer, slowest_us: a.max(b), fastest_us: a.min(b) }),
+                links: Some(LinkTimes::new(slowest_peer, a.max(b), a.min(b))),
             });
             for change in detector.add_step(step, &times.collect::<Vec<_>>()) {
                 prop_assert!(change.share.is_finite() && change.step_s.is_finite());

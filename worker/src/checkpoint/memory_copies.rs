@@ -36,6 +36,7 @@ use diagnostic::{Diagnostic, codes, quantity::format_bytes};
 use host_map::RankHostMap;
 use jobspec::MemoryCopySpec;
 use memory_copy_exchange::exchange_memory_copies;
+use protocol::message_pack;
 use state_selection::{HostCopies, ReportedCopy, select_states};
 use std::{
     collections::HashMap,
@@ -123,8 +124,8 @@ impl HostMemoryCopies {
             let encoded =
                 rmp_serde::to_vec(&mine).map_err(|e| build_invalid_copy_list_error().with_cause(&e).into());
             let bytes = broadcast_bytes(queue, leader, encoded)?;
-            let received: Vec<(u32, Vec<u8>)> =
-                rmp_serde::from_slice(&bytes).map_err(|e| build_invalid_copy_list_error().with_cause(&e))?;
+            let received: Vec<(u32, Vec<u8>)> = message_pack::from_slice(&bytes)
+                .map_err(|e| build_invalid_copy_list_error().with_cause(&e))?;
             texts.extend(received);
         }
         let parse = |rank: u32| {

@@ -46,13 +46,10 @@ impl RankStepReport {
     /// the other ranks once per step.
     pub(super) fn encode(&self, links: Option<LinkDelays>) -> [u64; REPORT_WORDS] {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        let links = links.map(|links| LinkTimes {
-            slowest_peer: links.slowest_peer as u32,
-            slowest_us: micros(links.slowest),
-            fastest_us: micros(links.fastest),
+        // 0 stands for a rank that has sent nothing to other hosts.
+        let (peer, slowest_us, fastest_us) = links.map_or((0, 0, 0), |links| {
+            (links.slowest_peer as u64 + 1, micros(links.slowest), micros(links.fastest))
         });
-        let LinkTimes { slowest_peer, slowest_us, fastest_us } = links.unwrap_or_default();
-        let peer = links.map_or(0, |_| u64::from(slowest_peer) + 1);
         [
             self.flags,
             self.peak_rss,
@@ -70,8 +67,7 @@ impl RankStepReport {
         let (step_us, waiting_us) = unpack_two_u32(times);
         let ((collective_us, peer), (slowest_us, fastest_us)) =
             (unpack_two_u32(collective), unpack_two_u32(links));
-        let links =
-            peer.checked_sub(1).map(|peer| LinkTimes { slowest_peer: peer as u32, slowest_us, fastest_us });
+        let links = peer.checked_sub(1).map(|peer| LinkTimes::new(peer as u32, slowest_us, fastest_us));
         RankStepReport {
             flags,
             peak_rss,
@@ -126,7 +122,7 @@ mod tests {
             fastest: Duration::from_millis(2),
         };
         let links = RankStepReport::decode(&report.encode(Some(delays)), 3).times.links;
-        let expected = LinkTimes { slowest_peer: 0, slowest_us: u64::from(u32::MAX), fastest_us: 2000 };
+        let expected = LinkTimes::new(0, u64::from(u32::MAX), 2000);
         assert_eq!(links, Some(expected));
     }
 }

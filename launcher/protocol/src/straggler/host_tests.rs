@@ -47,7 +47,7 @@ impl Cluster {
                 peers.filter(|peer| *peer != rank).map(|peer| (delay(rank, peer), peer)).collect();
             let (slowest_us, peer) = delays.iter().copied().max().unwrap_or_default();
             let fastest_us = delays.iter().map(|(delay, _)| *delay).min().unwrap_or_default();
-            times.links = Some(LinkTimes { slowest_peer: peer as u32, slowest_us, fastest_us });
+            times.links = Some(LinkTimes::new(peer as u32, slowest_us, fastest_us));
         }
         times
     }
@@ -182,7 +182,7 @@ fn hosts_with_different_numbers_of_ranks_are_compared() {
     let times = simulate_step(&[300_000; 6]).into_iter().enumerate().map(|(rank, times)| {
         let slowest_peer = [1, 0, 0, 1, 3, 2][rank];
         let slowest_us = if hosts[rank] == 9 { 6_000 } else { 90_000 };
-        RankTimes { links: Some(LinkTimes { slowest_peer, slowest_us, fastest_us: 5_000 }), ..times }
+        RankTimes { links: Some(LinkTimes::new(slowest_peer, slowest_us, 5_000)), ..times }
     });
     let times: Vec<RankTimes> = times.collect();
     let mut detector = StragglerDetector::new(RULES, hosts);
@@ -223,10 +223,8 @@ proptest! {
         // No rank sends data to itself over the network.
         let other_rank = |rank: usize, peer: u32| if peer as usize == rank { peer + 1 } else { peer };
         let to_times = |(rank, links): (usize, Option<(u32, u64, u64)>)| {
-            let links = links.map(|(peer, a, b)| LinkTimes {
-                slowest_peer: other_rank(rank, peer),
-                slowest_us: a.max(b) * 15_000,
-                fastest_us: a.min(b) * 15_000,
+            let links = links.map(|(peer, a, b)| {
+                LinkTimes::new(other_rank(rank, peer), a.max(b) * 15_000, a.min(b) * 15_000)
             });
             RankTimes { links, ..RankTimes::default() }
         };

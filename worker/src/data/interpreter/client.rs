@@ -7,6 +7,7 @@ use super::{
     },
 };
 use crate::data::{error::InterpretationStep, json_lines::MAX_LINE_BYTES};
+use protocol::message_pack;
 use sandbox::{
     Confinement, RequestLimits, SandboxCommand, SandboxError, SandboxFailure, SandboxProcess, SandboxSettings,
 };
@@ -197,8 +198,9 @@ impl RequestStream<'_> {
     pub(crate) fn receive<R: DeserializeOwned>(&mut self) -> Result<R, InterpreterFailure> {
         let process = self.state.process.as_mut().ok_or(SandboxError::InvalidReply)?;
         let reply = process.receive_reply().map_err(InterpreterFailure::from);
-        let reply = reply
-            .and_then(|reply| rmp_serde::from_slice(&reply).map_err(|_| SandboxError::InvalidReply.into()));
+        let reply = reply.and_then(|reply| {
+            message_pack::from_slice(&reply).map_err(|_| SandboxError::InvalidReply.into())
+        });
         reply.inspect_err(|_| self.state.process = None)
     }
 

@@ -20,6 +20,7 @@ use crate::data::{
     tokenizer_files::TOKENIZER_FILE,
 };
 use jobspec::LossTargets;
+use protocol::message_pack;
 use rayon::prelude::*;
 use sandbox::{
     ReportStepFn, RequestHandler, STACK_BYTES, SandboxSettings, limit_cpu_time, take_panic_message,
@@ -64,7 +65,7 @@ impl RequestHandler for InterpreterRequestHandler {
         report_step: &mut ReportStepFn,
     ) -> Vec<u8> {
         // The caller reports an empty reply as an invalid one.
-        let Ok(request) = rmp_serde::from_slice::<Request>(request) else { return Vec::new() };
+        let Ok(request) = message_pack::from_slice::<Request>(request) else { return Vec::new() };
         let mut begin = |step: InterpretationStep| report_step(step as u64);
         match request {
             Request::LoadTokenizer { files } => {
