@@ -35,7 +35,7 @@ section! {
 
 /// The rule that a key only has an effect in jobs with `cluster.hosts: join`.
 const JOIN_RULES: &[Rule] =
-    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm"])]).into_warning()];
+    &[Rule::no_effect(&[Condition::OneOf("cluster.hosts", &["local", "slurm", "pbs", "lsf"])]).into_warning()];
 /// The longest time that a job may wait for other nodes to join, in milliseconds.
 const MAX_TIMEOUT_MS: u64 = 7 * 86_400_000;
 

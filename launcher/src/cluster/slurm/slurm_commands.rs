@@ -56,11 +56,15 @@ pub(super) fn query_job_end(job: u64) -> diagnostic::Result<BatchJobEnd> {
 }
 
 /// Asks Slurm how many GPUs the Slurm job `job`, in which this process runs, has on each of its
-/// nodes, and whether the job requested them. The numbers do not change, so later calls return the
-/// result of the first call. Blocks.
+/// nodes, and whether the job requested them. The numbers do not change, so calls after a successful
+/// one return its result. Blocks.
 pub(super) fn query_job_gpus(job: u64) -> diagnostic::Result<SlurmJobGpus> {
-    static ANSWER: OnceLock<diagnostic::Result<SlurmJobGpus>> = OnceLock::new();
-    ANSWER.get_or_init(|| Ok(parse_job_gpus(&read_scontrol_show_job(job)?))).clone()
+    static ANSWER: OnceLock<SlurmJobGpus> = OnceLock::new();
+    if let Some(gpus) = ANSWER.get() {
+        return Ok(gpus.clone());
+    }
+    let gpus = parse_job_gpus(&read_scontrol_show_job(job)?);
+    Ok(ANSWER.get_or_init(|| gpus).clone())
 }
 
 /// Returns the output of `scontrol --details show job` for the Slurm job `job`. Blocks.
